@@ -1,0 +1,264 @@
+"""Loss and gradients of a step: calling the user's loss function, microbatches, and where gradients are summed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.spec import Dims, named
+from zero_jax.tree import PyTree, leaf_names, map_named
+
+LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
+
+
+def takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Tells whether a loss function has a third parameter for a key: a required one, or one called `key` or `rng`."""
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    third = positional[2:3]
+    return bool(third) and (third[0].default is inspect.Parameter.empty or third[0].name in ("key", "rng"))
+
+
+def normalize_loss(loss_fn: Callable[..., Any]) -> LossFn:
+    """Returns `loss_fn` as `(params, batch, key) -> (loss, aux)`, whichever of its forms it has.
+
+    The result raises `ValueError` when the loss is not a floating scalar.
+    """
+    with_key = takes_key(loss_fn)
+
+    def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
+        out = loss_fn(params, batch, key) if with_key else loss_fn(params, batch)
+        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
+        if isinstance(out, tuple) and len(out) != 2:
+            raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
+        if shape != () or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
+            raise ValueError(
+                f"loss_fn returned a loss of shape {shape} and dtype {dtype}: return a floating scalar, such as loss.mean()"
+            )
+        return jnp.asarray(loss), aux
+
+    return call
+
+
+def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:
+    """Checks that every leaf of a batch divides over the batch axes and the microbatches; returns the batch size.
+
+    Raises:
+      ValueError: a leaf does not divide, or leaves differ in size.
+    """
+    shards = axis_size(mesh, axes.batch)
+    sizes = {name: leaf.shape[0] for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True) if leaf.ndim}
+    for name, size in sizes.items():
+        if size == 0 or size % (shards * num_microbatches):
+            what = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
+            micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
+            need = shards * num_microbatches
+            raise ValueError(
+                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices ({what}){micro}: "
+                f"make the batch size a multiple of {need}, for example {max(need, math.ceil(size / need) * need)}"
+            )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example")
+    return next(iter(sizes.values()), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulator:
+    """Sums loss, gradients and aux over the microbatches of a batch.
+
+    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    num_microbatches: int
+    loss_weight: str | None
+    reduce_dtype: Any
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices that a batch is spread over."""
+        return axis_size(self.mesh, self.axes.batch)
+
+    def split(self, batch: PyTree) -> PyTree:
+        """Splits leaves `[batch, ...]` into `[num_microbatches, num_shards, examples, ...]`; scalars stay as they are."""
+        k, n = self.num_microbatches, self.num_shards
+
+        def split_leaf(x: jax.Array) -> jax.Array:
+            if not x.ndim:
+                return x
+            x = x.reshape(n, k, x.shape[0] // (n * k), *x.shape[1:])
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axes.batch)))
+            x = jnp.moveaxis(x, 1, 0)
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None, self.axes.batch)))
+
+        return jax.tree.map(split_leaf, batch)
+
+    def weight(self, aux: PyTree) -> jax.Array:
+        """Returns the weight of a microbatch's mean, 1 unless the loss function says."""
+        if self.loss_weight is None:
+            return jnp.float32(1)
+        if not isinstance(aux, Mapping) or self.loss_weight not in aux:
+            has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
+            raise ValueError(
+                f"loss_weight={self.loss_weight!r}, but the aux that loss_fn returned has no such entry (it has {has}): "
+                "return (loss, {..., " + repr(self.loss_weight) + ": weight})"
+            )
+        return lax.stop_gradient(jnp.asarray(aux[self.loss_weight], jnp.float32))
+
+    def sharded(
+        self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
+    ) -> Any:
+        """Accumulates gradients that each microbatch has already reduced to shards, in float32.
+
+        Args:
+          grad_fn: `grad_fn(params, batch, key)` returns `((loss, aux), grads)`.
+          params: the list of params.
+          batch: the whole batch.
+          key: the step's key.
+          dims: for each param, how its gradient is sharded.
+
+        Returns:
+          `((loss, aux), grads)` of the whole batch.
+        """
+        k = self.num_microbatches
+
+        def pin(arrays: list[jax.Array]) -> list[jax.Array]:
+            shardings = [named(self.mesh, d) for d in dims]
+            return [lax.with_sharding_constraint(x, s) for x, s in zip(arrays, shardings, strict=True)]
+
+        parts = self.split(batch)
+        merged = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[3:]) if x.ndim else x, parts)
+
+        def body(carry: Any, index_and_part: Any) -> Any:
+            sums, total = carry
+            index, part = index_and_part
+            (loss, aux), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
+            weight = self.weight(aux)
+            sums = pin([s + weight * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)])
+            return (sums, total + weight), (loss.astype(jnp.float32), weight, aux)
+
+        zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
+        xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
+        (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        grads = [s / total for s in sums]
+        size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
+        return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
+
+    def local(
+        self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
+    ) -> Any:
+        """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
+
+        The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
+        gradients is turned from devices to shards by all-to-alls and summed where it lands. Arguments and results are
+        those of `sharded`.
+        """
+        k, n = self.num_microbatches, self.num_shards
+        parts = self.split(batch)
+        stacked = NamedSharding(self.mesh, PartitionSpec(self.axes.batch))
+        mapped = jax.vmap(
+            lambda part, key: grad_fn(params, part, key),
+            in_axes=(jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0),
+            spmd_axis_name=self.axes.batch,
+        )
+
+        def body(carry: Any, index_and_part: Any) -> Any:
+            sums, total = carry
+            index, part = index_and_part
+            keys = jax.random.split(jax.random.fold_in(key, index), n)
+            (losses, aux), grads = mapped(_rejoin(part, parts), keys)
+            weights = self.mapped_weights(aux, n)
+            sums = [s + _outer(weights, g) * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+            sums = [lax.with_sharding_constraint(s, stacked) for s in sums]
+            return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux)
+
+        zeros = [lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), stacked) for p in params]
+        xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
+        (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        grads = [self.reduce(d, s / total) for d, s in zip(dims, sums, strict=True)]
+        size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
+        return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
+
+    def mapped_weights(self, aux: PyTree, n: int) -> jax.Array:
+        """Returns the weights `[num_shards]` of the devices' means."""
+        return jnp.broadcast_to(self.weight(aux), (n,))
+
+    def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
+        """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.
+
+        Each all-to-all moves what a reduce-scatter would, and the sum is made locally in float32.
+        """
+        wide = stack.dtype
+        left = list(self.axes.batch)
+        stack = stack.reshape(*(self.mesh.shape[axis] for axis in left), *stack.shape[1:])
+        placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in dims]
+        for axis in self.axes.data:
+            home = next((i for i, dim in enumerate(dims) if axis in dim), None)
+            if home is None:
+                continue
+            placed[home] = (*placed[home], axis)
+            place = left.index(axis)
+            stack = stack.astype(self.reduce_dtype or wide)
+            entries = tuple(() if a == axis else (a,) for a in left)
+            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
+            stack = stack.astype(wide).sum(place)
+            left.pop(place)
+        if left:  # replicas, and axes that this leaf is not sharded over
+            entries = tuple((a,) for a in left)
+            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
+            stack = stack.astype(self.reduce_dtype or wide).sum(tuple(range(len(left))))
+            stack = lax.with_sharding_constraint(stack, named(self.mesh, tuple(placed)))
+        return stack.astype(wide)
+
+    def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the weighted mean of losses."""
+        return (losses * weights).sum() / weights.sum()
+
+    def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
+        """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.
+
+        Entries with one element per example are put back in the batch's order; integers and the weight itself are
+        summed; other floating entries are averaged by weight.
+        """
+        lead = weights.ndim
+
+        def combine_leaf(name: str, x: jax.Array) -> jax.Array:
+            if x.ndim > lead and x.shape[lead] == num_examples:
+                if lead == 1:
+                    x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
+                return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+            over = tuple(range(lead))
+            if name == self.loss_weight or not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x.any(over) if x.dtype == bool else x.sum(over)
+            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / weights.sum()
+            return (x * scale).sum(over).astype(x.dtype)
+
+        return map_named(combine_leaf, auxes)
+
+
+def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
+    """Puts one microbatch's arrays among the scalars of the batch."""
+    remaining = iter(parts)
+    return jax.tree.map(lambda x: next(remaining) if x.ndim else x, whole)
+
+
+def _outer(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return weights.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)

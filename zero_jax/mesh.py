@@ -1,0 +1,214 @@
+"""The device mesh: `replica` x `data` x `model`, where `data` may be carried by several mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+# From this many chips on, a slice of a 3-D torus has wrap-around links, and XLA:TPU turns a gather over all three
+# torus dims at once into an all-reduce of the whole array: twice the bytes (docs/gather_on_use.md).
+_STAGED_FROM_NUM_CHIPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; the rest is the model's."""
+
+    data: tuple[str, ...]
+    replica: tuple[str, ...]
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes that a batch is sharded over, major first."""
+        return self.replica + self.data
+
+
+def axes_of(mesh: Mesh, *, data: Sequence[str] | None = None, replica: Sequence[str] | None = None) -> Axes:
+    """Finds the roles of a mesh's axes, by their names unless told.
+
+    Args:
+      mesh: any mesh; by convention `data` and `data_*` carry the data role and `replica` the replica role.
+      data: the axes that carry the data role, major first.
+      replica: the axes that carry the replica role.
+
+    Raises:
+      ValueError: an axis that the mesh does not have, or no axis that carries `data`.
+    """
+    names = tuple(mesh.axis_names)
+    if data is None:
+        data = tuple(name for name in names if name == "data" or str(name).startswith("data_"))
+    if replica is None:
+        replica = tuple(name for name in names if name == "replica")
+    for name in (*data, *replica):
+        if name not in names:
+            near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
+    if not data:
+        raise ValueError(
+            f"the mesh has axes {names} and none of them carries `data`: "
+            "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
+        )
+    return Axes(data=tuple(data), replica=tuple(replica))
+
+
+def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Returns the number of devices along the given mesh axes together."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def batch_sharding(mesh: Mesh, axes: Axes | None = None) -> NamedSharding:
+    """Returns the sharding of a batch: its leading dim over `replica` and `data`."""
+    return NamedSharding(mesh, PartitionSpec((axes or axes_of(mesh)).batch))
+
+
+def make_mesh(
+    *,
+    data: int | None = None,
+    replica: int = 1,
+    model: int = 1,
+    devices: Sequence[Any] | None = None,
+    topology: str | None = None,
+    data_layout: Sequence[int] | None = None,
+) -> Mesh:
+    """Makes the mesh `replica` x `data` x `model`, laid out for the hardware; all axes have the Auto type.
+
+    On a large 3-D torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is carried by several mesh
+    axes (`data_0`, `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go
+    axis by axis. Everywhere else it is the one axis `data`.
+
+    Args:
+      data: devices that ZeRO shards over; None takes what `replica` and `model` leave.
+      replica: copies of the sharded state (HSDP); 1 for plain ZeRO.
+      model: size of the tensor-parallel axis.
+      devices: the devices; None takes all of `jax.devices()`.
+      topology: name of hardware to compile for without having it, such as `v5p:2x2x4`; excludes `devices`.
+      data_layout: sizes of the mesh axes that carry `data`, major first; overrides the choice made from the hardware.
+
+    Raises:
+      ValueError: sizes that do not multiply up to the devices, or an unknown topology.
+    """
+    if topology is not None:
+        if devices is not None:
+            raise ValueError("make_mesh takes `devices` or `topology`, not both: leave one out")
+        devices = _topology_devices(topology)
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
+    layout, grid = _layout(devices, sizes, data_layout)
+    data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
+    names = ("replica", *data_names, "model")
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> dict[str, int]:
+    for name, size in (("replica", replica), ("model", model), ("data", 1 if data is None else data)):
+        if not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"make_mesh: {name}={size!r} must be a positive integer")
+    if data is None:
+        if num_devices % (replica * model):
+            raise ValueError(
+                f"make_mesh: replica={replica} x model={model} does not divide the {num_devices} devices: "
+                "change one of them, or pass `devices=` with the devices to use"
+            )
+        data = num_devices // (replica * model)
+    if replica * data * model != num_devices:
+        raise ValueError(
+            f"make_mesh: replica={replica} x data={data} x model={model} is {replica * data * model} devices, but there "
+            f"are {num_devices}: leave out `data` to use them all, or pass `devices=jax.devices()[:{replica * data * model}]`"
+        )
+    return {"replica": replica, "data": data, "model": model}
+
+
+def _topology_devices(topology: str) -> Sequence[Any]:
+    try:
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+    except Exception as error:
+        raise ValueError(
+            f"unknown topology {topology!r} ({str(error).splitlines()[0]}). A TPU topology is `generation:AxBxC` in "
+            "chips, for example v4:2x2x2, v5e:4x4, v5p:2x2x4, v6e:4x8; it needs the TPU compiler, which "
+            '`pip install "jax[tpu]"` brings to any machine'
+        ) from error
+
+
+def _layout(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Returns the sizes of the axes that carry `data` and the grid of devices, replica first, model last."""
+    replica, data, model = sizes["replica"], sizes["data"], sizes["model"]
+    if data_layout is not None:
+        if math.prod(data_layout) != data:
+            raise ValueError(
+                f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, not to data={data}"
+            )
+        layout = tuple(data_layout)
+        return layout, _device_grid((replica, *layout, model), devices)
+    levels = _network_levels(devices, sizes)
+    if levels is not None:
+        return levels
+    layout = _torus_layout(devices, sizes)
+    return layout, _device_grid((replica, *layout, model), devices)
+
+
+def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
+    """Lays `data` over hosts or slices: fast links major, network minor, so that the network moves the small shards."""
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(_domain(device), []).append(device)
+    num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
+    group_sizes = {len(group) for group in groups.values()}
+    if num_groups == 1 or len(group_sizes) != 1 or replica != 1:
+        return None  # with replicas, jax's own device order already keeps a replica inside a domain
+    inside = group_sizes.pop()
+    if inside == 1 or inside % model or inside == model:
+        return None
+    inner = _torus_layout(next(iter(groups.values())), {"replica": 1, "data": inside // model, "model": model})
+    grids = [_device_grid((1, *inner, model), groups[key]) for key in sorted(groups)]
+    return (*inner, num_groups), np.stack(grids, axis=-2)
+
+
+def _domain(device: Any) -> int:
+    """Returns the number of a device's fast network: its TPU slice, or its GPU host."""
+    if device.platform == "cpu":
+        return 0
+    slice_index = getattr(device, "slice_index", None)
+    if slice_index is not None:
+        return int(slice_index)
+    return int(device.process_index) if device.platform in ("gpu", "cuda", "rocm") else 0
+
+
+def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
+    data = sizes["data"]
+    coords = [getattr(device, "coords", None) for device in devices]
+    if any(c is None for c in coords):
+        return (data,)
+    array = np.asarray(coords)
+    dims = tuple(int(extent) for extent in array.max(axis=0) - array.min(axis=0) + 1)
+    num_chips = math.prod(dims)
+    cores = len(devices) // num_chips
+    dims = tuple(extent for extent in dims if extent > 1) + ((cores,) if cores > 1 else ())
+    if num_chips < _STAGED_FROM_NUM_CHIPS or len(dims) < 3 or math.prod(dims) != len(devices):
+        return (data,)
+    for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
+        left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)
+        if math.prod(left) == data:
+            return left
+    return (data,)
+
+
+def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        for split in (False, True):
+            try:
+                return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+            except (NotImplementedError, ValueError, AssertionError):
+                continue  # an odd shape: the order of the devices is all that is left
+    return np.asarray(devices).reshape(shape)

@@ -1,0 +1,121 @@
+"""What a run shows and leaves behind: progress lines, a JSON Lines file, and a picture of the loss."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step, as read back from the devices.
+
+    Attributes:
+      step: number of steps done.
+      loss: mean training loss of the step's batch, in nats.
+      grad_norm: global norm of the gradients before clipping.
+      skipped: whether the update was skipped because a gradient was not finite.
+      tokens_per_second: tokens trained on, over all devices, since the last record that was shown.
+      per_device_memory_bytes: memory in use on the first device.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    skipped: bool
+    tokens_per_second: float | None
+    per_device_memory_bytes: int
+
+    def line(self, num_steps: int) -> str:
+        """Returns the progress line of the step, of `num_steps` in all."""
+        speed = "" if self.tokens_per_second is None else f"  {self.tokens_per_second:>9,.0f} tokens/s"
+        note = "  skipped: a gradient was not finite" if self.skipped else ""
+        return (
+            f"step {self.step:>{len(str(num_steps))}}/{num_steps}  loss {self.loss:.3f}  grad norm {self.grad_norm:.2f}"
+            f"{speed}  {format_bytes(self.per_device_memory_bytes)}/device{note}"
+        )
+
+
+class JsonLinesWriter:
+    """Appends records to a file, one JSON object a line, each on disk as soon as it is written."""
+
+    def __init__(self, path: pathlib.Path):
+        """Opens the file, which must not exist yet."""
+        self._file = path.open("x", encoding="utf-8")
+
+    def __enter__(self) -> "JsonLinesWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a size for people, such as `1.5 MiB`."""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while abs(num_bytes) >= 1024 and power + 1 < len(units):
+        num_bytes, power = num_bytes / 1024, power + 1
+    return f"{num_bytes:,.0f} {units[power]}" if power == 0 else f"{num_bytes:,.1f} {units[power]}"
+
+
+def per_device_bytes(tree: Any) -> int:
+    """Returns the bytes that a tree of arrays takes on the first device of this process that holds any of it."""
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    first = min((shard.device.id for shard in shards), default=None)
+    return sum(shard.data.nbytes for shard in shards if shard.device.id == first)
+
+
+def device_memory_bytes(device: jax.Device) -> int:
+    """Returns the peak memory in use on a device; where the backend keeps no count, as on a CPU, that of the live arrays."""
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    live = (shard for x in jax.live_arrays(device.platform) for shard in x.addressable_shards)
+    return sum(shard.data.nbytes for shard in live if shard.device == device)
+
+
+def plot_losses(
+    path: pathlib.Path,
+    *,
+    train: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    title: str,
+) -> None:
+    """Draws training and validation loss against the step, as a PNG.
+
+    Args:
+      path: where the picture goes.
+      train: step and loss of every training step.
+      validation: step and loss of every evaluation.
+      title: what the run is.
+    """
+    # Figure and canvas by hand: pyplot would keep state between runs and look for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*zip(*train, strict=True), color="#9ab8d8", linewidth=1.0, label="training (each batch)")
+    axes.plot(*zip(*validation, strict=True), color="#c44e52", linewidth=2.0, marker="o", markersize=4, label="validation")
+    step, loss = validation[-1]
+    axes.annotate(
+        f"{loss:.3f}", (step, loss), xytext=(-6, 10), textcoords="offset points", ha="right", color="#c44e52"
+    )
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,140 @@
+"""Dtypes of a train step, and dynamic loss scaling for float16."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", section 3.2).
+
+    Attributes:
+      initial: the scale of the first step.
+      growth_interval_steps: finite steps in a row after which the scale grows.
+      growth_factor: factor of growth.
+      backoff_factor: factor after a step with a non-finite gradient, which is skipped.
+      floor: the smallest scale.
+    """
+
+    initial: float = 2.0**15
+    growth_interval_steps: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.growth_interval_steps < 1 or self.growth_factor < 1 or not 0 < self.backoff_factor < 1:
+            raise ValueError(f"{self}: needs growth_interval_steps >= 1, growth_factor >= 1, 0 < backoff_factor < 1")
+        if not 0 < self.floor <= self.initial:
+            raise ValueError(f"{self}: needs 0 < floor <= initial")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of a train step; None leaves a leaf's dtype as `init_fn` made it.
+
+    Attributes:
+      param: dtype of params that are kept whole and of what is gathered after an update.
+      compute: dtype of the params that the loss function sees.
+      reduce: dtype in which gradients are summed across devices.
+      master: dtype of the master params that the optimizer updates, and of the gradients it is given.
+      loss_scale: dynamic loss scaling, or None.
+    """
+
+    param: Any = None
+    compute: Any = None
+    reduce: Any = None
+    master: Any = None
+    loss_scale: LossScaleConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute", "reduce", "master"):
+            value = getattr(self, name)
+            if value is not None:
+                if not jnp.issubdtype(value, jnp.floating):
+                    raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
+                object.__setattr__(self, name, jnp.dtype(value))
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the params that the optimizer updates differ in dtype from those that the loss sees."""
+        return self.master != self.param
+
+    def __str__(self) -> str:
+        shown = {name: getattr(self, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
+        rows = [f"{name:<10}{value}" for name, value in shown.items()]
+        return "\n".join([*rows, f"{'optimizer':<10}{shown['master']} (as the optimizer makes it)"])
+
+
+_NAMED: Mapping[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(param=jnp.bfloat16, compute=jnp.bfloat16, reduce=jnp.bfloat16, master=jnp.float32),
+    "fp16": Precision(
+        param=jnp.float16,
+        compute=jnp.float16,
+        reduce=jnp.float16,
+        master=jnp.float32,
+        loss_scale=LossScaleConfig(),
+    ),
+}
+
+
+def resolve_precision(precision: str | Precision) -> Precision:
+    """Returns the policy for a name.
+
+    Raises:
+      ValueError: there is no policy of that name.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if precision not in _NAMED:
+        near = difflib.get_close_matches(str(precision), _NAMED, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision")
+    return _NAMED[precision]
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating leaves of a tree; None leaves them as they are."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x, tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """The loss scale (`float32[]`) and the finite steps since it last changed (`int32[]`)."""
+
+    scale: jax.Array
+    num_finite_steps: jax.Array
+
+
+def init_loss_scale(config: LossScaleConfig | None) -> LossScale | None:
+    """Returns the loss scale of the first step."""
+    if config is None:
+        return None
+    return LossScale(scale=jnp.float32(config.initial), num_finite_steps=jnp.int32(0))
+
+
+def update_loss_scale(state: LossScale, finite: jax.Array, config: LossScaleConfig) -> LossScale:
+    """Grows the scale after enough finite steps in a row, backs off after a non-finite one, never below the floor."""
+    count = state.num_finite_steps + 1
+    grows = count >= config.growth_interval_steps
+    grown = jnp.where(grows, state.scale * config.growth_factor, state.scale)
+    grown = jnp.where(jnp.isfinite(grown), grown, state.scale)
+    backed_off = jnp.maximum(state.scale * config.backoff_factor, config.floor)
+    return LossScale(
+        scale=jnp.where(finite, grown, backed_off),
+        num_finite_steps=jnp.where(finite & ~grows, count, 0),
+    )

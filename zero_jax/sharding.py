@@ -1,0 +1,261 @@
+"""The stage table and the rules that place each leaf of a train state on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.spec import Dims, carries, dims_of, named, num_shards
+from zero_jax.tree import PyTree, leaf_names, map_named
+
+# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p).
+# This table is the only reader of `stage`.
+_SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
+    0: frozenset(),
+    1: frozenset({"master", "opt_state"}),
+    2: frozenset({"master", "opt_state", "grads"}),
+    3: frozenset({"master", "opt_state", "grads", "params"}),
+}
+
+# An array dim is cut best where a shard still fills the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
+_TILE = (16, 128)
+
+
+def sharded_groups(stage: int) -> frozenset[str]:
+    """Returns which of `params`, `master`, `grads`, `opt_state` a stage shards over `data`.
+
+    Raises:
+      ValueError: there is no such stage.
+    """
+    if isinstance(stage, bool) or stage not in _SHARDED_GROUPS:
+        raise ValueError(f"unknown ZeRO stage {stage!r}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
+    return _SHARDED_GROUPS[stage]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """How leaves are sharded; the fields of the same names of `ZeroConfig` say what they mean."""
+
+    min_shard_size: int = 1024
+    param_specs: PyTree = None
+    overrides: Mapping[str, PartitionSpec] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafPlacement:
+    """Where one leaf lies: its sharding when sharded over `data`, and why that one."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    dims: Dims
+    reason: str
+
+
+class _Placer:
+    """Applies the rules to leaves on one mesh."""
+
+    def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules):
+        self.mesh, self.axes, self.rules = mesh, axes, rules
+        self.overrides = [(re.compile(p), spec) for p, spec in (rules.overrides or {}).items()]
+
+    def place(self, name: str, leaf: Any, given: Dims | None) -> LeafPlacement:
+        """Places one leaf: an override by path, else `data` is added to the spec given."""
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+        override = next((spec for pattern, spec in self.overrides if pattern.fullmatch(name)), None)
+        if override is not None:
+            dims, reason = self.checked(name, shape, override), "override"
+        elif jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            dims, reason = ((),) * len(shape), "PRNG keys stay whole"
+        else:
+            dims, reason = self.add_data(shape, given or ((),) * len(shape))
+        return LeafPlacement(
+            path=name,
+            shape=shape,
+            dtype=str(dtype),
+            num_bytes=math.prod(shape) * dtype.itemsize,
+            dims=dims,
+            reason=reason,
+        )
+
+    def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
+        """Returns the dims of a spec after checking that it fits the leaf and the mesh."""
+        try:
+            dims = dims_of(spec, len(shape))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"leaf {name!r} of shape {shape}: {error}; give it a spec that fits") from error
+        for i, dim_axes in enumerate(dims):
+            unknown = [axis for axis in dim_axes if axis not in self.mesh.axis_names]
+            if unknown:
+                raise ValueError(
+                    f"leaf {name!r}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {self.mesh.axis_names}"
+                )
+            if shape[i] % axis_size(self.mesh, dim_axes):
+                raise ValueError(
+                    f"leaf {name!r} of shape {shape}: dim {i} is not divisible by the {axis_size(self.mesh, dim_axes)} "
+                    f"devices of {dim_axes}; shard another dim or leave it whole with PartitionSpec()"
+                )
+        return dims
+
+    def add_data(self, shape: tuple[int, ...], given: Dims) -> tuple[Dims, str]:
+        """Adds the `data` axes to the dims that serve best: all on one dim, else spread over several."""
+        data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1)
+        if carries(given, self.axes.data):
+            return given, "as given"
+        if not data:
+            return given, "data has one device"
+        if math.prod(shape) < max(self.rules.min_shard_size, 1):
+            return given, f"whole: under {self.rules.min_shard_size} elements"
+        if len(data) > 2:  # the first two axes cut one dim, the others the last (spec.scatter_steps)
+            best = self.best_dim(shape, given, data[:2], minor=False)
+            other = self.best_dim(shape, given, data[2:], minor=True, besides=best)
+            if best is not None and other is not None:
+                return _with(_with(given, best, data[:2]), other, data[2:]), "sharded"
+        best = self.best_dim(shape, given, data, minor=len(data) == 1)
+        if best is not None:
+            return _with(given, best, data), "sharded"
+        dims, placed = given, []
+        for axis in sorted(data, key=lambda axis: -self.mesh.shape[axis]):
+            best = self.best_dim(shape, dims, (axis,), minor=True)
+            if best is not None:
+                dims, placed = _with(dims, best, (axis,)), [*placed, axis]
+        size = axis_size(self.mesh, data)
+        if len(placed) == len(data):
+            return dims, "sharded over several dims"
+        if placed:
+            return dims, f"partly whole: no dims divisible by all of {size} devices"
+        return given, f"whole: no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)"
+
+    def best_dim(
+        self, shape: tuple[int, ...], dims: Dims, data: Sequence[str], *, minor: bool, besides: int | None = None
+    ) -> int | None:
+        """Returns the dim that is best cut over some axes, the last one or (not `minor`) another; None if none divides."""
+        size = axis_size(self.mesh, data)
+        local = [extent // axis_size(self.mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
+        fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
+
+        def score(i: int) -> tuple[bool, bool, bool, int]:
+            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather.
+            stacked = i == 0 and (len(shape) >= 3 or (len(shape) == 2 and 4 * shape[0] <= shape[1]))
+            from_last = len(shape) - 1 - i
+            aligned = from_last > 1 or (local[i] // size) % _TILE[1 - from_last] == 0
+            return (not stacked, aligned, (from_last == 0) == minor, local[i])
+
+        return max(fits, key=score, default=None)
+
+
+def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
+    return (*dims[:i], (*dims[i], *axes), *dims[i + 1 :])
+
+
+def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
+    """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), as it lies when it is sharded."""
+    placer = _Placer(mesh, axes, rules)
+    given = _given_specs(params, rules.param_specs)
+
+    def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
+        return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
+
+    return map_named(place, params, given, is_leaf=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    spec: Any
+
+
+def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
+    """Returns a tree like the params whose leaves hold the user's spec for each."""
+    if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
+        names = set(leaf_names(params))
+        if not set(specs) <= names:  # not a flat dict of params: patterns of paths
+            patterns = [(re.compile(p), spec) for p, spec in specs.items()]
+            return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)
+    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
+    try:
+        full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(f"param_specs is not a prefix of the params: {error}") from error
+    leaves, tree = jax.tree.flatten(params)
+    del leaves
+    return tree.unflatten([_Given(s) for s in jax.tree.leaves(full, is_leaf=is_spec)])
+
+
+def place_like_params(
+    tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
+) -> PyTree:
+    """Places a tree that was made from the params: optimizer state, EMA copies.
+
+    A leaf whose path ends in a param's path and whose shape is the param's lies as the param does; any other leaf
+    (adafactor's rows and columns, counters) is placed by its own shape. `optax.tree_map_params` is not enough: it gives
+    wrong specs for factored states and raises on some optimizers.
+
+    Args:
+      tree: arrays or `ShapeDtypeStruct`s.
+      placements: the tree of `place_params`.
+      mesh: the mesh.
+      axes: the roles of its axes.
+      rules: as for `place_params`.
+    """
+    placer = _Placer(mesh, axes, rules)
+    by_path = {p.path: p for p in jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))}
+
+    def place(name: str, leaf: Any) -> LeafPlacement:
+        parts = name.split("/")
+        for start in range(len(parts) + 1):
+            param = by_path.get("/".join(parts[start:]))
+            if param is not None and param.shape == tuple(leaf.shape):
+                itemsize = leaf.dtype.itemsize
+                num_bytes = math.prod(leaf.shape) * itemsize
+                return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
+        return placer.place(name, leaf, None)
+
+    return map_named(place, tree)
+
+
+def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -> PyTree:
+    """Turns placements into `NamedSharding`s: as they are if `sharded`, else whole over `data`."""
+
+    def sharding(placement: LeafPlacement) -> NamedSharding:
+        dims = placement.dims
+        if not sharded:
+            dims = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
+        return named(mesh, dims)
+
+    return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingReport:
+    """How the leaves of one group are sharded, and which are left whole and why; prints as a table."""
+
+    placements: tuple[LeafPlacement, ...]
+    per_device_bytes: int
+    whole_bytes: int
+
+    def __str__(self) -> str:
+        rows = []
+        width = max((len(p.path) for p in self.placements), default=4)
+        for p in sorted(self.placements, key=lambda p: -p.num_bytes):
+            spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
+            rows.append(f"{p.path:<{width}}  {p.shape!s:<22} {p.dtype:<9} [{spec}]  {p.reason}")
+        rows.append(f"{self.per_device_bytes / 2**20:.2f} MiB a device, of which {self.whole_bytes / 2**20:.2f} left whole")
+        if 2 * self.whole_bytes > self.per_device_bytes:
+            rows.append("warning: leaves left whole take more than half of that")
+        return "\n".join(rows)
+
+
+def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes) -> ShardingReport:
+    """Sums placements up for a reader."""
+    leaves = tuple(jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement)))
+    per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
+    whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
+    return ShardingReport(placements=leaves, per_device_bytes=sum(per_device.values()), whole_bytes=whole)

@@ -1,0 +1,97 @@
+"""Specs as plain tuples: for each dim of an array, the mesh axes that it is sharded over, major first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Dims = tuple[tuple[str, ...], ...]
+
+
+def dims_of(spec: Any, num_dims: int) -> Dims:
+    """Returns the axes of each dim from a `PartitionSpec`, a `NamedSharding` or None (whole).
+
+    Raises:
+      ValueError: the spec names more dims than the array has.
+      TypeError: something else was given.
+    """
+    if isinstance(spec, NamedSharding):
+        spec = spec.spec
+    entries: tuple[Any, ...] = () if spec is None else tuple(spec) if isinstance(spec, PartitionSpec) else (spec,)
+    if entries and entries[0] is spec:
+        raise TypeError(f"expected a PartitionSpec, a NamedSharding or None, got {spec!r}")
+    if len(entries) > num_dims:
+        raise ValueError(f"{spec} has {len(entries)} entries, but the array has {num_dims} dims")
+    dims = []
+    for entry in entries:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            dims.append(())
+        else:
+            dims.append((entry,) if isinstance(entry, str) else tuple(entry))
+    return tuple(dims) + ((),) * (num_dims - len(dims))
+
+
+def partition_spec(dims: Dims) -> PartitionSpec:
+    """Returns the `PartitionSpec` of `dims`, without trailing Nones."""
+    entries: list[Any] = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def named(mesh: Mesh, dims: Dims) -> NamedSharding:
+    """Returns the `NamedSharding` of `dims` on a mesh."""
+    return NamedSharding(mesh, partition_spec(dims))
+
+
+def carries(dims: Dims, axes: Sequence[str]) -> bool:
+    """Tells whether any dim is sharded over any of the axes."""
+    return any(axis in axes for dim in dims for axis in dim)
+
+
+def without(dims: Dims, axes: Sequence[str]) -> Dims:
+    """Returns `dims` with the axes taken out."""
+    return tuple(tuple(axis for axis in dim if axis not in axes) for dim in dims)
+
+
+def num_shards(mesh: Mesh, dims: Dims) -> int:
+    """Returns the number of different shards that `dims` cuts an array into."""
+    return math.prod(mesh.shape[axis] for dim in dims for axis in dim)
+
+
+def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
+    """Returns the specs on the way from `dims` to whole over `axes`: one axis at a time, the last of `axes` first."""
+    steps = []
+    while True:
+        minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
+        if not minor:
+            return steps
+        _, i = max(minor)
+        dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
+        steps.append(dims)
+
+
+def scatter_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
+    """Returns the specs on the way from whole over `axes` to `dims`, two axes at a time.
+
+    XLA:TPU makes one native reduce-scatter over two dims of a torus, and over a third where that cuts another dim of
+    the array; over three at once, or one after one, it makes all-reduces (docs/gather_on_use.md).
+    """
+    states = [dims, *gather_steps(dims, axes)]
+    return [states[i] for i in range(len(states) - 3, 0, -2)] + [dims]
+
+
+def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:
+    """Returns the specs on the way from `dims` to one with all of `axes` on the dim `to`, one axis at a time."""
+    steps = []
+    while True:
+        minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if i != to and dim and dim[-1] in axes]
+        if not minor:
+            return steps
+        _, i = max(minor)
+        axis = dims[i][-1]
+        dims = tuple(dim[:-1] if j == i else (*dim, axis) if j == to else dim for j, dim in enumerate(dims))
+        steps.append(dims)

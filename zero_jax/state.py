@@ -1,0 +1,312 @@
+"""The train state: what it holds, how it is placed, and how it is born sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.jaxprs import Chain, reshard
+from zero_jax.mesh import Axes, axes_of
+from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
+from zero_jax.sharding import (
+    LeafPlacement,
+    ShardingReport,
+    ShardingRules,
+    place_like_params,
+    place_params,
+    report_placements,
+    sharded_groups,
+    to_shardings,
+)
+from zero_jax.spec import gather_steps, named
+from zero_jax.tree import PyTree, leaf_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What ZeRO does to a train step.
+
+    Attributes:
+      stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
+      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
+      num_microbatches: forward passes that a step's batch is split into.
+      clip_norm: largest global norm of the gradients, or None.
+      loss_weight: name of the entry of the loss function's aux dict that holds the weight (such as the number of
+        tokens) of the microbatch that the loss is a mean over; None weighs all microbatches alike.
+      skip_nonfinite: skip the update when a gradient is not finite; None does so where the loss is scaled.
+      keep_gathered: at stage 3, keep gathered params for the backward pass: a third less traffic, all the memory.
+      min_shard_size: leaves of fewer elements are left whole.
+      param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
+        params, or a dict from regular expressions of whole leaf paths (`layers/.*/kernel`) to `PartitionSpec`s.
+      overrides: from regular expressions of whole leaf paths to the exact spec of such leaves where their group is
+        sharded (`PartitionSpec()` leaves them whole). They apply to params, master params and optimizer state.
+      data_axes: the mesh axes that ZeRO shards over, if they are not called `data` or `data_*`.
+      replica_axes: the mesh axes of full copies, if not called `replica`.
+    """
+
+    stage: int = 3
+    precision: str | Precision = "fp32"
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+    loss_weight: str | None = None
+    skip_nonfinite: bool | None = None
+    keep_gathered: bool = False
+    min_shard_size: int = 1024
+    param_specs: PyTree = None
+    overrides: Mapping[str, PartitionSpec] | None = None
+    data_axes: Sequence[str] | None = None
+    replica_axes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        sharded_groups(self.stage)
+        resolve_precision(self.precision)
+        if isinstance(self.num_microbatches, bool) or not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+      step: calls of the train step so far, `int32[]`.
+      params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3.
+      master: the full-precision params that the optimizer updates, or None where `params` are those.
+      opt_state: the optimizer's state.
+      key: the key that each step's key is derived from.
+      loss_scale: the loss scale, or None.
+      num_skipped_steps: steps skipped because a gradient was not finite, `int32[]`.
+    """
+
+    step: jax.Array
+    params: PyTree
+    master: PyTree
+    opt_state: PyTree
+    key: jax.Array
+    loss_scale: LossScale | None
+    num_skipped_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How the groups of a train state lie on a mesh: what `ZeroConfig` and the shapes of the params decide."""
+
+    mesh: Mesh
+    axes: Axes
+    rules: ShardingRules
+    groups: frozenset[str]
+    precision: Precision
+    params: PyTree  # a LeafPlacement for each param
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether a low-precision copy of the params is kept beside the master params."""
+        return self.precision.has_master and "params" not in self.groups
+
+    def param_shardings(self, group: str) -> PyTree:
+        """Returns the shardings of `params`, `master` or `grads`."""
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, sharded=group in self.groups)
+
+    def opt_shardings(self, opt_state: PyTree) -> PyTree:
+        """Returns the shardings of an optimizer state."""
+        placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
+        return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
+
+    def gather(self, tree: PyTree, dtype: Any) -> PyTree:
+        """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype."""
+
+        def gather_leaf(placement: LeafPlacement, x: jax.Array) -> jax.Array:
+            x = cast_floating(x, dtype)
+            if "master" not in self.groups:
+                return x
+            steps = [named(self.mesh, dims) for dims in gather_steps(placement.dims, self.axes.data)]
+            return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
+
+        return jax.tree.map(gather_leaf, self.params, tree, is_leaf=lambda x: isinstance(x, LeafPlacement))
+
+
+def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
+    """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
+    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    rules = ShardingRules(
+        min_shard_size=config.min_shard_size, param_specs=config.param_specs, overrides=config.overrides
+    )
+    return Placement(
+        mesh=mesh,
+        axes=axes,
+        rules=rules,
+        groups=sharded_groups(config.stage),
+        precision=resolve_precision(config.precision),
+        params=place_params(params, mesh=mesh, axes=axes, rules=rules),
+    )
+
+
+def trainable(params: PyTree) -> PyTree:
+    """Returns the params that have gradients; integers and PRNG keys are replaced by None, which optax passes over."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
+
+
+def merge(params: PyTree, updated: PyTree) -> PyTree:
+    """Puts the leaves of `trainable` back among the others."""
+    return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
+
+
+def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement) -> TrainState:
+    """Makes a train state from params, each leaf constrained to where it lies."""
+    sharded = jax.tree.map(
+        lax.with_sharding_constraint, cast_floating(params, placement.precision.master), placement.param_shardings("master")
+    )
+    opt_state = tx.init(trainable(sharded))
+    precision = placement.precision
+    if placement.keeps_copy:
+        kept, master = placement.gather(sharded, precision.param), sharded
+    else:
+        # Without a copy the params are the master params, and lie as the group `params` does.
+        kept, master = jax.tree.map(lax.with_sharding_constraint, sharded, placement.param_shardings("params")), None
+    return TrainState(
+        step=jnp.int32(0),
+        params=kept,
+        master=master,
+        opt_state=opt_state,
+        key=key,
+        loss_scale=init_loss_scale(precision.loss_scale),
+        num_skipped_steps=jnp.int32(0),
+    )
+
+
+def _train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
+    whole = NamedSharding(placement.mesh, PartitionSpec())
+    return TrainState(
+        step=whole,
+        params=placement.param_shardings("params"),
+        master=None if state.master is None else placement.param_shardings("master"),
+        opt_state=placement.opt_shardings(state.opt_state),
+        key=whole,
+        loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+        num_skipped_steps=whole,
+    )
+
+
+def state_shardings(abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, params: str = "params") -> PyTree:
+    """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree that holds params.
+
+    Args:
+      abstract_state: arrays or `ShapeDtypeStruct`s.
+      mesh: the mesh.
+      config: stage and rules.
+      params: path of the params inside the state, such as `params` (a field or key of that name) or `0` (of a tuple).
+        Every other leaf counts as optimizer state and lies as the param does whose path its own path ends in.
+
+    Returns:
+      A pytree like `abstract_state`, for `jax.jit`'s `in_shardings` and `out_shardings` or `jax.device_put`.
+
+    Raises:
+      ValueError: no params at that path.
+    """
+    if isinstance(abstract_state, TrainState):
+        placement = make_placement(abstract_state.params, mesh=mesh, config=config)
+        return _train_state_shardings(abstract_state, placement)
+    names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
+    inside = {n: n.removeprefix(params).removeprefix("/") for n in names if n == params or n.startswith(params + "/")}
+    if not inside:
+        tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
+        raise ValueError(
+            f"the state has no params at {params!r} (it has {tops}): say where they are with "
+            "state_shardings(..., params='path/of/params')"
+        )
+    by_name = dict(zip(names, leaves, strict=True))
+    placement = make_placement({path: by_name[name] for name, path in inside.items()}, mesh=mesh, config=config)
+    param_shardings = placement.param_shardings("params")
+    rest = [leaf for name, leaf in by_name.items() if name not in inside]
+    placed = iter(jax.tree.leaves(_named_opt_shardings(placement, [n for n in names if n not in inside], rest)))
+    return tree.unflatten([param_shardings[inside[name]] if name in inside else next(placed) for name in names])
+
+
+def _named_opt_shardings(placement: Placement, names: list[str], leaves: list[Any]) -> list[Any]:
+    """Returns the shardings of optimizer-state leaves of given paths, in their order."""
+    by_name = placement.opt_shardings(dict(zip(names, leaves, strict=True)))
+    return [by_name[name] for name in names]
+
+
+def abstract_state(
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    key: jax.Array | None = None,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+) -> TrainState:
+    """Returns the `ShapeDtypeStruct`s of `init_state`, with shardings, for compiling ahead of time.
+
+    Args:
+      init_fn: `init_fn(key)` returns the params.
+      tx: the optimizer.
+      key: a key; only its type matters. None stands for `jax.random.key(0)`.
+      mesh: the mesh, of real or of compile-only devices.
+      config: stage, precision and rules.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
+    params = jax.eval_shape(init_fn, key)
+    placement = make_placement(params, mesh=mesh, config=config)
+    state = jax.eval_shape(lambda params, key: _build_state(params, tx, key, placement), params, key)
+    shardings = _train_state_shardings(state, placement)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def init_state(
+    init_fn: Callable[[jax.Array], PyTree] | PyTree,
+    tx: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+) -> TrainState:
+    """Makes a train state that is born sharded: no device and no host ever holds a whole sharded tree.
+
+    Args:
+      init_fn: `init_fn(key)` returns the params; it is compiled, so that each device makes its share only. The values
+        are those of `init_fn(key)` on one device. Or the params themselves (a pytree of host or device arrays, a
+        pretrained model): they are placed leaf by leaf.
+      tx: any optax transformation.
+      key: passed to `init_fn`; the keys of the steps are derived from it.
+      mesh: the mesh.
+      config: stage, precision and rules.
+    """
+    make = init_fn if callable(init_fn) else None
+    shapes = abstract_state(make or (lambda _: init_fn), tx, key, mesh=mesh, config=config)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    placement = make_placement(shapes.params, mesh=mesh, config=config)
+
+    def build(params: PyTree, key: jax.Array) -> TrainState:
+        params = make(key) if make else params
+        return _build_state(params, tx, jax.random.fold_in(key, 0x2E60), placement)
+
+    given = None
+    if make is None:
+        target = placement.param_shardings("master")
+        given = jax.tree.map(jax.device_put, init_fn, target)
+    key = jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(build, out_shardings=shardings)(given, key)
+
+
+def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:
+    """Reports how params lie when they are sharded, and which are left whole and why.
+
+    Args:
+      params: params or a `TrainState`; arrays or `ShapeDtypeStruct`s.
+      mesh: the mesh.
+      config: stage and rules.
+    """
+    params = params.params if isinstance(params, TrainState) else params
+    placement = make_placement(params, mesh=mesh, config=config)
+    return report_placements(placement.params, mesh=mesh, axes=placement.axes)

@@ -1,0 +1,397 @@
+"""The train step: loss, gradients, update, and where each of them lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.gather import gather_on_use, scatter_grads
+from zero_jax.grads import Accumulator, check_batch, normalize_loss
+from zero_jax.jaxprs import used_inputs
+from zero_jax.mesh import Axes, axes_of
+from zero_jax.precision import cast_floating, update_loss_scale
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
+from zero_jax.spec import dims_of
+from zero_jax.tree import PyTree, leaf_names
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
+
+    Attributes:
+      loss: the mean loss of the batch, unscaled, `float32[]`.
+      aux: what the loss function returned beside the loss.
+      grad_norm: the global norm of the gradients before clipping, `float32[]`.
+      skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
+      nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
+        finite, -1 if all are, `int32[]`; `TrainStep.leaf_name` turns it into a path.
+      loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
+      num_skipped_steps: steps skipped so far, `int32[]`.
+    """
+
+    loss: jax.Array
+    aux: PyTree = None
+    grad_norm: jax.Array | None = None
+    skipped: jax.Array | None = None
+    nonfinite_leaf: jax.Array | None = None
+    loss_scale: jax.Array | None = None
+    num_skipped_steps: jax.Array | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection."""
+
+    program: _Program
+    axes: Axes
+    compiled_for: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Runs one step; the state given is donated.
+
+        Raises:
+          ValueError: a batch that does not divide, or a state that was already donated.
+        """
+        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+        names = _deleted(state)  # asked for first: on some backends running with a deleted buffer ends the process
+        if names:
+            raise ValueError(
+                f"the state was given to a step before and its memory was donated (leaf {names[0]!r} is deleted): "
+                "go on with the state that the step returned, as in `state, metrics = step(state, batch)`"
+            )
+        return self.jitted(state)(state, batch)
+
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
+        sharding = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
+        whole = NamedSharding(self.program.mesh, PartitionSpec())
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding if np.ndim(x) else whole), batch
+        )
+        return self.jitted(state).lower(state, shapes)
+
+    def jitted(self, state: PyTree) -> Any:
+        """Returns the `jax.jit` function for states of this structure: one trace, one program.
+
+        The shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        structure = (tree, tuple(x.shape for x in leaves))
+        if structure not in self.compiled_for:
+            shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
+            self.compiled_for[structure] = jax.jit(
+                self.program.step, donate_argnums=0, out_shardings=(shardings, None)
+            )
+        return self.compiled_for[structure]
+
+    def leaf_name(self, state: TrainState, index: Any) -> str | None:
+        """Returns the path of a param by its index, such as `metrics.nonfinite_leaf`; None for -1."""
+        return leaf_names(state.params)[int(index)] if int(index) >= 0 else None
+
+    def _cache_size(self) -> int:
+        return sum(jitted._cache_size() for jitted in self.compiled_for.values())
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any], tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig
+) -> TrainStep:
+    """Makes the jitted step `state, metrics = step(state, batch)`, which donates the state.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
+        batch) or `(loss, aux)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
+        the part of one device, so that gradients are summed across devices once.
+      tx: any optax transformation; the one that `init_state` was given.
+      mesh: the mesh.
+      config: stage, precision, microbatches, clipping.
+    """
+    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    program = _Program(loss_fn=normalize_loss(loss_fn), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config)
+    return TrainStep(program, axes)
+
+
+def make_eval_step(loss_fn: Callable[..., Any], *, mesh: Mesh, config: ZeroConfig) -> Callable[..., Metrics]:
+    """Makes the jitted `metrics = evaluate(state, batch)`, with the loss and aux of a batch and no update.
+
+    Args:
+      loss_fn: as for `make_train_step`; a key it asks for is `jax.random.key(0)`.
+      mesh: the mesh.
+      config: stage and precision.
+
+    Returns:
+      A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
+    """
+    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    normalized = normalize_loss(loss_fn)
+
+    @jax.jit
+    def eval_step(params: PyTree, batch: PyTree) -> Metrics:
+        placement = make_placement(params, mesh=mesh, config=config)
+        check_batch(batch, mesh=mesh, axes=axes)
+        compute = cast_floating(params, placement.precision.compute)
+        loss, aux = _placed_loss(normalized, placement, config)(compute, batch, jax.random.key(0))
+        return _replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh, keep_aux=True)
+
+    def evaluate(state: PyTree, batch: PyTree) -> Metrics:
+        params = state.params if isinstance(state, TrainState) else state
+        return eval_step(params, shard_batch(batch, mesh=mesh, axes=axes))
+
+    return evaluate
+
+
+def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
+    """Places a batch with its leading dim over the batch axes; leaves that lie there already are not touched.
+
+    Args:
+      batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples.
+      mesh: the mesh.
+      axes: the roles of its axes, if not by their names.
+
+    Raises:
+      ValueError: a leaf whose leading dim does not divide over the batch axes.
+    """
+    axes = axes or axes_of(mesh)
+    sharded, whole = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.Array:
+        sharding = sharded if np.ndim(x) else whole
+        if isinstance(x, jax.core.Tracer):
+            return x
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    if jax.process_count() == 1:
+        check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
+    return jax.tree.map(place, batch)
+
+
+def _deleted(state: PyTree) -> list[str]:
+    deleted = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)]
+    return [name for name, gone in zip(leaf_names(state), deleted, strict=True) if gone] if any(deleted) else []
+
+
+def _placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
+    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
+    common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
+    specs = placement.param_shardings("master")
+    if "params" in placement.groups:
+        return gather_on_use(
+            loss_fn,
+            specs,
+            keep_gathered=config.keep_gathered,
+            data_axes=placement.axes.data,
+            replica_axes=placement.axes.replica,
+            **common,
+        )
+    if "master" in placement.groups:
+        return scatter_grads(loss_fn, specs, axes=placement.axes, **common)
+    return loss_fn
+
+
+def _replicated(metrics: Metrics, mesh: Mesh, *, keep_aux: bool) -> Metrics:
+    """Replicates the scalars of the metrics; larger aux keeps the sharding that it came with."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: jax.Array) -> jax.Array:
+        return x if keep_aux and x.ndim else lax.with_sharding_constraint(x, whole)
+
+    return jax.tree.map(place, metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """What `make_train_step` was given; its methods are traced once per compile."""
+
+    loss_fn: Callable[..., Any]
+    tx: Any
+    mesh: Mesh
+    config: ZeroConfig
+
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        placement = make_placement(state.params, mesh=self.mesh, config=self.config)
+        check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
+        self.check_state(state, placement)
+        masters = state.params if state.master is None else state.master
+        masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
+        key = jax.random.fold_in(state.key, state.step)
+        needed = self.needed_grads(masters, state.opt_state)
+        compute = cast_floating(state.params, placement.precision.compute)
+        (loss, aux), grads = self.grads(placement, compute, batch, key, state.loss_scale, needed)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        grads = self.unscale(grads, masters, placement, scale)
+        norm, first_bad = _norm_and_first_nonfinite(grads)
+        finite = first_bad < 0
+        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite)
+        metrics = Metrics(
+            loss=loss.astype(jnp.float32) / scale,
+            aux=aux,
+            grad_norm=norm,
+            skipped=~finite if self.skips(state) else jnp.array(False),
+            nonfinite_leaf=_leaf_index(first_bad, grads),
+            loss_scale=scale,
+            num_skipped_steps=new_state.num_skipped_steps,
+        )
+        return new_state, _replicated(metrics, self.mesh, keep_aux=True)
+
+    def skips(self, state: TrainState) -> bool:
+        chosen = self.config.skip_nonfinite
+        return state.loss_scale is not None if chosen is None else chosen
+
+    def check_state(self, state: TrainState, placement: Placement) -> None:
+        if placement.keeps_copy != (state.master is not None):
+            raise ValueError(
+                "the state was made for another stage or precision "
+                f"({'it has no master params' if state.master is None else 'it has master params beside its params'}): "
+                "make it with zero.init_state and the config that the step was made with"
+            )
+        if (placement.precision.loss_scale is None) != (state.loss_scale is None):
+            raise ValueError("the state and the step differ in loss scaling: make both with the same config")
+        masters = state.params if state.master is None else state.master
+        expected = jax.eval_shape(self.tx.init, trainable(masters))
+        names, wanted = leaf_names(state.opt_state), leaf_names(expected)
+        shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
+        wanted_shapes = [x.shape for x in jax.tree.leaves(expected)]
+        if names != wanted or shapes != wanted_shapes:
+            odd = next((f"{a} {b}" for a, b in zip(names, shapes) if (a, b) not in zip(wanted, wanted_shapes)), "no leaf")
+            lacks = next((f"{a} {b}" for a, b in zip(wanted, wanted_shapes) if (a, b) not in zip(names, shapes)), "no leaf")
+            raise ValueError(
+                f"state.opt_state does not match the optimizer: it holds {odd}, and the optimizer's own state has {lacks}. "
+                "Make the state with the optimizer that the step was made with"
+            )
+
+    def needed_grads(self, masters: PyTree, opt_state: PyTree) -> list[bool]:
+        """Tells which gradients the optimizer reads: those of frozen params are not even computed."""
+        params = trainable(masters)
+        leaves, tree = jax.tree.flatten(params)
+
+        def update(grads: list[jax.Array]) -> Any:
+            return self.tx.update(tree.unflatten(grads), opt_state, params)
+
+        return used_inputs(update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+
+    def grads(
+        self, placement: Placement, params: PyTree, batch: PyTree, key: jax.Array, loss_scale: Any, needed: list[bool]
+    ) -> Any:
+        """Returns `((scaled loss, aux), grads)`, the gradients sharded as the master params; None for frozen ones."""
+        config = self.config
+        local = config.num_microbatches > 1 and "grads" not in placement.groups
+        loss_fn = self.loss_fn if local else _placed_loss(self.loss_fn, placement, config)
+        leaves, tree = jax.tree.flatten(params)
+        wanted = iter(needed)
+        wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
+        pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
+
+        def scaled_loss(free: list[jax.Array], batch: PyTree, key: jax.Array) -> Any:
+            remaining = iter(free)
+            full = [next(remaining) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
+            loss, aux = loss_fn(tree.unflatten(full), batch, key)
+            scale = 1 if loss_scale is None else loss_scale.scale
+            return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, aux
+
+        grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
+        accumulator = Accumulator(
+            mesh=self.mesh,
+            axes=placement.axes,
+            num_microbatches=config.num_microbatches,
+            loss_weight=config.loss_weight,
+            reduce_dtype=placement.precision.reduce,
+        )
+        free = pick(params)
+        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
+        if config.num_microbatches == 1:
+            out, grads = grad_fn(free, batch, key)
+        elif local:
+            out, grads = accumulator.local(grad_fn, free, batch, key, sharded)
+        else:
+            out, grads = accumulator.sharded(grad_fn, free, batch, key, sharded)
+        remaining = iter(grads)
+        return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves])
+
+    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
+        """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
+
+        def finish(master: jax.Array, sharding: NamedSharding, grad: jax.Array | None) -> jax.Array | None:
+            if grad is None:
+                return None
+            return lax.with_sharding_constraint(grad.astype(master.dtype) / scale.astype(master.dtype), sharding)
+
+        return jax.tree.map(finish, masters, placement.param_shardings("master"), grads, is_leaf=lambda x: x is None)
+
+    def clip(self, grads: PyTree, norm: jax.Array) -> PyTree:
+        limit = self.config.clip_norm
+        if limit is None:
+            return grads
+        factor = jnp.where(norm > limit, limit / norm, 1.0)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+
+    def update(
+        self, state: TrainState, placement: Placement, masters: PyTree, grads: PyTree, finite: jax.Array
+    ) -> TrainState:
+        params = trainable(masters)
+        fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
+        filled = jax.tree.map(fill, params, grads, is_leaf=lambda x: x is None)
+        updates, opt_state = self.tx.update(filled, state.opt_state, params)
+        new_masters = merge(masters, optax.apply_updates(params, updates))
+        skips = self.skips(state)
+        if skips:
+            choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+            new_masters = merge(masters, jax.tree.map(choose, trainable(new_masters), params))
+            opt_state = jax.tree.map(choose, opt_state, state.opt_state)
+        new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
+        opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
+        if placement.keeps_copy:
+            kept, master = placement.gather(new_masters, placement.precision.param), new_masters
+        elif "params" in placement.groups:
+            kept, master = new_masters, None
+        else:
+            kept, master = placement.gather(new_masters, None), None
+        scale = state.loss_scale
+        if scale is not None:
+            assert placement.precision.loss_scale is not None
+            scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
+        skipped = (~finite).astype(jnp.int32) if skips else 0
+        return TrainState(
+            step=state.step + 1,
+            params=kept,
+            master=master,
+            opt_state=opt_state,
+            key=state.key,
+            loss_scale=scale,
+            num_skipped_steps=state.num_skipped_steps + skipped,
+        )
+
+
+def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm and the index among the gradients of the first one that is not finite (-1 if none)."""
+    leaves = jax.tree.leaves(grads)
+    if not leaves:
+        return jnp.float32(0), jnp.int32(-1)
+    # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
+    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g)).astype(jnp.float32)) for g in leaves])
+    bad = ~jnp.isfinite(squares)
+    first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
+    return jnp.sqrt(squares.sum()), first
+
+
+def _leaf_index(first_bad: jax.Array, grads: PyTree) -> jax.Array:
+    """Turns an index among gradients into one among params, some of which have no gradient."""
+    present = [i for i, g in enumerate(jax.tree.leaves(grads, is_leaf=lambda x: x is None)) if g is not None]
+    if not present:
+        return first_bad
+    return jnp.where(first_bad < 0, -1, jnp.asarray(present, jnp.int32)[first_bad])

@@ -1,7 +1,7 @@
 """The command line `zero-jax`; its options are the fields of the config dataclasses.
 
-This is the only module that touches process-wide settings (which platform, how many simulated devices) and the only one that
-imports the reference models.
+This is the only module that touches process-wide settings (which platform, how many simulated devices), and the only
+one that imports the reference models.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from zero_jax.models import gpt
 
 _NUM_SIMULATED_DEVICES = 8
 
-# Fields that the command line does not offer: what is no number or word, what the shipped models have no use for, and the
-# roles of mesh axes, which `trainer` names itself.
+# Fields that the command line does not offer: what is no number or word, what the shipped models have no use for, and
+# the roles of mesh axes, which `trainer` names itself.
 _NOT_OPTIONS = frozenset({"zero", "data_axes", "replica_axes", "param_specs", "overrides", "loss_weight"})
 _PARTS = {"data": "text", "optimizer": "optimizer", "zero": "ZeRO"}
 
@@ -78,9 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         usage="zero-jax train [OPTION ...]",
         help="train a transformer on text",
-        description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at ZeRO "
-        "stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves a picture of the loss, a log and the config "
-        "in a folder of its own.",
+        description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
+        "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves a picture of the loss, a log and "
+        "the config in a folder of its own.",
     )
     _add_train_options(train)
     train.set_defaults(run=_train, parser=train)
@@ -102,7 +102,7 @@ def _add_train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fields(group: Any, config_class: type, *, default_of: Any) -> None:
-    """Adds an option for each field that is a number, a word or a switch; without defaults, the preset's values stand."""
+    """Adds an option for each field that is a number, a word or a switch; without `default_of`, None is not given."""
     for name, kind in _option_fields(config_class).items():
         default = None if default_of is None else getattr(default_of, name)
         shown = "the preset's" if default_of is None else "none" if default is None else default
@@ -198,7 +198,9 @@ def _given(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
 def _model(options: argparse.Namespace) -> trainer.Model:
     if options.model not in gpt.PRESETS:
         near = difflib.get_close_matches(options.model, gpt.PRESETS, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown model {options.model!r}: did you mean {near!r}? Choose one of {', '.join(gpt.PRESETS)}")
+        raise ValueError(
+            f"unknown model {options.model!r}: did you mean {near!r}? Choose one of {', '.join(gpt.PRESETS)}"
+        )
     changes = {name: value for name, value in _given(gpt.GPTConfig, options).items() if value is not None}
     config = dataclasses.replace(gpt.PRESETS[options.model], **changes)
     return trainer.Model(
@@ -213,15 +215,17 @@ def _model(options: argparse.Namespace) -> trainer.Model:
 
 
 def _choose_platform(num_devices: int | None) -> None:
-    """Settles what JAX runs on, before it looks: simulated devices in case it is a CPU, and no search for an absent TPU.
+    """Settles what JAX runs on before it looks: simulated devices in case it is a CPU, and no search for an absent TPU.
 
     Where libtpu is installed for its compiler alone, JAX would ask around the network for a TPU that is not there.
     """
-    is_compiler_only = importlib.util.find_spec("libtpu") and not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
-    if is_compiler_only and not jax.config.jax_platforms and not importlib.metadata.entry_points(group="jax_plugins"):
+    settings = jax.config.values
+    has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    has_plugins = bool(importlib.metadata.entry_points(group="jax_plugins"))
+    if importlib.util.find_spec("libtpu") and not (has_tpu or has_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
-    is_told = jax.config.jax_num_cpu_devices > 0 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not is_told:
+    is_told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not is_told and settings["jax_num_cpu_devices"] < 1:
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
 
 

@@ -1,7 +1,7 @@
 """Real text without a download: bytes of source files, split into training and validation, cut into windows.
 
-A batch is a pure function of the seed and the step, so a run that resumes sees what an unbroken one would have seen. Text
-becomes tokens through a `Tokenizer`; bytes are the one that needs no vocabulary file.
+A batch is a pure function of the seed and the step, so a run that resumes sees what an unbroken one would have seen.
+Text becomes tokens through a `Tokenizer`; bytes are the one that needs no vocabulary file.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 # Tables, generated text and code about other code's syntax: none of it reads like the Python that people write.
 _STDLIB_SKIPPED = frozenset(
-    "site-packages dist-packages __pycache__ test tests idlelib idle_test lib2to3 encodings pydoc_data turtledemo".split()
+    "site-packages dist-packages test tests idlelib idle_test lib2to3 encodings pydoc_data turtledemo".split()
 )
 
 
@@ -62,9 +62,10 @@ class DataConfig:
     """Says which text a model is trained on.
 
     Attributes:
-      data: where the text comes from: `stdlib` is the source code of Python's own standard library, anything else is the
-        path of a text file or of a folder of them.
-      validation_fraction: share of the text that is kept for validation: whole files of a folder, the end of a single file.
+      data: where the text comes from: `stdlib` is the source code of Python's own standard library, anything else is
+        the path of a text file or of a folder of them.
+      validation_fraction: share of the text that is kept for validation: whole files of a folder, or the end of a
+        single file.
     """
 
     data: str = "stdlib"
@@ -74,8 +75,8 @@ class DataConfig:
         """Refuses a fraction that leaves one of the parts empty."""
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
-                f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 and 1, "
-                f"0.1 for example."
+                f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 "
+                "and 1, 0.1 for example"
             )
 
 
@@ -99,8 +100,8 @@ class Dataset:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.num_files:,} file{'s' if self.num_files != 1 else ''}, {self.train.size:,} tokens to train "
-            f"on, {self.validation.size:,} to validate on, vocabulary of {self.tokenizer.vocab_size:,}"
+            f"{self.name}: {self.num_files:,} file{'s' if self.num_files != 1 else ''}, "
+            f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
         )
 
 
@@ -138,7 +139,7 @@ def load(config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None
         if tokens.size < seq_len + 1:
             raise ValueError(
                 f"{name} has {tokens.size:,} tokens for {part}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "
-                f"give more text, a shorter --seq-len, or another --validation-fraction."
+                f"give more text, a shorter --seq-len, or another --validation-fraction"
             )
     return Dataset(name=name, tokenizer=tokenizer, num_files=len(documents), train=train, validation=validation)
 
@@ -177,15 +178,15 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> dict[str, 
 def _stdlib_files(root: pathlib.Path) -> list[pathlib.Path]:
     files = sorted(path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts))
     if not files:
-        raise ValueError(f"This Python has no .py files at {root}: give the path of some text with --data PATH.")
+        raise ValueError(f"this Python has no .py files at {root}: give the path of some text with --data PATH")
     return files
 
 
 def _text_files(root: pathlib.Path) -> list[pathlib.Path]:
     if not root.exists():
         raise ValueError(
-            f"There is no {root} (from --data {root}): give the path of a text file or folder, or 'stdlib' for the source "
-            f"of Python's standard library."
+            f"there is no {root}: give the path of a text file or of a folder of them, or 'stdlib' for the source code "
+            "of Python's standard library"
         )
     if root.is_file():
         candidates = [root]
@@ -195,8 +196,8 @@ def _text_files(root: pathlib.Path) -> list[pathlib.Path]:
     files = [path for path in candidates if _is_text(path)]
     if not files:
         raise ValueError(
-            f"{root} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a text "
-            f"file or of a folder of them."
+            f"{root} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
+            "text file or of a folder of them"
         )
     return files
 
@@ -218,8 +219,8 @@ def _split_by_file(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gives validation the files whose names hash lowest, as many as fit into its share of the tokens.
 
-    A hash of the name, because neighbours in a folder are alike and the split must not depend on the machine. Where not one
-    file fits, validation gets the end of the whole text.
+    A hash of the name, because neighbours in a folder are alike and the split must not depend on the machine. Where not
+    one file fits, validation gets the end of the whole text.
     """
     ended = [np.append(document, np.asarray(end_of_document, document.dtype)) for document in documents]
     room = fraction * sum(document.size for document in ended)

@@ -46,7 +46,8 @@ def normalize_loss(loss_fn: Callable[..., Any]) -> LossFn:
             raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
         if shape != () or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
             raise ValueError(
-                f"loss_fn returned a loss of shape {shape} and dtype {dtype}: return a floating scalar, such as loss.mean()"
+                f"loss_fn returned a loss of shape {shape} and dtype {dtype}: "
+                "return a floating scalar, such as loss.mean()"
             )
         return jnp.asarray(loss), aux
 
@@ -60,7 +61,9 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
       ValueError: a leaf does not divide, or leaves differ in size.
     """
     shards = axis_size(mesh, axes.batch)
-    sizes = {name: leaf.shape[0] for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True) if leaf.ndim}
+    sizes = {
+        name: leaf.shape[0] for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True) if leaf.ndim
+    }
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
             what = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
@@ -71,7 +74,9 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
                 f"make the batch size a multiple of {need}, for example {max(need, math.ceil(size / need) * need)}"
             )
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example")
+        raise ValueError(
+            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example"
+        )
     return next(iter(sizes.values()), None)
 
 
@@ -94,7 +99,7 @@ class Accumulator:
         return axis_size(self.mesh, self.axes.batch)
 
     def split(self, batch: PyTree) -> PyTree:
-        """Splits leaves `[batch, ...]` into `[num_microbatches, num_shards, examples, ...]`; scalars stay as they are."""
+        """Splits leaves `[batch, ...]` into `[num_microbatches, num_shards, examples, ...]`; scalars stay."""
         k, n = self.num_microbatches, self.num_shards
 
         def split_leaf(x: jax.Array) -> jax.Array:
@@ -114,7 +119,8 @@ class Accumulator:
         if not isinstance(aux, Mapping) or self.loss_weight not in aux:
             has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
             raise ValueError(
-                f"loss_weight={self.loss_weight!r}, but the aux that loss_fn returned has no such entry (it has {has}): "
+                f"loss_weight={self.loss_weight!r}, but the aux that loss_fn returned has no such entry "
+                f"(it has {has}): "
                 "return (loss, {..., " + repr(self.loss_weight) + ": weight})"
             )
         return lax.stop_gradient(jnp.asarray(aux[self.loss_weight], jnp.float32))

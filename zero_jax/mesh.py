@@ -121,8 +121,9 @@ def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> d
         data = num_devices // (replica * model)
     if replica * data * model != num_devices:
         raise ValueError(
-            f"make_mesh: replica={replica} x data={data} x model={model} is {replica * data * model} devices, but there "
-            f"are {num_devices}: leave out `data` to use them all, or pass `devices=jax.devices()[:{replica * data * model}]`"
+            f"make_mesh: replica={replica} x data={data} x model={model} is {replica * data * model} devices, but "
+            f"there are {num_devices}: leave out `data` to use them all, or pass "
+            f"`devices=jax.devices()[:{replica * data * model}]`"
         )
     return {"replica": replica, "data": data, "model": model}
 
@@ -146,7 +147,8 @@ def _layout(
     if data_layout is not None:
         if math.prod(data_layout) != data:
             raise ValueError(
-                f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, not to data={data}"
+                f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
+                f"not to data={data}"
             )
         layout = tuple(data_layout)
         return layout, _device_grid((replica, *layout, model), devices)

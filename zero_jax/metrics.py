@@ -2,11 +2,17 @@
 
 import dataclasses
 import json
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from zero_jax.step import Metrics
+
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,71 @@ class JsonLinesWriter:
         self._file.flush()
 
 
+class Progress:
+    """Reads the metrics of steps back, keeps the losses and tells how the run goes.
+
+    Attributes:
+      train: step and loss of every training step.
+      validation: step and loss of every evaluation.
+      compile_seconds: what the first step took, which is mostly compiling.
+    """
+
+    def __init__(self, *, num_steps: int, tokens_per_step: int, log_every: int, writer: JsonLinesWriter, log: Log):
+        """Starts the clock."""
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+        self.compile_seconds = 0.0
+        self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every
+        self._writer, self._log = writer, log
+        self._started = self._resumed = time.perf_counter()
+        self._timed_steps, self._timed_seconds = 0, 0.0
+        self._shown_steps, self._shown_seconds = 0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start, evaluations and compiling included."""
+        return time.perf_counter() - self._started
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the training steps alone, the first one (which compiles) left out."""
+        return self._speed(self._timed_steps, self._timed_seconds) or math.nan
+
+    def add_step(self, step: int, metrics: Metrics) -> None:
+        """Waits until step `step` (counted from 1) is done and takes down what it reported."""
+        loss = float(metrics.loss)
+        seconds, self._resumed = time.perf_counter() - self._resumed, time.perf_counter()
+        if step == 1:
+            self.compile_seconds = seconds
+        else:
+            self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            grad_norm=float(metrics["grad_norm"]),
+            skipped=bool(metrics["skipped"]),
+            tokens_per_second=self._speed(
+                self._timed_steps - self._shown_steps, self._timed_seconds - self._shown_seconds
+            ),
+            per_device_memory_bytes=device_memory_bytes(next(iter(metrics.loss.devices()))),
+        )
+        self.train.append((step, loss))
+        self._writer.write({"kind": "train", **dataclasses.asdict(record)})
+        if step in (1, self._num_steps) or step % self._log_every == 0:
+            self._log(record.line(self._num_steps))
+            self._shown_steps, self._shown_seconds = self._timed_steps, self._timed_seconds
+
+    def add_validation(self, step: int, loss: float) -> None:
+        """Takes down the validation loss after `step` steps, and goes on timing steps from here."""
+        self.validation.append((step, loss))
+        self._writer.write({"kind": "validation", "step": step, "loss": loss})
+        self._log(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  validation loss {loss:.3f}")
+        self._resumed = time.perf_counter()
+
+    def _speed(self, steps: int, seconds: float) -> float | None:
+        return steps * self._tokens_per_step / seconds if seconds else None
+
+
 def format_bytes(num_bytes: float) -> str:
     """Returns a size for people, such as `1.5 MiB`."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -74,8 +145,8 @@ def per_device_bytes(tree: Any) -> int:
     return sum(shard.data.nbytes for shard in shards if shard.device.id == first)
 
 
-def device_memory_bytes(device: jax.Device) -> int:
-    """Returns the peak memory in use on a device; where the backend keeps no count, as on a CPU, that of the live arrays."""
+def device_memory_bytes(device: Any) -> int:
+    """Returns the peak of the memory in use on a device, or the live arrays' where the backend keeps no count (CPU)."""
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -106,11 +177,11 @@ def plot_losses(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*zip(*train, strict=True), color="#9ab8d8", linewidth=1.0, label="training (each batch)")
-    axes.plot(*zip(*validation, strict=True), color="#c44e52", linewidth=2.0, marker="o", markersize=4, label="validation")
-    step, loss = validation[-1]
-    axes.annotate(
-        f"{loss:.3f}", (step, loss), xytext=(-6, 10), textcoords="offset points", ha="right", color="#c44e52"
+    axes.plot(
+        *zip(*validation, strict=True), color="#c44e52", linewidth=2.0, marker="o", markersize=4, label="validation"
     )
+    step, loss = validation[-1]
+    axes.annotate(f"{loss:.3f}", (step, loss), xytext=(-6, 10), textcoords="offset points", ha="right", color="#c44e52")
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

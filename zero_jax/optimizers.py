@@ -11,8 +11,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.tree import path_name
 
-# Leaves whose values have a meaning of their own (a gain, an offset) are not pulled towards zero, and a table of vectors is
-# no matrix for Muon: a step of its gradient touches single rows.
+# Leaves whose values have a meaning of their own (a gain, an offset) are not pulled towards zero, and a table of
+# vectors is no matrix for Muon: a step's gradient touches single rows.
 _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
 
@@ -43,11 +43,13 @@ class OptimizerConfig:
                 f"unknown optimizer {self.optimizer!r}: did you mean {near!r}? Choose one of {', '.join(_OPTIMIZERS)}"
             )
         if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual")
+            raise ValueError(
+                f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
+            )
         if self.warmup_steps < 0 or self.weight_decay < 0 or not 0 <= self.final_learning_rate <= 1:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}, "
-                f"final_learning_rate={self.final_learning_rate}: give no negative numbers, and a final share of at most 1"
+                f"final_learning_rate={self.final_learning_rate}: give no negative numbers, and at most 1 for the last"
             )
 
 
@@ -81,7 +83,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def _muon_dims(params: Any) -> Any:
-    """Returns for each param which two dims Muon makes orthogonal: the last ones of (stacked) matrices, none of tables."""
+    """Returns for each param which two dims Muon makes orthogonal: the last of (stacked) matrices, none of tables."""
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
         is_matrix = x.ndim > 1 and not _is_named(path, _NOT_DECAYED + _TABLES)

@@ -94,7 +94,9 @@ def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[i
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
-        group_old, group_new = ([i], [j]) if i < len(old) and j < len(new) else ([*range(i, len(old))], [*range(j, len(new))])
+        group_old, group_new = (
+            ([i], [j]) if i < len(old) and j < len(new) else ([*range(i, len(old))], [*range(j, len(new))])
+        )
         if i >= len(old) or j >= len(new):
             groups.append((group_old, group_new))
             break
@@ -124,8 +126,9 @@ def _split(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None
 def _concatenate(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
     del shards
     first = dims_in[0]
-    same = first is not None and all(dims == first for dims in dims_in)
-    return first if same and not first[eqn.params["dimension"]] else None
+    if first is None or any(dims != first for dims in dims_in) or first[eqn.params["dimension"]]:
+        return None
+    return first
 
 
 def _index(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:

@@ -62,7 +62,9 @@ class Precision:
             value = getattr(self, name)
             if value is not None:
                 if not jnp.issubdtype(value, jnp.floating):
-                    raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
+                    raise ValueError(
+                        f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None"
+                    )
                 object.__setattr__(self, name, jnp.dtype(value))
 
     @property
@@ -100,7 +102,9 @@ def resolve_precision(precision: str | Precision) -> Precision:
     if precision not in _NAMED:
         near = difflib.get_close_matches(str(precision), _NAMED, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision")
+        raise ValueError(
+            f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision"
+        )
     return _NAMED[precision]
 
 

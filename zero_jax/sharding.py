@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import Axes, axis_size
@@ -73,7 +74,7 @@ class _Placer:
         override = next((spec for pattern, spec in self.overrides if pattern.fullmatch(name)), None)
         if override is not None:
             dims, reason = self.checked(name, shape, override), "override"
-        elif jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        elif jnp.issubdtype(dtype, jax.dtypes.extended):
             dims, reason = ((),) * len(shape), "PRNG keys stay whole"
         else:
             dims, reason = self.add_data(shape, given or ((),) * len(shape))
@@ -132,12 +133,15 @@ class _Placer:
             return dims, "sharded over several dims"
         if placed:
             return dims, f"partly whole: no dims divisible by all of {size} devices"
-        return given, f"whole: no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)"
+        return (
+            given,
+            f"whole: no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)",
+        )
 
     def best_dim(
         self, shape: tuple[int, ...], dims: Dims, data: Sequence[str], *, minor: bool, besides: int | None = None
     ) -> int | None:
-        """Returns the dim that is best cut over some axes, the last one or (not `minor`) another; None if none divides."""
+        """Returns the dim that is best cut over some axes, the last one or (not `minor`) another, or None."""
         size = axis_size(self.mesh, data)
         local = [extent // axis_size(self.mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
         fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
@@ -189,9 +193,7 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
     return tree.unflatten([_Given(s) for s in jax.tree.leaves(full, is_leaf=is_spec)])
 
 
-def place_like_params(
-    tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
-) -> PyTree:
+def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Places a tree that was made from the params: optimizer state, EMA copies.
 
     A leaf whose path ends in a param's path and whose shape is the param's lies as the param does; any other leaf
@@ -247,7 +249,9 @@ class ShardingReport:
         for p in sorted(self.placements, key=lambda p: -p.num_bytes):
             spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
             rows.append(f"{p.path:<{width}}  {p.shape!s:<22} {p.dtype:<9} [{spec}]  {p.reason}")
-        rows.append(f"{self.per_device_bytes / 2**20:.2f} MiB a device, of which {self.whole_bytes / 2**20:.2f} left whole")
+        rows.append(
+            f"{self.per_device_bytes / 2**20:.2f} MiB a device, of which {self.whole_bytes / 2**20:.2f} left whole"
+        )
         if 2 * self.whole_bytes > self.per_device_bytes:
             rows.append("warning: leaves left whole take more than half of that")
         return "\n".join(rows)

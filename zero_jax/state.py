@@ -67,7 +67,11 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         sharded_groups(self.stage)
         resolve_precision(self.precision)
-        if isinstance(self.num_microbatches, bool) or not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+        if (
+            isinstance(self.num_microbatches, bool)
+            or not isinstance(self.num_microbatches, int)
+            or self.num_microbatches < 1
+        ):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
@@ -164,7 +168,9 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement) -> TrainState:
     """Makes a train state from params, each leaf constrained to where it lies."""
     sharded = jax.tree.map(
-        lax.with_sharding_constraint, cast_floating(params, placement.precision.master), placement.param_shardings("master")
+        lax.with_sharding_constraint,
+        cast_floating(params, placement.precision.master),
+        placement.param_shardings("master"),
     )
     opt_state = tx.init(trainable(sharded))
     precision = placement.precision
@@ -185,7 +191,7 @@ def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Arra
 
 
 def _train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
-    whole = NamedSharding(placement.mesh, PartitionSpec())
+    whole: Any = NamedSharding(placement.mesh, PartitionSpec())
     return TrainState(
         step=whole,
         params=placement.param_shardings("params"),

@@ -18,8 +18,8 @@ from zero_jax.grads import Accumulator, check_batch, normalize_loss
 from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import cast_floating, update_loss_scale
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
 from zero_jax.spec import dims_of
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
 from zero_jax.tree import PyTree, leaf_names
 
 
@@ -92,9 +92,7 @@ class TrainStep:
         structure = (tree, tuple(x.shape for x in leaves))
         if structure not in self.compiled_for:
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
-            self.compiled_for[structure] = jax.jit(
-                self.program.step, donate_argnums=0, out_shardings=(shardings, None)
-            )
+            self.compiled_for[structure] = jax.jit(self.program.step, donate_argnums=0, out_shardings=(shardings, None))
         return self.compiled_for[structure]
 
     def leaf_name(self, state: TrainState, index: Any) -> str | None:
@@ -168,8 +166,6 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
 
     def place(x: Any) -> jax.Array:
         sharding = sharded if np.ndim(x) else whole
-        if isinstance(x, jax.core.Tracer):
-            return x
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
@@ -268,10 +264,12 @@ class _Program:
         shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
         wanted_shapes = [x.shape for x in jax.tree.leaves(expected)]
         if names != wanted or shapes != wanted_shapes:
-            odd = next((f"{a} {b}" for a, b in zip(names, shapes) if (a, b) not in zip(wanted, wanted_shapes)), "no leaf")
-            lacks = next((f"{a} {b}" for a, b in zip(wanted, wanted_shapes) if (a, b) not in zip(names, shapes)), "no leaf")
+            have, need = (list(zip(*pair, strict=True)) for pair in ((names, shapes), (wanted, wanted_shapes)))
+            odd = next((f"{name} {shape}" for name, shape in have if (name, shape) not in need), "no other leaf")
+            lacks = next((f"{name} {shape}" for name, shape in need if (name, shape) not in have), "no other leaf")
             raise ValueError(
-                f"state.opt_state does not match the optimizer: it holds {odd}, and the optimizer's own state has {lacks}. "
+                f"state.opt_state does not match the optimizer: it holds {odd}, "
+                f"and the optimizer's own state has {lacks}. "
                 "Make the state with the optimizer that the step was made with"
             )
 

@@ -1,11 +1,9 @@
-"""The training loop behind `zero-jax train`: from a config and a model to a trained state, its figures and a picture."""
+"""The training loop behind `zero-jax train`: from a config and a model to figures, a sample and a picture."""
 
 import dataclasses
 import functools
 import json
-import math
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,20 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax import data as text
 from zero_jax.grads import check_batch
 from zero_jax.mesh import axes_of, make_mesh
-from zero_jax.metrics import (
-    JsonLinesWriter,
-    StepRecord,
-    device_memory_bytes,
-    format_bytes,
-    per_device_bytes,
-    plot_losses,
-)
+from zero_jax.metrics import JsonLinesWriter, Log, Progress, format_bytes, per_device_bytes, plot_losses
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.precision import cast_floating, resolve_precision
 from zero_jax.state import TrainState, ZeroConfig, init_state, sharding_report
 from zero_jax.step import Metrics, make_eval_step, make_train_step
-
-Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +33,8 @@ class Model:
       vocab_size: tokens it knows.
       seq_len: tokens in a training sequence.
       init_fn: `init_fn(key) -> params`.
-      loss_fn: `loss_fn(params, batch) -> (loss, aux)`; a batch has `inputs` and `targets`, both int32 `[batch, seq_len]`.
+      loss_fn: `loss_fn(params, batch) -> (loss, aux)`; a batch has `inputs` and `targets`, both
+        int32 `[batch, seq_len]`.
       generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
     """
 
@@ -67,7 +57,7 @@ class TrainConfig:
       optimizer: how params are updated.
       devices: number of devices to use, the first ones there are; None takes all. A CPU stands in for as many as asked,
         8 if not told.
-      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the other devices.
+      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       steps: optimizer updates.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
@@ -107,10 +97,11 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         if self.seed < 0 or self.sample_tokens < 0 or self.temperature < 0:
             raise ValueError(
-                f"seed={self.seed}, sample_tokens={self.sample_tokens}, temperature={self.temperature}: none may be negative"
+                f"seed={self.seed}, sample_tokens={self.sample_tokens}, temperature={self.temperature}: "
+                "none may be negative"
             )
         if self.sample_tokens and not self.sample_prompt:
-            raise ValueError("the sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
+            raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +206,13 @@ def execute(run: Run, *, log: Log = print) -> TrainResult:
     log(_describe(run, state))
     bytes_by_group = {f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in _groups(state).items()}
     with JsonLinesWriter(run.directory / "metrics.jsonl") as writer:
-        progress = _Progress(run, writer, log)
+        progress = Progress(
+            num_steps=config.steps,
+            tokens_per_step=config.batch_size * model.seq_len,
+            log_every=config.log_every,
+            writer=writer,
+            log=log,
+        )
         state = _fit(run, state, progress)
     plot_losses(
         run.directory / "loss.png",
@@ -247,73 +244,7 @@ def execute(run: Run, *, log: Log = print) -> TrainResult:
     )
 
 
-class _Progress:
-    """Reads the metrics of steps back, keeps the losses and tells how the run goes."""
-
-    def __init__(self, run: Run, writer: JsonLinesWriter, log: Log):
-        self.train: list[tuple[int, float]] = []
-        self.validation: list[tuple[int, float]] = []
-        self.compile_seconds = 0.0
-        self._run, self._writer, self._log = run, writer, log
-        self._started = self._resumed = time.perf_counter()
-        self._timed_steps = self._timed_seconds = 0.0
-        self._shown_steps = self._shown_seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start, evaluations and compiling included."""
-        return time.perf_counter() - self._started
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of the training steps alone, the first one (which compiles) left out."""
-        return self._speed(self._timed_steps, self._timed_seconds) or math.nan
-
-    def resume(self) -> None:
-        """Restarts the clock of the training steps after something else."""
-        self._resumed = time.perf_counter()
-
-    def add_step(self, step: int, metrics: Metrics) -> None:
-        """Waits until step `step` (counted from 1) is done and takes down what it reported."""
-        loss = float(metrics.loss)
-        seconds = time.perf_counter() - self._resumed
-        self.resume()
-        if step == 1:
-            self.compile_seconds = seconds
-        else:
-            self._timed_steps += 1
-            self._timed_seconds += seconds
-        self.train.append((step, loss))
-        config = self._run.config
-        is_shown = step == 1 or step % config.log_every == 0 or step == config.steps
-        record = StepRecord(
-            step=step,
-            loss=loss,
-            grad_norm=float(metrics.grad_norm),
-            skipped=bool(metrics.skipped),
-            tokens_per_second=self._speed(
-                self._timed_steps - self._shown_steps, self._timed_seconds - self._shown_seconds
-            ),
-            per_device_memory_bytes=device_memory_bytes(self._run.mesh.local_devices[0]),
-        )
-        self._writer.write({"kind": "train", **dataclasses.asdict(record)})
-        if is_shown:
-            self._log(record.line(config.steps))
-            self._shown_steps, self._shown_seconds = self._timed_steps, self._timed_seconds
-
-    def add_validation(self, step: int, loss: float) -> None:
-        """Takes down the validation loss after `step` steps."""
-        self.validation.append((step, loss))
-        self._writer.write({"kind": "validation", "step": step, "loss": loss})
-        width = len(str(self._run.config.steps))
-        self._log(f"step {step:>{width}}/{self._run.config.steps}  validation loss {loss:.3f}")
-        self.resume()
-
-    def _speed(self, steps: float, seconds: float) -> float | None:
-        return steps * self._run.config.batch_size * self._run.model.seq_len / seconds if seconds else None
-
-
-def _fit(run: Run, state: TrainState, progress: _Progress) -> TrainState:
+def _fit(run: Run, state: TrainState, progress: Progress) -> TrainState:
     """Takes all the steps; each one's metrics are read when the next one is already on its way."""
     config, model = run.config, run.model
     train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=config.zero)
@@ -322,7 +253,7 @@ def _fit(run: Run, state: TrainState, progress: _Progress) -> TrainState:
     held_out = text.validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
 
     def validation_loss() -> float:
-        # Reading each loss before the next is asked for: simulated devices that run far ahead of each other can deadlock.
+        # Each loss is read before the next is asked for: simulated devices that run far ahead of others can deadlock.
         return float(np.mean([float(evaluate(state, batch).loss) for batch in held_out]))
 
     progress.add_validation(0, validation_loss())
@@ -365,7 +296,7 @@ def _sample(run: Run, state: TrainState) -> str:
 
 def _describe(run: Run, state: TrainState) -> str:
     """Returns the lines that a run starts with: devices, mesh, model, data, dtypes, and what lies on a device."""
-    config, mesh = run.config, run.mesh
+    config, mesh, num_micro = run.config, run.mesh, run.config.zero.num_microbatches
     precision = resolve_precision(config.zero.precision)
     dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
     floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
@@ -384,7 +315,8 @@ def _describe(run: Run, state: TrainState) -> str:
         "stage": str(config.zero.stage),
         "model": f"{run.model.name}, {_num_params(state):,} params",
         "data": str(run.dataset),
-        "batch": f"{config.batch_size} sequences of {run.model.seq_len} tokens, {config.zero.num_microbatches} microbatches",
+        "batch": f"{config.batch_size} sequences of {run.model.seq_len} tokens"
+        + (f", in {num_micro} microbatches" if num_micro > 1 else ""),
         "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
         "a device holds": ", ".join(held),
         "leaves left whole": ", ".join(whole) or "none",

@@ -20,6 +20,8 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
+def map_named(
+    fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
     """Maps `fn(name, leaf, ...)` over a tree's leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest, is_leaf=is_leaf)

@@ -1,0 +1,65 @@
+"""Values of a trace that is being walked: ordinary ones, and those still to be made from sharded params."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax.spec import Dims
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """A param, or what was made of params alone: rebuilt from `roots` at each use rather than kept.
+
+    `dims` is its sharding while it is still a shard, None once the recipe gathers.
+    """
+
+    roots: tuple[Any, ...]
+    build: Callable[..., Any]
+    aval: Any
+    path: str
+    dims: Dims | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An ordinary value; `pure` if it was made of params and constants alone."""
+
+    array: Any
+    pure: bool
+
+
+class Roots:
+    """Flattens mixed inputs to arrays and back, so that they can cross into a region as its arguments."""
+
+    def __init__(self, values: Sequence[Lazy | Value]):
+        self.values = list(values)
+        self.arrays: list[Any] = []
+        self.places: list[list[int]] = []
+        seen: dict[int, int] = {}
+        for value in self.values:
+            roots = value.roots if isinstance(value, Lazy) else (value.array,)
+            self.places.append([])
+            for root in roots:
+                if id(root) not in seen:
+                    seen[id(root)] = len(self.arrays)
+                    self.arrays.append(root)
+                self.places[-1].append(seen[id(root)])
+
+    def assign(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """Pairs each value with the arrays that stand for its roots."""
+        return [(value, [arrays[i] for i in places]) for value, places in zip(self.values, self.places, strict=True)]
+
+    def rebuild(self, arrays: Sequence[Any]) -> list[Lazy | Value]:
+        """Returns the values with other arrays for roots."""
+        return [
+            dataclasses.replace(value, roots=tuple(roots)) if isinstance(value, Lazy) else Value(roots[0], value.pure)
+            for value, roots in self.assign(arrays)
+        ]
+
+
+def as_array(value: Lazy | Value) -> Any:
+    """Returns the array of a value, a shard where it is one."""
+    return value.build(*value.roots) if isinstance(value, Lazy) else value.array

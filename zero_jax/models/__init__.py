@@ -1,0 +1,1 @@
+"""Reference transformers: ordinary models that know nothing of zero_jax."""

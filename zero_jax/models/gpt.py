@@ -1,0 +1,263 @@
+"""A decoder-only GPT as pure functions on a dict of arrays.
+
+Nothing here knows about meshes, stages or sharding: this is the kind of model that a user brings. The compute dtype is
+the params' dtype, so casting the params to bfloat16 runs the model in bfloat16; softmax and loss stay float32.
+
+Names end in the letters of their dims: `B` batch, `T` tokens, `D` model, `H` heads, `K` head, `F` hidden,
+`V` vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+Params = dict[str, Any]
+Batch = dict[str, Array]
+LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Says the shape of a GPT.
+
+    Attributes:
+      vocab_size: number of tokens in the vocabulary.
+      seq_len: tokens in a sequence, and the longest context.
+      num_layers: number of transformer blocks.
+      d_model: width of the residual stream.
+      num_heads: attention heads; they share `d_model`.
+      mlp_ratio: hidden width of the MLP, in multiples of `d_model`.
+      position: how a token knows its place: `rotary` turns queries and keys, `learned` adds a table of `seq_len` rows.
+      scan: whether the layers are stacked and run by one `lax.scan`, or kept apart and run by a Python loop.
+      remat: whether a block's inner activations are recomputed in the backward pass.
+    """
+
+    vocab_size: int = 256
+    seq_len: int = 128
+    num_layers: int = 4
+    d_model: int = 128
+    num_heads: int = 4
+    mlp_ratio: int = 4
+    position: Literal["rotary", "learned"] = "rotary"
+    scan: bool = True
+    remat: bool = True
+
+    def __post_init__(self):
+        """Refuses shapes that cannot be built."""
+        sizes = ("vocab_size", "seq_len", "num_layers", "d_model", "num_heads", "mlp_ratio")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive: give {name} of at least 1")
+        if self.position not in ("rotary", "learned"):
+            raise ValueError(f"position={self.position!r} is unknown: use 'rotary' or 'learned'")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model={self.d_model} does not split over num_heads={self.num_heads}: "
+                "choose a d_model that is a multiple of num_heads"
+            )
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                f"rotary positions turn pairs, but d_model/num_heads={self.head_dim} is odd: "
+                "choose an even head size, or position='learned'"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, from the shapes alone."""
+        per_block = (4 + 2 * self.mlp_ratio) * self.d_model**2 + 2 * self.d_model
+        rows = self.vocab_size + (self.seq_len if self.position == "learned" else 0) + 1
+        return self.num_layers * per_block + rows * self.d_model
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "gpt-tiny": GPTConfig(),
+    "gpt-mini": GPTConfig(seq_len=256, num_layers=6, d_model=384, num_heads=6),
+    "gpt-small": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=12, d_model=768, num_heads=12),
+    "gpt-medium": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=24, d_model=1024, num_heads=16),
+    "gpt-271m": GPTConfig(vocab_size=32768, seq_len=1024, num_layers=4, d_model=2048, num_heads=16, position="learned"),
+    "gpt-large": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=36, d_model=1280, num_heads=20),
+    "gpt-xl": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=48, d_model=1600, num_heads=25),
+    "gpt-7b": GPTConfig(vocab_size=50304, seq_len=2048, num_layers=32, d_model=4096, num_heads=32),
+    "gpt-1t": GPTConfig(
+        vocab_size=51200, seq_len=2048, num_layers=128, d_model=25600, num_heads=160, position="learned"
+    ),
+}
+
+
+def init(config: GPTConfig, key: Array) -> Params:
+    """Makes float32 params; the same key gives the same values whether or not the layers are stacked."""
+    embed_key, position_key, *block_keys = jax.random.split(key, 2 + config.num_layers)
+    params: Params = {
+        "embed": _normal(embed_key, (config.vocab_size, config.d_model)),
+        "final_norm": jnp.ones(config.d_model),
+    }
+    if config.position == "learned":
+        params["position"] = _normal(position_key, (config.seq_len, config.d_model))
+    init_block = functools.partial(_init_block, config)
+    if config.scan:
+        params["blocks"] = jax.vmap(init_block)(jnp.stack(block_keys))
+    else:
+        params["blocks"] = [init_block(block_key) for block_key in block_keys]
+    return params
+
+
+def apply(config: GPTConfig, params: Params, tokens_BT: Array) -> Array:
+    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
+    x_BTD = params["embed"][tokens_BT]
+    if config.position == "learned":
+        x_BTD += params["position"][: tokens_BT.shape[1]]
+    block = functools.partial(_apply_block, config)
+    if config.remat:
+        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
+        block = jax.checkpoint(block, prevent_cse=not config.scan)
+    if config.scan:
+        x_BTD, _ = jax.lax.scan(lambda x_BTD, p: (block(x_BTD, p), None), x_BTD, params["blocks"])
+    else:
+        for block_params in params["blocks"]:
+            x_BTD = block(x_BTD, block_params)
+    return rms_norm(x_BTD, params["final_norm"]) @ params["embed"].T
+
+
+def loss_fn(config: GPTConfig) -> LossFn:
+    """Makes `loss_fn(params, batch) -> (loss, aux)`; a batch has int `inputs` and `targets`, both `[B, T]`."""
+
+    def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        return cross_entropy(apply(config, params, batch["inputs"]), batch["targets"])
+
+    return loss
+
+
+def cross_entropy(logits_BTV: Array, targets_BT: Array) -> tuple[Array, dict[str, Array]]:
+    """Returns the mean cross-entropy in nats, in float32, and the same in bits as `aux`."""
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT)
+    loss = losses_BT.mean()
+    return loss, {"bits_per_token": loss / jnp.log(2.0)}
+
+
+def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
+    """Scales every vector to a root mean square of one, measured in float32, then by `scale_D`."""
+    mean_square_BT1 = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+    return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
+
+
+def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array) -> Array:
+    """Returns causal self-attention `[B, T, D]` over `num_heads` heads, with a float32 softmax."""
+    shape_BTHK = (*q_BTD.shape[:2], config.num_heads, config.head_dim)
+    q_BTHK, k_BTHK, v_BTHK = (x_BTD.reshape(shape_BTHK) for x_BTD in (q_BTD, k_BTD, v_BTD))
+    if config.position == "rotary":
+        q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
+    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True).reshape(q_BTD.shape)
+
+
+def rotate(x_BTHK: Array) -> Array:
+    """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34)."""
+    num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
+    frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
+    angles_T1K = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
+    cos, sin = jnp.cos(angles_T1K), jnp.sin(angles_T1K)
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned_BTHK = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned_BTHK.astype(x_BTHK.dtype)
+
+
+def generate(
+    config: GPTConfig,
+    params: Params,
+    prompt_T: Array,
+    key: Array,
+    *,
+    num_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> Array:
+    """Samples `num_tokens` tokens that follow a prompt.
+
+    The model sees a fixed window of `seq_len` tokens, so one compiled program serves every step. There is no cache of
+    keys and values: this is for looking at a small model, not for serving.
+
+    Args:
+      config: The model's shape.
+      params: Its params, in any dtype and with any sharding.
+      prompt_T: One or more tokens to go on from; only the last `seq_len` are seen.
+      key: PRNG key.
+      num_tokens: How many tokens to add.
+      temperature: Below one sharpens the choice, above one flattens it; 0 always takes the likeliest token.
+      top_k: Choose among this many of the likeliest tokens; None means among all.
+
+    Returns:
+      The new tokens, `[num_tokens]`, int32.
+
+    Raises:
+      ValueError: If the prompt is empty, or a number is out of its range.
+    """
+    if prompt_T.ndim != 1 or not prompt_T.size:
+        raise ValueError(f"the prompt has shape {prompt_T.shape}: give one row of at least one token")
+    if num_tokens < 1 or temperature < 0 or (top_k is not None and not 1 <= top_k <= config.vocab_size):
+        raise ValueError(
+            f"num_tokens={num_tokens}, temperature={temperature}, top_k={top_k}: num_tokens is at least 1, temperature "
+            f"not negative, top_k between 1 and the vocabulary's {config.vocab_size}, or None"
+        )
+    prompt_T = prompt_T[-config.seq_len :].astype(jnp.int32)
+    # Whatever lies to the right of the last real token is never seen, because attention is causal.
+    window_T = jnp.zeros(config.seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)
+
+    def choose(logits_V: Array, key: Array) -> Array:
+        if temperature == 0:
+            return jnp.argmax(logits_V).astype(jnp.int32)
+        if top_k is not None:
+            floor = jax.lax.top_k(logits_V, top_k)[0][-1]
+            logits_V = jnp.where(logits_V < floor, -jnp.inf, logits_V)
+        return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)
+
+    def add_token(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
+        window_T, length = carry
+        logits_V = apply(config, params, window_T[None])[0, length - 1].astype(jnp.float32)
+        token = choose(logits_V, key)
+        is_full = length == config.seq_len
+        window_T = jnp.where(is_full, jnp.roll(window_T, -1), window_T)
+        length = jnp.where(is_full, length, length + 1)
+        return (window_T.at[length - 1].set(token), length), token
+
+    _, tokens = jax.lax.scan(add_token, (window_T, jnp.int32(prompt_T.size)), jax.random.split(key, num_tokens))
+    return tokens
+
+
+def _normal(key: Array, shape: tuple[int, ...], scale: float = 1.0) -> Array:
+    """Draws weights with the standard deviation 0.02 of GPT-2, times `scale`."""
+    return 0.02 * scale * jax.random.normal(key, shape)
+
+
+def _init_block(config: GPTConfig, key: Array) -> Params:
+    d_model, hidden = config.d_model, config.mlp_ratio * config.d_model
+    # The matrices that write to the residual stream start smaller, so that it does not grow with depth (as in GPT-2).
+    into_stream = (2 * config.num_layers) ** -0.5
+    query, key_, value, out, up, down = jax.random.split(key, 6)
+    return {
+        "attention_norm": jnp.ones(d_model),
+        "query": _normal(query, (d_model, d_model)),
+        "key": _normal(key_, (d_model, d_model)),
+        "value": _normal(value, (d_model, d_model)),
+        "out": _normal(out, (d_model, d_model), into_stream),
+        "mlp_norm": jnp.ones(d_model),
+        "up": _normal(up, (d_model, hidden)),
+        "down": _normal(down, (hidden, d_model), into_stream),
+    }
+
+
+def _apply_block(config: GPTConfig, x_BTD: Array, params: Params) -> Array:
+    y_BTD = rms_norm(x_BTD, params["attention_norm"])
+    q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
+    x_BTD += attention(config, q_BTD, k_BTD, v_BTD) @ params["out"]
+    y_BTF = jax.nn.gelu(rms_norm(x_BTD, params["mlp_norm"]) @ params["up"])
+    return x_BTD + y_BTF @ params["down"]

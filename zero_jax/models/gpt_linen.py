@@ -1,0 +1,73 @@
+"""The GPT of `gpt.py` in Flax Linen: the same function of the same number of params."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zero_jax.models.gpt import Batch, GPTConfig, LossFn, attention, cross_entropy
+
+_normal = nn.initializers.normal(0.02)
+
+
+class Block(nn.Module):
+    """One transformer block: attention, then an MLP, each added to the residual stream."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array, _: None = None) -> tuple[Array, None]:
+        """Maps the residual stream to itself; the second argument and result are what `nn.scan` asks for."""
+        d_model, num_layers = self.config.d_model, self.config.num_layers
+        into_stream = nn.initializers.normal(0.02 * (2 * num_layers) ** -0.5)
+
+        def dense(features: int, name: str, kernel_init: Any = _normal) -> nn.Dense:
+            return nn.Dense(features, use_bias=False, kernel_init=kernel_init, name=name)
+
+        y_BTD = nn.RMSNorm(name="attention_norm")(x_BTD)
+        q_BTD, k_BTD, v_BTD = (dense(d_model, name)(y_BTD) for name in ("query", "key", "value"))
+        x_BTD += dense(d_model, "out", into_stream)(attention(self.config, q_BTD, k_BTD, v_BTD))
+        y_BTD = nn.RMSNorm(name="mlp_norm")(x_BTD)
+        y_BTF = jax.nn.gelu(dense(self.config.mlp_ratio * d_model, "up")(y_BTD))
+        return x_BTD + dense(d_model, "down", into_stream)(y_BTF), None
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with one table for embedding and logits."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, tokens_BT: Array) -> Array:
+        """Returns the logits `[B, T, V]` of the next token at every place."""
+        config = self.config
+        embed = nn.Embed(config.vocab_size, config.d_model, embedding_init=_normal, name="embed")
+        x_BTD = embed(tokens_BT)
+        if config.position == "learned":
+            position_TD = self.param("position", _normal, (config.seq_len, config.d_model))
+            x_BTD += position_TD[: tokens_BT.shape[1]]
+        block = nn.remat(Block, prevent_cse=not config.scan) if config.remat else Block
+        if config.scan:
+            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.num_layers)
+            x_BTD, _ = stack(config, name="blocks")(x_BTD, None)
+        else:
+            for layer in range(config.num_layers):
+                x_BTD, _ = block(config, name=f"block_{layer}")(x_BTD)
+        return embed.attend(nn.RMSNorm(name="final_norm")(x_BTD))
+
+
+def make(config: GPTConfig) -> tuple[Callable[[Array], Any], LossFn]:
+    """Makes `init_fn(key) -> params` and `loss_fn(params, batch) -> (loss, aux)`."""
+    model = GPT(config)
+
+    def init_fn(key: Array) -> Any:
+        return model.init(key, jnp.zeros((1, config.seq_len), jnp.int32))["params"]
+
+    def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
+        logits_BTV: Any = model.apply({"params": params}, batch["inputs"])
+        return cross_entropy(logits_BTV, batch["targets"])
+
+    return init_fn, loss_fn

@@ -1,0 +1,354 @@
+"""The walk over a function's jaxpr that gathers each sharded param where it is used.
+
+Values of the trace are either ordinary (`Value`) or still to be made from params (`Lazy`). An equation on params alone
+makes another `Lazy`; the first equation that brings a `Lazy` together with anything else is its use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+from zero_jax import jaxprs
+from zero_jax.jaxprs import Chain
+from zero_jax.lazy import Lazy, Roots, Value, as_array
+from zero_jax.lookup import plan_lookup
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.passthrough import is_local_reduction, narrows, passthrough
+from zero_jax.spec import Dims, gather_steps, named, scatter_steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherEvent:
+    """One gather of a param: where, why there, and how many bytes it makes whole."""
+
+    path: str
+    where: str
+    reason: str
+    early: bool
+    gathered_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """How uses are kept for the backward pass in the region being walked."""
+
+    regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
+    prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
+    ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a walk is to do; `stored_whole` params are only to have their gradients scattered."""
+
+    mesh: Mesh
+    axes: Axes
+    stored_whole: bool
+    regather: bool
+    reduce_dtype: Any
+    max_hoisted_bytes: int
+
+
+class Walk:
+    """One walk over one trace of a function."""
+
+    def __init__(self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent]):
+        self.options = options
+        self.batch_sizes = batch_sizes
+        self.events = events
+        self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
+            "jit": self.inline,
+            "pjit": self.inline,
+            "closed_call": self.inline,
+            "remat2": self.remat,
+            "checkpoint": self.remat,
+            "scan": self.scan,
+            "cond": self.cond,
+            "gather": self.lookup,
+        }
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Evaluates a jaxpr and returns its results."""
+        env: dict[Any, Lazy | Value] = {}
+        constvars = tuple(getattr(jaxpr, "constvars", ()))
+        env.update(zip((*constvars, *jaxpr.invars), (*consts[: len(constvars)], *ins), strict=True))
+
+        def read(atom: Any) -> Lazy | Value:
+            return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
+
+        last = _last_use(jaxpr, [isinstance(value, Lazy) for value in ins]) if frame.ends_forward else None
+        within = dataclasses.replace(frame, ends_forward=False)
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            if any(isinstance(value, Lazy) for value in values):
+                handler = self.handlers.get(eqn.primitive.name, self.first_order)
+                outs = handler(eqn, values, frame if eqn is last else within)
+            else:
+                pure = all(value.pure for value in values)  # type: ignore[union-attr]
+                outs = [Value(out, pure) for out in jaxprs.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    # --- uses ----------------------------------------------------------------------------------------------------
+
+    def whole(self, value: Lazy, *roots: Any) -> Any:
+        """Rebuilds a value from its roots and gathers it if it is a shard."""
+        array = value.build(*roots)
+        if value.dims is None:
+            return array
+        data = self.options.axes.data
+        forward = [] if self.options.stored_whole else gather_steps(value.dims, data)
+        backward = scatter_steps(value.dims, data)
+        shardings = functools.partial(named, self.options.mesh)
+        return jaxprs.reshard(
+            array,
+            forward=Chain(tuple(map(shardings, forward)), barrier=bool(forward)),
+            backward=Chain(tuple(map(shardings, backward)), dtype=self.options.reduce_dtype),
+        )
+
+    def note(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
+        """Notes a gather for the report."""
+        if value.dims is not None and not self.options.stored_whole:
+            num_bytes = value.aval.size * value.aval.dtype.itemsize
+            where = jaxprs.source_line(eqn)
+            self.events.append(
+                GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
+            )
+
+    def first_order(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Any primitive that the walk does not descend into: passes shards through, or is a use."""
+        inner = jaxprs.inner_jaxprs(eqn)
+        dims_in = [value.dims if isinstance(value, Lazy) else None for value in values]
+        shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
+        out_dims = None if inner else passthrough(eqn, dims_in, shards)
+        pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        if out_dims is not None or (pure and not inner and not is_local_reduction(eqn)):
+            return self.derive(eqn, values, out_dims)
+        if is_local_reduction(eqn):
+            arrays = [value.build(*value.roots) if isinstance(value, Lazy) else value.array for value in values]
+            return [Value(out, pure) for out in jaxprs.bind(eqn, arrays)]
+        opaque = bool(inner) and not eqn.primitive.name.startswith("custom_")
+        for value in values:
+            if isinstance(value, Lazy):
+                reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name
+                self.note(value, eqn, reason, early=opaque)
+        return self.use(eqn, values, frame)
+
+    def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
+        split = Roots(values)
+
+        def region(*arrays: Any) -> list[Any]:
+            inputs = [self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
+            return jaxprs.bind(eqn, inputs)
+
+        if frame.regather and not frame.ends_forward:
+            region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
+        pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        return [Value(out, pure) for out in region(*split.arrays)]
+
+    def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
+        """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""
+        split = Roots(values)
+
+        def build(index: int, *arrays: Any) -> Any:
+            make = (lambda v, *roots: v.build(*roots)) if out_dims is not None else self.whole
+            inputs = [make(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
+            return jaxprs.bind(eqn, inputs)[index]
+
+        path = " and ".join(dict.fromkeys(value.path for value in values if isinstance(value, Lazy)))
+        if out_dims is None:
+            for value in values:
+                if isinstance(value, Lazy):
+                    self.note(value, eqn, f"{eqn.primitive.name} of params", early=False)
+        return [
+            Lazy(tuple(split.arrays), functools.partial(build, i), var.aval, path, out_dims)
+            for i, var in enumerate(eqn.outvars)
+        ]
+
+    # --- equations with inner jaxprs -------------------------------------------------------------------------------
+
+    def inline(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """A nested `jit`: walks its body in place."""
+        if jaxprs.has_explicit_shardings(eqn):
+            return self.first_order(eqn, values, frame)
+        (inner,) = jaxprs.inner_jaxprs(eqn)
+        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        with jaxprs.source_context(eqn):
+            return self.run(jaxpr, [Value(c, pure=True) for c in consts], values, frame)
+
+    def remat(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """The user's own `jax.checkpoint`: gathers inside it, keeps its policy."""
+        del frame
+        (inner,) = jaxprs.inner_jaxprs(eqn)
+        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        split = Roots(values)
+        pure: list[bool] = []
+
+        def region(*arrays: Any) -> list[Any]:
+            ins = split.rebuild(arrays)
+            consts_in = [Value(c, pure=True) for c in consts]
+            outs = self.run(jaxpr, consts_in, ins, Frame(regather=False, prevent_cse=False))
+            pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
+            return [as_array(out) for out in outs]
+
+        policy = jaxprs.refuse_gathered(eqn.params["policy"])
+        with jaxprs.source_context(eqn):
+            outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*split.arrays)
+        return [Value(out, is_pure) for out, is_pure in zip(outs, pure, strict=True)]
+
+    def cond(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Gathers inside the branch that uses a param."""
+        index, operands = as_array(values[0]), values[1:]
+        split = Roots(operands)
+
+        def branch(inner: Any) -> Callable[..., list[Any]]:
+            jaxpr, consts = jaxprs.open_jaxpr(inner)
+
+            def call(*arrays: Any) -> list[Any]:
+                outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], split.rebuild(arrays), frame)
+                return [as_array(out) for out in outs]
+
+            return call
+
+        pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        with jaxprs.source_context(eqn):
+            outs = lax.switch(index, [branch(b) for b in eqn.params["branches"]], *split.arrays)
+        return [Value(out, pure) for out in outs]
+
+    def scan(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Slices of stacked params enter the body as shards; loop-invariant params are gathered once before it."""
+        parts = jaxprs.scan_parts(eqn)
+        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
+        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
+        carry = [self.before(v, eqn, "a carry of scan") for v in values[num_consts:num_state]]
+        xs, slices = self.scanned(eqn, values[num_state:], jaxpr.invars[num_state:])
+        consts = self.hoist(eqn, values[:num_consts], jaxpr, parts.length)
+        inner_frame = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            sliced = [
+                dataclasses.replace(s, roots=(array,)) if isinstance(s, Lazy) else Value(array, s.pure)
+                for s, array in zip(slices, x, strict=True)
+            ]
+            ins = [*consts, *(Value(c, pure=False) for c in carry), *sliced]
+            outs = self.run(jaxpr, [Value(c, pure=True) for c in inner_consts], ins, inner_frame)
+            arrays = [as_array(out) for out in outs]
+            return arrays[: parts.num_carry], arrays[parts.num_carry :]
+
+        with jaxprs.source_context(eqn):
+            carry, ys = lax.scan(
+                body, [c.array for c in carry], xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll
+            )
+        return [Value(out, pure=False) for out in (*carry, *ys)]
+
+    def scanned(self, eqn: Any, values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays to scan over and, for each, what its slices are in the body."""
+        arrays: list[Any] = []
+        slices: list[Lazy | Value] = []
+        for value, var in zip(values, variables, strict=True):
+            if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
+                arrays.append(value.build(*value.roots))
+                slices.append(Lazy((), lambda x: x, var.aval, value.path, value.dims[1:]))
+            else:
+                whole = self.before(value, eqn, "scan over its sharded dim")
+                arrays.append(whole.array)
+                slices.append(whole)
+        return arrays, slices
+
+    def hoist(self, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int) -> list[Lazy | Value]:
+        """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
+        invariant = [
+            isinstance(value, Lazy) and value.dims is not None and _used_whole(jaxpr, var)
+            for value, var in zip(values, jaxpr.invars, strict=False)
+        ]
+        num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
+        hoisted = length > 1 and (num_bytes <= self.options.max_hoisted_bytes or self.options.stored_whole)
+        consts: list[Lazy | Value] = []
+        for value, used in zip(values, invariant, strict=True):
+            if used and hoisted:
+                self.note(value, eqn, f"once before {length} iterations that use it", early=False)
+                consts.append(Value(self.whole(value, *value.roots), pure=True))
+            else:
+                consts.append(value)
+        return consts
+
+    def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
+        """Gathers a value before an equation that cannot take a shard."""
+        if isinstance(value, Value):
+            return value
+        self.note(value, eqn, reason, early=True)
+        return Value(self.whole(value, *value.roots), pure=True)
+
+    def lookup(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """Looks rows up in a sharded table: moves the rows between devices where they are smaller than the table."""
+        table, indices = values[0], values[1]
+        plan = None
+        if isinstance(table, Lazy) and table.dims is not None and isinstance(indices, Value):
+            mesh, axes = self.options.mesh, self.options.axes
+            plan = plan_lookup(eqn, table.dims, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
+        if plan is None or passthrough(eqn, [table.dims if isinstance(table, Lazy) else None, None], lambda *_: 1):
+            return self.first_order(eqn, values, frame)
+        mesh, options = self.options.mesh, self.options
+        columns, rows = ([named(mesh, dims) for dims in steps] for steps in (plan.columns, plan.rows))
+        array = jaxprs.reshard(
+            table.build(*table.roots),
+            forward=Chain(() if options.stored_whole else tuple(columns[1:])),
+            backward=Chain(tuple(reversed(columns))),
+        )
+        everywhere = lax.with_sharding_constraint(indices.array, named(mesh, plan.indices))
+        (out,) = jaxprs.bind(eqn, [array, everywhere])
+        out = jaxprs.reshard(
+            out,
+            forward=Chain(tuple(rows[-1:] if options.stored_whole else rows)),
+            backward=Chain(tuple(reversed(rows))),
+        )
+        return [Value(out, pure=False)]
+
+
+def _last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:
+    """Returns the last equation that brings a marked input together with something else than params."""
+    of_params = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
+    others = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if not mark}
+    last = None
+    for eqn in jaxpr.eqns:
+        variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
+        if not any(var in of_params for var in variables):
+            others.update(eqn.outvars if any(var in others for var in variables) else ())
+        elif any(var in others for var in variables):
+            last = eqn
+            others.update(eqn.outvars)
+        else:
+            of_params.update(eqn.outvars)
+    return last
+
+
+def _used_whole(jaxpr: Any, var: Any) -> bool:
+    """Tells whether a loop body uses a variable as a whole, rather than slices of it that differ by iteration."""
+    same = {var}
+    for eqn in jaxpr.eqns:
+        places = [i for i, atom in enumerate(eqn.invars) if not jaxprs.is_literal(atom) and atom in same]
+        if not places or narrows(eqn):
+            continue
+        name, inner = eqn.primitive.name, jaxprs.inner_jaxprs(eqn)
+        if name == "scan":
+            parts = jaxprs.scan_parts(eqn)
+            body, _ = jaxprs.open_jaxpr(parts.jaxpr)
+            if any(i < parts.num_consts + parts.num_carry and _used_whole(body, body.invars[i]) for i in places):
+                return True
+        elif name in ("jit", "pjit", "remat2", "checkpoint") and len(inner) == 1:
+            body, _ = jaxprs.open_jaxpr(inner[0])
+            if any(_used_whole(body, body.invars[i]) for i in places):
+                return True
+        elif name in ("convert_element_type", "transpose", "reshape", "squeeze"):
+            same.update(eqn.outvars)
+        else:
+            return True
+    return False

@@ -140,7 +140,7 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         ins = [*marked, *(Value(value, pure=False) for value in values)]
         frame = Frame(regather=options.regather, prevent_cse=True, ends_forward=True)
         outs = walk.run(jaxpr, [Value(c, pure=True) for c in consts], ins, frame)
-        arrays = [as_array(out) for out in outs]
+        arrays = [jax.numpy.asarray(as_array(out)) for out in outs]  # a literal may be among them
         return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
 
     @functools.wraps(fn)
@@ -168,7 +168,7 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     except ValueError as error:
         raise ValueError(f"the specs are not a prefix of the params: {error}") from error
     marked: list[Lazy | Value] = []
-    for name, leaf, spec in zip(names, leaves, jax.tree.leaves(full, is_leaf=is_spec), strict=True):
+    for name, leaf, spec in zip(names, leaves, jax.tree.structure(params).flatten_up_to(full), strict=True):
         aval = jax.typeof(leaf)
         try:
             dims = dims_of(spec, aval.ndim)

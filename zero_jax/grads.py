@@ -49,7 +49,7 @@ def normalize_loss(loss_fn: Callable[..., Any]) -> LossFn:
                 f"loss_fn returned a loss of shape {shape} and dtype {dtype}: "
                 "return a floating scalar, such as loss.mean()"
             )
-        return jnp.asarray(loss), aux
+        return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     return call
 

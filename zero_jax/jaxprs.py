@@ -19,6 +19,9 @@ from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
+if jax.__version_info__ < (0, 10):
+    raise ImportError(f"zero_jax needs JAX 0.10 or newer, but this is {jax.__version__}: run `pip install -U jax`")
+
 Jaxpr = Any
 JaxprEqn = Any
 

@@ -162,8 +162,8 @@ def _layout(
 def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
     """Lays `data` over hosts or slices: fast links major, network minor, so that the network moves the small shards."""
     groups: dict[int, list[Any]] = {}
-    for device in devices:
-        groups.setdefault(_domain(device), []).append(device)
+    for device, domain in zip(devices, _domains(devices), strict=True):
+        groups.setdefault(domain, []).append(device)
     num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
     group_sizes = {len(group) for group in groups.values()}
     if num_groups == 1 or len(group_sizes) != 1 or replica != 1:
@@ -176,14 +176,14 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
     return (*inner, num_groups), np.stack(grids, axis=-2)
 
 
-def _domain(device: Any) -> int:
-    """Returns the number of a device's fast network: its TPU slice, or its GPU host."""
-    if device.platform == "cpu":
-        return 0
-    slice_index = getattr(device, "slice_index", None)
-    if slice_index is not None:
-        return int(slice_index)
-    return int(device.process_index) if device.platform in ("gpu", "cuda", "rocm") else 0
+def _domains(devices: list[Any]) -> list[int]:
+    """Returns for each device the number of its fast network: its TPU slice, or its GPU host."""
+    slices = [int(getattr(device, "slice_index", None) or 0) for device in devices]
+    if len(set(slices)) > 1 or devices[0].platform not in ("gpu", "cuda", "rocm"):
+        return slices if devices[0].platform != "cpu" else [0] * len(devices)
+    processes = [device.process_index for device in devices]
+    one_device_each = len(set(processes)) == len(devices)  # a process per GPU says nothing of hosts
+    return slices if one_device_each else processes
 
 
 def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:

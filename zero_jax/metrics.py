@@ -139,10 +139,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def per_device_bytes(tree: Any) -> int:
-    """Returns the bytes that a tree of arrays takes on the first device of this process that holds any of it."""
-    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
-    first = min((shard.device.id for shard in shards), default=None)
-    return sum(shard.data.nbytes for shard in shards if shard.device.id == first)
+    """Returns the bytes that a tree of arrays takes on each device that holds a part of every array."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def device_memory_bytes(device: Any) -> int:
@@ -150,8 +148,12 @@ def device_memory_bytes(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    live = (shard for x in jax.live_arrays(device.platform) for shard in x.addressable_shards)
-    return sum(shard.data.nbytes for shard in live if shard.device == device)
+    return sum(_shard_bytes(x) for x in jax.live_arrays(device.platform) if device in x.sharding.device_set)
+
+
+def _shard_bytes(x: jax.Array) -> int:
+    # Not by `addressable_shards`: looking at a shard's data makes an array of it, which then counts as live itself.
+    return x.nbytes * math.prod(x.sharding.shard_shape(x.shape)) // max(x.size, 1)
 
 
 def plot_losses(

@@ -188,9 +188,8 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
         full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(f"param_specs is not a prefix of the params: {error}") from error
-    leaves, tree = jax.tree.flatten(params)
-    del leaves
-    return tree.unflatten([_Given(s) for s in jax.tree.leaves(full, is_leaf=is_spec)])
+    tree = jax.tree.structure(params)  # flatten_up_to, because a None may be a spec or a part of the params' structure
+    return tree.unflatten([_Given(s) for s in tree.flatten_up_to(full)])
 
 
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:

@@ -239,7 +239,7 @@ class _Program:
             aux=aux,
             grad_norm=norm,
             skipped=~finite if self.skips(state) else jnp.array(False),
-            nonfinite_leaf=_leaf_index(first_bad, grads),
+            nonfinite_leaf=_leaf_index(first_bad, jax.tree.structure(masters).flatten_up_to(grads)),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
         )
@@ -381,15 +381,16 @@ def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     if not leaves:
         return jnp.float32(0), jnp.int32(-1)
     # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
-    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g)).astype(jnp.float32)) for g in leaves])
+    # Squared in float32: the square of a float16 overflows from 256 on.
+    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in leaves])
     bad = ~jnp.isfinite(squares)
     first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
     return jnp.sqrt(squares.sum()), first
 
 
-def _leaf_index(first_bad: jax.Array, grads: PyTree) -> jax.Array:
-    """Turns an index among gradients into one among params, some of which have no gradient."""
-    present = [i for i, g in enumerate(jax.tree.leaves(grads, is_leaf=lambda x: x is None)) if g is not None]
+def _leaf_index(first_bad: jax.Array, grads: list[jax.Array | None]) -> jax.Array:
+    """Turns an index among gradients into one among params, some of which have no gradient (None)."""
+    present = [i for i, g in enumerate(grads) if g is not None]
     if not present:
         return first_bad
     return jnp.where(first_bad < 0, -1, jnp.asarray(present, jnp.int32)[first_bad])

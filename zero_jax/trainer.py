@@ -170,11 +170,11 @@ def train(config: TrainConfig, *, model: Model, log: Log = print) -> TrainResult
 
 
 def prepare(config: TrainConfig, *, model: Model) -> Run:
-    """Checks a config against devices, data and model, and reads the data.
+    """Checks a config against devices, data and model, reads the data and makes the run's folder.
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
-        or too little of it, a vocabulary larger than the model's, or a run of that name that exists.
+        or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
     """
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
@@ -192,14 +192,13 @@ def prepare(config: TrainConfig, *, model: Model) -> Run:
             f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
             f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
         )
-    directory = _run_directory(pathlib.Path(config.out), config.name, f"{model.name}-stage{config.zero.stage}")
+    directory = _make_directory(pathlib.Path(config.out), config.name, f"{model.name}-stage{config.zero.stage}")
     return Run(config=config, model=model, mesh=mesh, dataset=dataset, tx=tx, directory=directory)
 
 
 def execute(run: Run, *, log: Log = print) -> TrainResult:
     """Carries out a run that `prepare` has checked."""
     config, model = run.config, run.model
-    run.directory.mkdir(parents=True)
     saved = {"model": {"name": model.name, **dataclasses.asdict(model.config)}, **dataclasses.asdict(config)}
     (run.directory / "config.json").write_text(json.dumps(saved, indent=2, default=str) + "\n", encoding="utf-8")
     state = init_state(model.init_fn, run.tx, jax.random.key(config.seed), mesh=run.mesh, config=config.zero)
@@ -334,11 +333,15 @@ def _num_params(state: TrainState) -> int:
     return sum(x.size for x in jax.tree.leaves(state.params))
 
 
-def _run_directory(out: pathlib.Path, name: str | None, made_up: str) -> pathlib.Path:
-    """Returns a folder that does not exist yet."""
-    if name is None:
-        names = [made_up, *(f"{made_up}-{i}" for i in range(2, 10_000))]
-        return next(out / name for name in names if not (out / name).exists())
-    if (out / name).exists():
-        raise ValueError(f"{out / name} holds a run already: choose another name, or remove that folder")
-    return out / name
+def _make_directory(out: pathlib.Path, name: str | None, made_up: str) -> pathlib.Path:
+    """Makes a folder that did not exist before."""
+    names = [made_up, *(f"{made_up}-{i}" for i in range(2, 10_000))] if name is None else [name]
+    for name in names:
+        try:
+            (out / name).mkdir(parents=True)
+            return out / name
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"cannot make the folder {out / name} ({error.strerror}): choose another out") from error
+    raise ValueError(f"{out / names[-1]} holds a run already: choose another name, or remove that folder")

@@ -167,7 +167,11 @@ class Walk:
         if out_dims is None:
             for value in values:
                 if isinstance(value, Lazy):
-                    self.note(value, eqn, f"{eqn.primitive.name} of params", early=False)
+                    reason = f"{eqn.primitive.name} of params"
+                    if eqn.primitive.name == "convert_element_type":
+                        wide = eqn.outvars[0].aval.dtype
+                        reason = f"cast to {wide} after the gather, so its gradient is reduced in {wide}"
+                    self.note(value, eqn, reason, early=False)
         return [
             Lazy(tuple(split.arrays), functools.partial(build, i), var.aval, path, out_dims)
             for i, var in enumerate(eqn.outvars)

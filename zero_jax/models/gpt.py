@@ -117,7 +117,7 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array) -> Array:
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
         x_BTD += params["position"][: tokens_BT.shape[1]]
-    block = functools.partial(_apply_block, config)
+    block = functools.partial(apply_block, config)
     if config.remat:
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         block = jax.checkpoint(block, prevent_cse=not config.scan)
@@ -127,6 +127,15 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array) -> Array:
         for block_params in params["blocks"]:
             x_BTD = block(x_BTD, block_params)
     return rms_norm(x_BTD, params["final_norm"]) @ params["embed"].T
+
+
+def apply_block(config: GPTConfig, x_BTD: Array, params: Params) -> Array:
+    """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
+    y_BTD = rms_norm(x_BTD, params["attention_norm"])
+    q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
+    x_BTD += attention(config, q_BTD, k_BTD, v_BTD) @ params["out"]
+    y_BTF = jax.nn.gelu(rms_norm(x_BTD, params["mlp_norm"]) @ params["up"])
+    return x_BTD + y_BTF @ params["down"]
 
 
 def loss_fn(config: GPTConfig) -> LossFn:
@@ -253,11 +262,3 @@ def _init_block(config: GPTConfig, key: Array) -> Params:
         "up": _normal(up, (d_model, hidden)),
         "down": _normal(down, (hidden, d_model), into_stream),
     }
-
-
-def _apply_block(config: GPTConfig, x_BTD: Array, params: Params) -> Array:
-    y_BTD = rms_norm(x_BTD, params["attention_norm"])
-    q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
-    x_BTD += attention(config, q_BTD, k_BTD, v_BTD) @ params["out"]
-    y_BTF = jax.nn.gelu(rms_norm(x_BTD, params["mlp_norm"]) @ params["up"])
-    return x_BTD + y_BTF @ params["down"]

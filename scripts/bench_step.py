@@ -1,0 +1,110 @@
+"""Times zero_jax's train step against a hand-written one and against plain `in_shardings`, on simulated CPU devices.
+
+Every variant runs the same model on the same 8 devices; rounds are interleaved and medians compared, because one run of
+a busy machine tells nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import optax
+from hand_written import loss_with_gathers, make_step
+
+import zero_jax as zero
+from zero_jax.models import gpt
+
+CONFIG = gpt.GPTConfig(num_layers=4, d_model=256, num_heads=4, vocab_size=512, seq_len=128)
+
+
+def variants(stage: int, mesh, batch) -> dict:
+    """Returns for each way of writing the step a function that runs one step and returns its loss."""
+    tx = optax.adamw(1e-3)
+    init_fn, loss_fn = functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG)
+    config = zero.ZeroConfig(stage=stage)
+    runs = {}
+
+    state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    specs_of = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+    kept, opt = specs_of(state.params), specs_of(state.opt_state)
+    sharded_state = zero.abstract_state(init_fn, tx, mesh=mesh, config=zero.ZeroConfig(stage=3 if stage else 0))
+    sharded = specs_of(sharded_state.params)
+
+    def ours(held=[state]):  # noqa: B006 - the state lives here between calls
+        held[0], metrics = step(held[0], batch)
+        return metrics.loss
+
+    def by_hand(pin: bool):
+        loss = loss_with_gathers(CONFIG, mesh, jax.tree.map(lambda s: s.spec, kept)) if pin and stage == 3 else loss_fn
+        jitted = make_step(loss, tx, params=kept, sharded=sharded, opt_state=opt, pin=pin)
+        params = jax.jit(init_fn, out_shardings=kept)(jax.random.key(0))
+        held = [params, jax.jit(tx.init, out_shardings=opt)(params)]
+
+        def run():
+            *held[:], loss = jitted(*held, batch)
+            return loss
+
+        return run
+
+    runs["zero_jax"] = ours
+    runs["hand-written"] = by_hand(pin=True)
+    runs["in_shardings only"] = by_hand(pin=False)
+    return runs
+
+
+def measure(runs: dict, num_rounds: int, num_steps: int) -> dict[str, float]:
+    """Returns the median seconds of a step for each variant, over interleaved rounds."""
+    losses = {name: float(run()) for name, run in runs.items()}  # compiles, and warms up
+    assert np.ptp(list(losses.values())) < 1e-4, losses
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for i in range(num_rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                runs[name]().block_until_ready()
+            seconds[name].append((time.perf_counter() - start) / num_steps)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main() -> None:
+    """Prints a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
+    parser.add_argument("--steps", type=int, default=3, help="steps a round")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    mesh = zero.make_mesh(data=8)
+    tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(16, CONFIG.seq_len + 1), dtype=np.int32)
+    batch = zero.shard_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh=mesh)
+    rows = []
+    for stage in args.stages:
+        print(f"stage {stage}: compiling and timing", file=sys.stderr, flush=True)
+        medians = measure(variants(stage, mesh, batch), args.rounds, args.steps)
+        rows.append({"stage": stage, "step_seconds": medians})
+    if args.json:
+        print(json.dumps({"model": str(CONFIG), "jax": jax.__version__, "rows": rows}))
+        return
+    names = list(rows[0]["step_seconds"])
+    print(f"{'stage':<6}" + "".join(f"{name + ' ms':>22}" for name in names) + f"{'ours / hand-written':>22}")
+    for row in rows:
+        times = row["step_seconds"]
+        ratio = times["zero_jax"] / times["hand-written"]
+        print(f"{row['stage']:<6}" + "".join(f"{1e3 * times[name]:>22.1f}" for name in names) + f"{ratio:>22.3f}")
+
+
+if __name__ == "__main__":
+    main()

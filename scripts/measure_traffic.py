@@ -1,0 +1,166 @@
+"""Compiles train steps of a 271M-parameter GPT for TPUs that are not there, and prints what they send and hold.
+
+It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. Ideal traffic is 2 psi elements at stages 1 and 2 and 3 psi
+at stage 3, in bf16, times (n - 1) / n for n devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+import jax.numpy as jnp
+import optax
+from hand_written import loss_with_gathers, make_step
+
+import zero_jax as zero
+from zero_jax import hlo
+from zero_jax.models import gpt, gpt_linen, gpt_nnx
+
+GPT_271M = gpt.PRESETS["gpt-271m"]
+UNROLLED = dataclasses.replace(GPT_271M, scan=False)
+PSI_MOVED = {1: 2, 2: 2, 3: 3}
+
+
+def _make_dict(config: gpt.GPTConfig) -> Any:
+    return functools.partial(gpt.init, config), gpt.loss_fn(config)
+
+
+MODELS = {
+    "scanned": functools.partial(_make_dict, GPT_271M),
+    "loop": functools.partial(_make_dict, UNROLLED),
+    "linen scanned": functools.partial(gpt_linen.make, GPT_271M),
+    "linen loop": functools.partial(gpt_linen.make, UNROLLED),
+    "nnx scanned": functools.partial(gpt_nnx.make, GPT_271M),
+    "nnx loop": functools.partial(gpt_nnx.make, UNROLLED),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """Figures of one compiled train step, bytes per device."""
+
+    num_params: int
+    num_devices: int
+    compile_seconds: float
+    collectives: tuple[hlo.Collective, ...]
+    argument_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in a step."""
+        return hlo.sent_bytes(self.collectives)
+
+    def ratio_to_ideal(self, psi_moved: int) -> float:
+        """Bytes sent over `psi_moved` x 2 bytes x params x (n - 1) / n."""
+        return self.sent_bytes / (psi_moved * 2 * self.num_params * (self.num_devices - 1) / self.num_devices)
+
+
+def _batch(num_examples: int, sharding: Any = None) -> dict:
+    tokens = jax.ShapeDtypeStruct((num_examples, GPT_271M.seq_len), jnp.int32, sharding=sharding)
+    return {"inputs": tokens, "targets": tokens}
+
+
+def _read(lowered: Any, num_params: int, num_devices: int) -> Program:
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return Program(
+        num_params=num_params,
+        num_devices=num_devices,
+        compile_seconds=time.perf_counter() - start,
+        collectives=hlo.collectives(compiled.as_text()),
+        argument_bytes=memory.argument_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+    )
+
+
+@functools.cache
+def compile_step(topology: str, stage: int, num_microbatches: int = 1, model: str = "scanned") -> Program:
+    """Compiles zero_jax's step for two examples a device and microbatch, in bf16 with adamw."""
+    tx = optax.adamw(3e-4)
+    mesh = zero.make_mesh(topology=topology)
+    config = zero.ZeroConfig(stage=stage, precision="bf16", num_microbatches=num_microbatches)
+    init_fn, loss_fn = MODELS[model]()
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    lowered = step.lower(state, _batch(2 * mesh.size * num_microbatches))
+    return _read(lowered, sum(x.size for x in jax.tree.leaves(state.params)), mesh.size)
+
+
+@functools.cache
+def compile_by_hand(topology: str) -> Program:
+    """Compiles stage 3 of the scanned model with its gathers written by hand."""
+    tx = optax.adamw(3e-4)
+    mesh = zero.make_mesh(topology=topology)
+    config = zero.ZeroConfig(stage=3, precision="bf16")
+    state = zero.abstract_state(functools.partial(gpt.init, GPT_271M), tx, mesh=mesh, config=config)
+    shardings, opt_shardings = (jax.tree.map(lambda x: x.sharding, t) for t in (state.params, state.opt_state))
+    loss_fn = loss_with_gathers(GPT_271M, mesh, jax.tree.map(lambda s: s.spec, shardings))
+    step = make_step(
+        loss_fn, tx, params=shardings, sharded=shardings, opt_state=opt_shardings, pin=True, dtype=jnp.bfloat16
+    )
+    lowered = step.lower(state.params, state.opt_state, _batch(2 * mesh.size, zero.batch_sharding(mesh)))
+    return _read(lowered, sum(x.size for x in jax.tree.leaves(state.params)), mesh.size)
+
+
+def main() -> None:
+    """Prints a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", nargs="+", default=["v5p:2x2x4"], help="such as v5p:2x2x4 v5p:4x4x4")
+    parser.add_argument("--stage", type=int, nargs="+", default=[1, 2, 3], choices=sorted(PSI_MOVED))
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--model", nargs="+", default=["scanned"], choices=list(MODELS))
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = []
+    if not args.json:
+        print(f"{'topology':<12}{'stage':>6}  {'model':<14}{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}")
+    for topology in args.topology:
+        for model in args.model:
+            for stage in args.stage:
+                print(f"compiling stage {stage}, {model}, for {topology} ...", file=sys.stderr, flush=True)
+                program = compile_step(topology, stage, args.microbatches, model)
+                row = {
+                    "topology": topology,
+                    "stage": stage,
+                    "num_microbatches": args.microbatches,
+                    "model": model,
+                    "num_params": program.num_params,
+                    "sent_bytes": program.sent_bytes,
+                    "ratio_to_ideal": program.ratio_to_ideal(PSI_MOVED[stage]),
+                    "argument_bytes": program.argument_bytes,
+                    "temp_bytes": program.temp_bytes,
+                    "compile_seconds": program.compile_seconds,
+                }
+                rows.append(row)
+                if not args.json:
+                    print(
+                        f"{topology:<12}{stage:>6}  {model:<14}{program.sent_bytes / program.num_params:>12.3f}"
+                        f"{row['ratio_to_ideal']:>10.3f}{program.argument_bytes / 2**20:>8.0f} MiB"
+                        f"{program.temp_bytes / 2**20:>6.0f} MiB",
+                        flush=True,
+                    )
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

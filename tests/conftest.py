@@ -1,0 +1,25 @@
+"""Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
+
+import importlib.util
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# Tests that count compilations must not find programs that an earlier run has left.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_ACCELERATOR_TYPE"] = "v5p-16"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("libtpu"):
+        return
+    reason = "no TPU compiler here: `pip install 'jax[tpu]'` brings it to any machine, no TPU needed"
+    for item in items:
+        if "tpu_compiler" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))

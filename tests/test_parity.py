@@ -1,0 +1,230 @@
+"""Every stage, mesh, accumulation and precision trains as plain optax does on one device."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from reference import assert_close, loss_fn, make_batch, make_batches, mesh_of, run_plain, run_zero
+
+quick_compiles = reference.quick_compiles
+
+# Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
+# gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
+FLOAT32 = 1e-5
+# Every gradient is rounded to bfloat16 (2^-9, half of the last of its 8 bits) on each device and again after each of the
+# three additions that sum over 8 devices, and the same for what it is made from: some roundings of 2^-9, as a share of
+# the gradient's norm.
+BFLOAT16 = 2.0**-7
+
+NUM_STEPS = 3
+STAGES = (0, 1, 2, 3)
+MESH_NAMES = ("1", "2", "4", "8", "replica", "staged222", "staged24")
+
+# Every stage, mesh and number of microbatches, and the pairs that run different code: stages 0 and 1 accumulate each
+# device's gradients, stages 2 and 3 shards.
+COVERING = [
+    (0, "1", 1),
+    (0, "8", 1),
+    (0, "replica", 2),
+    (1, "2", 1),
+    (1, "staged222", 2),
+    (1, "8", 4),
+    (2, "replica", 1),
+    (2, "4", 2),
+    (2, "staged24", 1),
+    (3, "1", 2),
+    (3, "8", 1),
+    (3, "replica", 2),
+    (3, "staged222", 1),
+    (3, "staged24", 2),
+]
+
+
+def product_without(cases, *, microbatches=(1, 2)):
+    """Returns the cases of the full product that are not among some; they are marked slow."""
+    rest = [case for case in itertools.product(STAGES, MESH_NAMES, microbatches) if case not in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
+
+
+def optimizer():
+    return optax.chain(reference.keep_grads(), optax.adamw(1e-2))
+
+
+@functools.cache
+def plain_run():
+    return run_plain(loss_fn, optimizer(), make_batches(NUM_STEPS))
+
+
+@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), COVERING + product_without(COVERING))
+def test_equals_one_device(stage, mesh, num_microbatches):
+    params, (grads, opt_state), losses = plain_run()
+    state, history = run_zero(
+        loss_fn,
+        optimizer(),
+        make_batches(NUM_STEPS),
+        mesh=mesh_of(mesh),
+        stage=stage,
+        num_microbatches=num_microbatches,
+    )
+    assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
+    assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+    assert_close(state.opt_state[1], opt_state, tolerance=FLOAT32)
+    assert_close(history[-1].grad_norm, optax.tree.norm(grads), tolerance=FLOAT32)
+    assert int(state.step) == NUM_STEPS and int(state.num_skipped_steps) == 0
+    assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
+
+
+BFLOAT16_COVERING = [(0, "8", 1), (1, "staged24", 1), (1, "4", 2), (2, "8", 2), (3, "replica", 1), (3, "8", 2)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING + product_without(BFLOAT16_COVERING)
+)
+def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
+    # Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
+    start, tx = reference.host_params(), optax.sgd(1e-2)
+    params, _, losses = run_plain(loss_fn, tx, make_batches(NUM_STEPS), compute_dtype=jnp.bfloat16)
+    state, history = run_zero(
+        loss_fn,
+        tx,
+        make_batches(NUM_STEPS),
+        mesh=mesh_of(mesh),
+        stage=stage,
+        num_microbatches=num_microbatches,
+        precision="bf16",
+    )
+    assert_close([m.loss for m in history], losses, tolerance=BFLOAT16)
+    masters = state.params if state.master is None else state.master
+    chex.assert_type(jax.tree.leaves(masters), jnp.float32)
+    changes = jax.tree.map(lambda new, old: np.asarray(new) - old, (masters, params), (start, start))
+    for change, wanted in zip(*map(jax.tree.leaves, changes), strict=True):
+        assert np.linalg.norm(change - wanted) <= BFLOAT16 * np.linalg.norm(wanted)
+    if state.master is not None:
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.master)
+        chex.assert_trees_all_equal(state.params, rounded)
+
+
+def weighted_loss(params, batch):
+    """A mean over tokens, of which examples have different numbers, down to none."""
+    errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+    num_tokens = batch["num_tokens"].sum()
+    loss = (errors * batch["num_tokens"]).sum() / jnp.maximum(num_tokens, 1)
+    bias = params["head"]["bias"]
+    aux = {"num_tokens": num_tokens, "errors": errors, "error": loss, "bias": bias, "count": errors.shape[0], "one": 1.0}
+    return loss, aux
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "num_microbatches"),
+    [
+        (0, "8", 1),
+        (0, "8", 2),
+        (1, "replica", 2),
+        (1, "4", 4),
+        (2, "staged24", 2),
+        (3, "4", 4),
+        pytest.param(1, "staged222", 2, marks=pytest.mark.slow),
+        pytest.param(2, "8", 4, marks=pytest.mark.slow),
+        pytest.param(3, "replica", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches):
+    batches = make_batches(2, size=32)
+    for seed, batch in enumerate(batches):
+        # On some devices all examples of a microbatch are empty.
+        batch["num_tokens"] = np.random.default_rng(seed).integers(0, 9, 32).astype(np.float32)
+        batch["num_tokens"][4:12] = 0
+    tx = optimizer()
+    params, (grads, _), losses = run_plain(lambda *args: weighted_loss(*args)[0], tx, batches)
+    state, history = run_zero(
+        weighted_loss,
+        tx,
+        batches,
+        mesh=mesh_of(mesh),
+        stage=stage,
+        num_microbatches=num_microbatches,
+        loss_weight="num_tokens",
+    )
+    assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
+    assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+    # The aux of the first step, made on the params that both began with.
+    _, expected = jax.jit(weighted_loss)(reference.host_params(), batches[0])
+    assert_close(history[0].aux, expected | {"count": history[0].aux["count"]}, tolerance=FLOAT32)
+    counted_alone = num_microbatches * (mesh_of(mesh).size if num_microbatches > 1 and stage < 2 else 1)
+    assert 32 == history[0].aux["count"] or num_microbatches == 1 == counted_alone
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(0, "8"), (1, "replica"), (2, "4"), (3, "8")])
+def test_clips_as_unsharded(stage, mesh):
+    scaled = lambda params, batch: 100 * loss_fn(params, batch)  # noqa: E731
+    start = reference.host_params()
+    batches = make_batches(2)
+    plain = optax.chain(optax.clip_by_global_norm(0.5), reference.keep_grads(), optax.sgd(0.1))
+    params, _, _ = run_plain(scaled, plain, batches)
+    by_optax, history = run_zero(scaled, plain, batches, mesh=mesh_of(mesh), stage=stage)
+    assert_close(by_optax.params, params, tolerance=FLOAT32)
+    assert_close(optax.tree.norm(by_optax.opt_state[1]), 0.5, tolerance=FLOAT32)
+    tx = optax.chain(reference.keep_grads(), optax.sgd(0.1))
+    by_config, history = run_zero(scaled, tx, batches, mesh=mesh_of(mesh), stage=stage, clip_norm=0.5)
+    assert_close(by_config.params, params, tolerance=FLOAT32)
+    unclipped = jax.jit(jax.grad(scaled))(start, batches[0])
+    assert float(history[0].grad_norm) > 5  # so that clipping matters; and it is the norm before it
+    assert_close(history[0].grad_norm, optax.tree.norm(unclipped), tolerance=FLOAT32)
+
+
+def dropout_loss(params, batch, key):
+    x = reference.predict(params, batch["tokens"])
+    noise = jax.random.uniform(key, (x.shape[0],))
+    error = jnp.square(x - batch["targets"]).mean(-1) * (noise < 0.5)
+    return 2 * error.mean(), {"noise": noise}
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(0, "4"), (1, "replica"), (3, "8")])
+def test_key_is_the_same_on_every_mesh(stage, mesh):
+    tx, batches = optax.sgd(0.1), make_batches(2)
+    state, step = reference.make_trainer(dropout_loss, tx, mesh=mesh_of(mesh), stage=stage, key=jax.random.key(3))
+    key, params = jax.random.fold_in(state.key, 0), reference.host_params()
+    (loss, aux), grads = jax.jit(jax.value_and_grad(dropout_loss, has_aux=True))(params, batches[0], key)
+    state, first = step(state, batches[0])
+    assert_close((first.loss, first.aux), (loss, aux), tolerance=FLOAT32)
+    assert_close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), tolerance=FLOAT32)
+    state, second = step(state, batches[0])
+    assert not np.isclose(np.asarray(first.aux["noise"]), np.asarray(second.aux["noise"])).any()
+
+
+@pytest.mark.parametrize(("stage", "mesh"), [(1, "replica"), (3, "4")])
+def test_every_microbatch_has_its_own_key(stage, mesh):
+    tx, batches = optax.sgd(0.1), make_batches(2)
+    _, history = run_zero(dropout_loss, tx, batches, mesh=mesh_of(mesh), stage=stage, num_microbatches=2)
+    noise = np.concatenate([m.aux["noise"] for m in history])
+    assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
+
+
+def test_copies_are_bit_equal():
+    state, _ = run_zero(loss_fn, optimizer(), make_batches(2), mesh=mesh_of("replica"), stage=3)
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        by_index = {}
+        for shard in leaf.addressable_shards:
+            first = by_index.setdefault(str(shard.index), shard.data)
+            np.testing.assert_array_equal(np.asarray(first), np.asarray(shard.data))
+
+
+def test_eval_step_equals_the_loss():
+    import zero_jax as zero
+
+    batch = make_batch(0)
+    for stage in (1, 3):
+        config = reference.make_config(stage=stage)
+        evaluate = zero.make_eval_step(weighted_loss, mesh=mesh_of("4"), config=config)
+        batch["num_tokens"] = np.ones(reference.BATCH_SIZE, np.float32)
+        loss, aux = weighted_loss(reference.host_params(), batch)
+        metrics = evaluate(reference.host_params(), batch)
+        assert_close((metrics.loss, metrics.aux["errors"]), (loss, aux["errors"]), tolerance=FLOAT32)

@@ -132,7 +132,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     if not args.json:
-        print(f"{'topology':<12}{'stage':>6}  {'model':<14}{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}")
+        print(
+            f"{'topology':<12}{'stage':>6}  {'model':<14}{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}"
+        )
     for topology in args.topology:
         for model in args.model:
             for stage in args.stage:

@@ -167,7 +167,7 @@ def keep_grads():
 
 
 def to_host(tree):
-    """Returns a tree of host arrays, PRNG keys as their data; """
+    """Returns a tree of host arrays, PRNG keys as their data;"""
 
     def fetch(x):
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

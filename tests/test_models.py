@@ -109,12 +109,25 @@ def test_scanned_and_unscanned_layers_start_alike():
     chex.assert_trees_all_close(gpt.loss_fn(scanned)(stacked, batch), gpt.loss_fn(unscanned)(apart, batch), rtol=1e-6)
 
 
-def test_compute_dtype_is_that_of_the_params():
-    config = gpt.GPTConfig(**SIZES)
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.init(config, jax.random.key(0)))
+def logits_of(module, config, params, tokens):
+    if module is gpt:
+        return gpt.apply(config, params, tokens)
+    if module is gpt_linen:
+        return gpt_linen.GPT(config).apply({"params": params}, tokens)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: gpt_nnx.GPT(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, params)(tokens)
+
+
+@pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
+def test_compute_dtype_is_that_of_the_params(module):
+    config = gpt.GPTConfig(**SIZES, position="learned")
+    init_fn = functools.partial(gpt.init, config) if module is gpt else module.make(config)[0]
+    loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
+    params = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_fn(jax.random.key(0))))
     batch = make_batch(config)
-    assert jax.eval_shape(functools.partial(gpt.apply, config), params, batch["inputs"]).dtype == jnp.bfloat16
-    loss, _ = jax.eval_shape(gpt.loss_fn(config), params, batch)
+    logits = jax.eval_shape(lambda p: logits_of(module, config, p, batch["inputs"]), params)
+    assert logits.dtype == jnp.bfloat16
+    loss, _ = jax.eval_shape(loss_fn, params, batch)
     assert loss.dtype == jnp.float32
 
 

@@ -17,10 +17,10 @@ quick_compiles = reference.quick_compiles
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
 # gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
 FLOAT32 = 1e-5
-# Every gradient is rounded to bfloat16 (2^-9, half of the last of its 8 bits) on each device and again after each of the
-# three additions that sum over 8 devices, and the same for what it is made from: some roundings of 2^-9, as a share of
-# the gradient's norm.
-BFLOAT16 = 2.0**-7
+# As a share of the norm of each param's change. What two layers and a head compute forward and backward is rounded to
+# bfloat16 (2^-9, half of its 8th bit) some ten times, and a gradient again in each of the three additions that sum over 8
+# devices; independent errors add up to some four roundings on either side.
+BFLOAT16 = 2.0**-6
 
 NUM_STEPS = 3
 STAGES = (0, 1, 2, 3)
@@ -34,7 +34,7 @@ COVERING = [
     (0, "replica", 2),
     (1, "2", 1),
     (1, "staged222", 2),
-    (1, "8", 4),
+    (1, "4", 4),
     (2, "replica", 1),
     (2, "4", 2),
     (2, "staged24", 1),
@@ -84,16 +84,24 @@ def test_equals_one_device(stage, mesh, num_microbatches):
 BFLOAT16_COVERING = [(0, "8", 1), (1, "staged24", 1), (1, "4", 2), (2, "8", 2), (3, "replica", 1), (3, "8", 2)]
 
 
-@pytest.mark.parametrize(
-    ("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING + product_without(BFLOAT16_COVERING)
-)
+# Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
+@functools.cache
+def plain_changes(compute_dtype):
+    params, _, losses = run_plain(loss_fn, optax.sgd(1e-2), make_batches(NUM_STEPS), compute_dtype=compute_dtype)
+    return changes_of(params), losses
+
+
+def changes_of(params):
+    return jax.tree.map(lambda new, old: np.asarray(new) - old, params, reference.host_params())
+
+
+@pytest.mark.parametrize(("stage", "mesh", "num_microbatches"), BFLOAT16_COVERING + product_without(BFLOAT16_COVERING))
 def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
-    # Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
-    start, tx = reference.host_params(), optax.sgd(1e-2)
-    params, _, losses = run_plain(loss_fn, tx, make_batches(NUM_STEPS), compute_dtype=jnp.bfloat16)
+    wanted, losses = plain_changes(jnp.bfloat16)
+    exact, _ = plain_changes(None)
     state, history = run_zero(
         loss_fn,
-        tx,
+        optax.sgd(1e-2),
         make_batches(NUM_STEPS),
         mesh=mesh_of(mesh),
         stage=stage,
@@ -103,9 +111,16 @@ def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
     assert_close([m.loss for m in history], losses, tolerance=BFLOAT16)
     masters = state.params if state.master is None else state.master
     chex.assert_type(jax.tree.leaves(masters), jnp.float32)
-    changes = jax.tree.map(lambda new, old: np.asarray(new) - old, (masters, params), (start, start))
-    for change, wanted in zip(*map(jax.tree.leaves, changes), strict=True):
-        assert np.linalg.norm(change - wanted) <= BFLOAT16 * np.linalg.norm(wanted)
+    changes = changes_of(masters)
+    for path, change in jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda x, y: (x, y), changes, wanted), is_leaf=lambda x: isinstance(x, tuple)
+    ):
+        error = np.linalg.norm(change[0] - change[1]) / np.linalg.norm(change[1])
+        assert error <= BFLOAT16, f"{path}: {error}"
+    # Nor is it farther from the truth than one device's bfloat16 is, but for chance.
+    error, error_of_one = (optax.tree.norm(optax.tree.sub(x, exact)) for x in (changes, wanted))
+    print(error, error_of_one)
+    assert error <= 1.25 * error_of_one
     if state.master is not None:
         rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.master)
         chex.assert_trees_all_equal(state.params, rounded)
@@ -117,7 +132,14 @@ def weighted_loss(params, batch):
     num_tokens = batch["num_tokens"].sum()
     loss = (errors * batch["num_tokens"]).sum() / jnp.maximum(num_tokens, 1)
     bias = params["head"]["bias"]
-    aux = {"num_tokens": num_tokens, "errors": errors, "error": loss, "bias": bias, "count": errors.shape[0], "one": 1.0}
+    aux = {
+        "num_tokens": num_tokens,
+        "errors": errors,
+        "error": loss,
+        "bias": bias,
+        "count": errors.shape[0],
+        "one": 1.0,
+    }
     return loss, aux
 
 
@@ -136,10 +158,10 @@ def weighted_loss(params, batch):
     ],
 )
 def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches):
-    batches = make_batches(2, size=32)
+    batches = make_batches(2, size=48)
     for seed, batch in enumerate(batches):
         # On some devices all examples of a microbatch are empty.
-        batch["num_tokens"] = np.random.default_rng(seed).integers(0, 9, 32).astype(np.float32)
+        batch["num_tokens"] = np.random.default_rng(seed).integers(0, 9, 48).astype(np.float32)
         batch["num_tokens"][4:12] = 0
     tx = optimizer()
     params, (grads, _), losses = run_plain(lambda *args: weighted_loss(*args)[0], tx, batches)
@@ -156,27 +178,40 @@ def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_micro
     assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
     assert_close(state.params, params, tolerance=FLOAT32)
     # The aux of the first step, made on the params that both began with.
-    _, expected = jax.jit(weighted_loss)(reference.host_params(), batches[0])
-    assert_close(history[0].aux, expected | {"count": history[0].aux["count"]}, tolerance=FLOAT32)
-    counted_alone = num_microbatches * (mesh_of(mesh).size if num_microbatches > 1 and stage < 2 else 1)
-    assert 32 == history[0].aux["count"] or num_microbatches == 1 == counted_alone
+    _, expected = weighted_loss(reference.host_params(), batches[0])
+    assert_close(history[0].aux, jax.tree.map(jnp.asarray, expected), tolerance=FLOAT32)
+    assert history[0].aux["count"] == 48  # integers are summed: each call counts its own examples
 
 
-@pytest.mark.parametrize(("stage", "mesh"), [(0, "8"), (1, "replica"), (2, "4"), (3, "8")])
-def test_clips_as_unsharded(stage, mesh):
-    scaled = lambda params, batch: 100 * loss_fn(params, batch)  # noqa: E731
-    start = reference.host_params()
-    batches = make_batches(2)
-    plain = optax.chain(optax.clip_by_global_norm(0.5), reference.keep_grads(), optax.sgd(0.1))
-    params, _, _ = run_plain(scaled, plain, batches)
-    by_optax, history = run_zero(scaled, plain, batches, mesh=mesh_of(mesh), stage=stage)
-    assert_close(by_optax.params, params, tolerance=FLOAT32)
-    assert_close(optax.tree.norm(by_optax.opt_state[1]), 0.5, tolerance=FLOAT32)
-    tx = optax.chain(reference.keep_grads(), optax.sgd(0.1))
-    by_config, history = run_zero(scaled, tx, batches, mesh=mesh_of(mesh), stage=stage, clip_norm=0.5)
-    assert_close(by_config.params, params, tolerance=FLOAT32)
-    unclipped = jax.jit(jax.grad(scaled))(start, batches[0])
-    assert float(history[0].grad_norm) > 5  # so that clipping matters; and it is the norm before it
+def scaled_loss(params, batch):
+    return 100 * loss_fn(params, batch)
+
+
+@functools.cache
+def plain_clipped_run():
+    tx = optax.chain(optax.clip_by_global_norm(CLIP_NORM), reference.keep_grads(), optax.sgd(0.1))
+    return run_plain(scaled_loss, tx, make_batches(2))
+
+
+CLIP_NORM = 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "mesh", "by_optax"),
+    [(0, "8", False), (1, "replica", True), (2, "4", False), (3, "8", True), (3, "replica", False)],
+)
+def test_clips_as_unsharded(stage, mesh, by_optax):
+    params, (_, clipped, _), _ = plain_clipped_run()
+    clip = optax.clip_by_global_norm(CLIP_NORM) if by_optax else optax.identity()
+    tx = optax.chain(clip, reference.keep_grads(), optax.sgd(0.1))
+    clip_norm = None if by_optax else CLIP_NORM
+    state, history = run_zero(scaled_loss, tx, make_batches(2), mesh=mesh_of(mesh), stage=stage, clip_norm=clip_norm)
+    assert_close(state.params, params, tolerance=FLOAT32)
+    assert_close(state.opt_state[1], clipped, tolerance=FLOAT32)
+    np.testing.assert_allclose(optax.tree.norm(state.opt_state[1]), CLIP_NORM, rtol=FLOAT32)
+    # The norm that is reported is the one before clipping.
+    unclipped = jax.grad(scaled_loss)(reference.host_params(), make_batch(0))
+    assert float(history[0].grad_norm) > 10 * CLIP_NORM
     assert_close(history[0].grad_norm, optax.tree.norm(unclipped), tolerance=FLOAT32)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax import jaxprs
@@ -116,14 +117,23 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
     """
     events: list[GatherEvent] = []
     transformed = gather_on_use(fn, specs, mesh=mesh, **options)
-    jax.eval_shape(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
+    leaves, tree = jax.tree.flatten(args)
+    places = [
+        i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+    ]
+
+    def call(arrays: list[Any]) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        return transformed.__wrapped_with_events__(events, *tree.unflatten(full.values()))  # type: ignore[attr-defined]
+
+    jax.eval_shape(call, [leaves[i] for i in places])
     return GatherReport(events=tuple(events))
 
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent], params: PyTree, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if _is_array_like(leaf)]
+        traced = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
         def flat(params: PyTree, values: list[Any]) -> Any:
             full = list(leaves)
@@ -139,7 +149,9 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
         frame = Frame(regather=options.regather, prevent_cse=True, ends_forward=True)
-        outs = walk.run(jaxpr, [Value(c, pure=True) for c in consts], ins, frame)
+        # Arrays that the function closes over may be its batch: only scalars are sure to be mere constants.
+        closed_over = [Value(c, pure=jnp.ndim(c) == 0) for c in consts]
+        outs = walk.run(jaxpr, closed_over, ins, frame)
         arrays = [jax.numpy.asarray(as_array(out)) for out in outs]  # a literal may be among them
         return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
 
@@ -151,8 +163,9 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
     return transformed
 
 
-def _is_array_like(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+def _is_array(leaf: Any) -> bool:
+    """Tells whether an argument is traced; Python and numpy values stay what they are, as with `jax.grad`."""
+    return isinstance(leaf, jax.Array)
 
 
 def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -112,26 +112,13 @@ class Accumulator:
 
         return jax.tree.map(split_leaf, batch)
 
-    def weight(self, aux: PyTree) -> jax.Array:
-        """Returns the weight of a microbatch's mean, 1 unless the loss function says."""
-        if self.loss_weight is None:
-            return jnp.float32(1)
-        if not isinstance(aux, Mapping) or self.loss_weight not in aux:
-            has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
-            raise ValueError(
-                f"loss_weight={self.loss_weight!r}, but the aux that loss_fn returned has no such entry "
-                f"(it has {has}): "
-                "return (loss, {..., " + repr(self.loss_weight) + ": weight})"
-            )
-        return lax.stop_gradient(jnp.asarray(aux[self.loss_weight], jnp.float32))
-
     def sharded(
         self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
     ) -> Any:
         """Accumulates gradients that each microbatch has already reduced to shards, in float32.
 
         Args:
-          grad_fn: `grad_fn(params, batch, key)` returns `((loss, aux), grads)`.
+          grad_fn: `grad_fn(params, batch, key)` returns `((loss, (aux, weight)), grads)`.
           params: the list of params.
           batch: the whole batch.
           key: the step's key.
@@ -152,8 +139,7 @@ class Accumulator:
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, total = carry
             index, part = index_and_part
-            (loss, aux), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
-            weight = self.weight(aux)
+            (loss, (aux, weight)), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
             sums = pin([s + weight * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)])
             return (sums, total + weight), (loss.astype(jnp.float32), weight, aux)
 
@@ -186,8 +172,7 @@ class Accumulator:
             sums, total = carry
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, aux), grads = mapped(_rejoin(part, parts), keys)
-            weights = self.mapped_weights(aux, n)
+            (losses, (aux, weights)), grads = mapped(_rejoin(part, parts), keys)
             sums = [s + _outer(weights, g) * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, stacked) for s in sums]
             return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux)
@@ -198,10 +183,6 @@ class Accumulator:
         grads = [self.reduce(d, s / total) for d, s in zip(dims, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
-
-    def mapped_weights(self, aux: PyTree, n: int) -> jax.Array:
-        """Returns the weights `[num_shards]` of the devices' means."""
-        return jnp.broadcast_to(self.weight(aux), (n,))
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.

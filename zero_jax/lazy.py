@@ -13,7 +13,8 @@ from zero_jax.spec import Dims
 class Lazy:
     """A param, or what was made of params alone: rebuilt from `roots` at each use rather than kept.
 
-    `dims` is its sharding while it is still a shard, None once the recipe gathers.
+    `dims` is its sharding while it is still a shard, None once the recipe gathers. `depth` counts the equations of the
+    recipe that follow one another.
     """
 
     roots: tuple[Any, ...]
@@ -21,6 +22,7 @@ class Lazy:
     aval: Any
     path: str
     dims: Dims | None
+    depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,11 @@ def is_local_reduction(eqn: Any) -> bool:
     return eqn.primitive.name in REDUCTIONS
 
 
+def is_contraction(eqn: Any) -> bool:
+    """Tells whether an equation multiplies matrices."""
+    return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
+
+
 def _elementwise(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
     del shards
     shape = eqn.outvars[0].aval.shape

@@ -38,8 +38,9 @@ class ZeroConfig:
       precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
       num_microbatches: forward passes that a step's batch is split into.
       clip_norm: largest global norm of the gradients, or None.
-      loss_weight: name of the entry of the loss function's aux dict that holds the weight (such as the number of
-        tokens) of the microbatch that the loss is a mean over; None weighs all microbatches alike.
+      loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
+        takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
+        name takes that entry of the aux dict that the loss function returns; None weighs all alike.
       skip_nonfinite: skip the update when a gradient is not finite; None does so where the loss is scaled.
       keep_gathered: at stage 3, keep gathered params for the backward pass: a third less traffic, all the memory.
       min_shard_size: leaves of fewer elements are left whole.
@@ -55,7 +56,7 @@ class ZeroConfig:
     precision: str | Precision = "fp32"
     num_microbatches: int = 1
     clip_norm: float | None = None
-    loss_weight: str | None = None
+    loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     keep_gathered: bool = False
     min_shard_size: int = 1024

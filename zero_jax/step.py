@@ -21,6 +21,7 @@ from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.spec import dims_of
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
 from zero_jax.tree import PyTree, leaf_names
+from zero_jax.weights import with_weight
 
 
 @jax.tree_util.register_dataclass
@@ -289,7 +290,11 @@ class _Program:
         """Returns `((scaled loss, aux), grads)`, the gradients sharded as the master params; None for frozen ones."""
         config = self.config
         local = config.num_microbatches > 1 and "grads" not in placement.groups
-        loss_fn = self.loss_fn if local else _placed_loss(self.loss_fn, placement, config)
+        loss_fn = self.loss_fn
+        if config.num_microbatches > 1:
+            loss_fn = with_weight(loss_fn, config.loss_weight)
+        if not local:
+            loss_fn = _placed_loss(loss_fn, placement, config)
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]

@@ -20,8 +20,11 @@ from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Roots, Value, as_array
 from zero_jax.lookup import plan_lookup
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.passthrough import is_local_reduction, narrows, passthrough
+from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
 from zero_jax.spec import Dims, gather_steps, named, scatter_steps
+
+# Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
+MAX_RECIPE_DEPTH = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class Walk:
         self.options = options
         self.batch_sizes = batch_sizes
         self.events = events
+        self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
+        self.building = False
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
             "pjit": self.inline,
@@ -129,7 +134,10 @@ class Walk:
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
         out_dims = None if inner else passthrough(eqn, dims_in, shards)
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
-        if out_dims is not None or (pure and not inner and not is_local_reduction(eqn)):
+        # A product with a constant is an activation of a model whose input is a constant: worth keeping.
+        lazy = pure and not (inner or is_local_reduction(eqn) or eqn.effects)
+        lazy = lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))
+        if out_dims is not None or lazy:
             return self.derive(eqn, values, out_dims)
         if is_local_reduction(eqn):
             arrays = [value.build(*value.roots) if isinstance(value, Lazy) else value.array for value in values]
@@ -149,7 +157,7 @@ class Walk:
             inputs = [self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
             return jaxprs.bind(eqn, inputs)
 
-        if frame.regather and not frame.ends_forward:
+        if frame.regather and not frame.ends_forward and not eqn.effects:
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         return [Value(out, pure) for out in region(*split.arrays)]
@@ -158,11 +166,24 @@ class Walk:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""
         split = Roots(values)
 
-        def build(index: int, *arrays: Any) -> Any:
+        def make_all(arrays: Sequence[Any]) -> list[Any]:
             make = (lambda v, *roots: v.build(*roots)) if out_dims is not None else self.whole
             inputs = [make(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
-            return jaxprs.bind(eqn, inputs)[index]
+            return jaxprs.bind(eqn, inputs)
 
+        def build(index: int, *arrays: Any) -> Any:
+            key, outermost = (id(split), *map(id, arrays)), not self.building
+            self.building = True
+            try:
+                if key not in self.made:
+                    self.made[key] = make_all(arrays)
+                return self.made[key][index]
+            finally:
+                if outermost:
+                    self.building = False
+                    self.made.clear()
+
+        depth = 1 + max(value.depth for value in values if isinstance(value, Lazy))
         path = " and ".join(dict.fromkeys(value.path for value in values if isinstance(value, Lazy)))
         if out_dims is None:
             for value in values:
@@ -172,10 +193,15 @@ class Walk:
                         wide = eqn.outvars[0].aval.dtype
                         reason = f"cast to {wide} after the gather, so its gradient is reduced in {wide}"
                     self.note(value, eqn, reason, early=False)
-        return [
-            Lazy(tuple(split.arrays), functools.partial(build, i), var.aval, path, out_dims)
+        lazy = [
+            Lazy(tuple(split.arrays), functools.partial(build, i), var.aval, path, out_dims, depth)
             for i, var in enumerate(eqn.outvars)
         ]
+        if depth < MAX_RECIPE_DEPTH:
+            return lazy
+        if out_dims is None:
+            return [Value(as_array(value), pure=True) for value in lazy]
+        return [dataclasses.replace(v, roots=(as_array(v),), build=lambda x: x, depth=0) for v in lazy]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 

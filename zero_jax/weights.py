@@ -1,0 +1,122 @@
+"""The weight of a microbatch: what its mean loss is a mean over.
+
+The mean of means is the mean of the whole only if every part weighs the same. A loss that is a mean over something uneven,
+such as the tokens that a mask leaves, ends in a division by a value of the batch; that divisor is the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax import jaxprs
+from zero_jax.tree import PyTree
+
+# After these a quotient is still that quotient, up to a constant factor.
+_KEEP_WEIGHT = frozenset({"convert_element_type", "neg", "reshape", "squeeze", "copy", "copy_p", "mul", "name"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A value, what it depends on, and the divisor if it is a quotient by a scalar of the batch.
+
+    `divided_at` is the source line of such a division anywhere in its making.
+    """
+
+    array: Any
+    of_params: bool = False
+    of_batch: bool = False
+    divisor: Any = None
+    divided_at: str | None = None
+
+
+def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callable[..., Any]:
+    """Returns `loss_fn` with the weight of its mean: `(params, batch, key) -> (loss, (aux, weight))`.
+
+    Args:
+      loss_fn: `(params, batch, key) -> (loss, aux)`.
+      loss_weight: name of an entry of aux; `auto` finds the divisor that the loss ends in, and gives 1 where it ends in
+        none; None gives 1.
+    """
+
+    def weighted(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, jax.Array]]:
+        if loss_weight == "auto":
+            loss, aux, weight = _find(loss_fn, params, batch, key)
+        else:
+            loss, aux = loss_fn(params, batch, key)
+            weight = 1 if loss_weight is None else _named(aux, loss_weight)
+        return loss, (aux, lax.stop_gradient(jnp.asarray(weight, jnp.float32)))
+
+    return weighted
+
+
+def _named(aux: PyTree, name: str) -> Any:
+    if isinstance(aux, Mapping) and name in aux:
+        return aux[name]
+    has = sorted(aux) if isinstance(aux, Mapping) else type(aux).__name__
+    raise ValueError(
+        f"loss_weight={name!r}, but the aux that loss_fn returned has no such entry (it has {has}): "
+        f"return (loss, {{..., {name!r}: weight}})"
+    )
+
+
+def _find(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Any, PyTree, Any]:
+    closed, out_shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, batch, key)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    ins = [
+        *(_Traced(x, of_params=True) for x in jax.tree.leaves(params)),
+        *(_Traced(x, of_batch=True) for x in jax.tree.leaves((batch, key))),
+    ]
+    outs = _run(jaxpr, [_Traced(c) for c in consts], ins)
+    loss, aux = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
+    if outs[0].divisor is None and outs[0].divided_at:
+        warnings.warn(
+            f"loss_fn divides by a value of the batch at {outs[0].divided_at}, but does not end there, so microbatches are averaged "
+            "as if they weighed the same. If the loss is a mean over something uneven, return its weight in aux and name "
+            "it: ZeroConfig(loss_weight='name'); if not, say ZeroConfig(loss_weight=None)",
+            stacklevel=2,
+        )
+    return loss, aux, 1 if outs[0].divisor is None else outs[0].divisor
+
+
+def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[_Traced]:
+    constvars = tuple(getattr(jaxpr, "constvars", ()))
+    env = dict(zip((*constvars, *jaxpr.invars), (*consts[: len(constvars)], *ins), strict=True))
+
+    def read(atom: Any) -> _Traced:
+        return _Traced(atom.val) if jaxprs.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        inner = jaxprs.inner_jaxprs(eqn)
+        if eqn.primitive.name in ("jit", "pjit") and not jaxprs.has_explicit_shardings(eqn):
+            body, body_consts = jaxprs.open_jaxpr(inner[0])
+            with jaxprs.source_context(eqn):
+                outs = _run(body, [_Traced(c) for c in body_consts], values)
+        else:
+            outs = _bind(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
+    of_params = any(value.of_params for value in values)
+    of_batch = any(value.of_batch for value in values)
+    divisor, divided_at = None, next((value.divided_at for value in values if value.divided_at), None)
+    if eqn.primitive.name == "div" and eqn.outvars[0].aval.ndim == 0:
+        above, below = values
+        if above.of_params and below.of_batch and not below.of_params:
+            divisor, divided_at = below.array, jaxprs.source_line(eqn)
+    elif eqn.primitive.name in _KEEP_WEIGHT:
+        quotients = [value for value in values if value.divisor is not None]
+        constants = [value for value in values if not value.of_params and not value.of_batch]
+        if len(quotients) == 1 and len(constants) == len(values) - 1:
+            divisor = quotients[0].divisor
+    arrays = jaxprs.bind(eqn, [value.array for value in values])
+    return [_Traced(array, of_params, of_batch, divisor, divided_at) for array in arrays]

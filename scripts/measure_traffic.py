@@ -1,7 +1,7 @@
 """Compiles train steps of a 271M-parameter GPT for TPUs that are not there, and prints what they send and hold.
 
-It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. Ideal traffic is 2 psi elements at stages 1 and 2 and 3 psi
-at stage 3, in bf16, times (n - 1) / n for n devices.
+It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. Ideal traffic is 2 psi elements at stages 1 and 2 and
+3 psi at stage 3, in bf16, times (n - 1) / n for n devices.
 """
 
 from __future__ import annotations
@@ -132,9 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     if not args.json:
-        print(
-            f"{'topology':<12}{'stage':>6}  {'model':<14}{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}"
-        )
+        heads = f"{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}"
+        print(f"{'topology':<12}{'stage':>6}  {'model':<14}{heads}")
     for topology in args.topology:
         for model in args.model:
             for stage in args.stage:

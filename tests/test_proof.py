@@ -1,7 +1,8 @@
 """What the README claims of traffic and memory, read from programs of the TPU compiler, which needs no TPU.
 
-The bounds are those that the project sets itself. 1.08 leaves room for XLA:TPU's windowed reduce-scatters, which cost (n + 1) / n;
-stage 3 stays under 1 because a lookup moves rows instead of the table, and because the last use is not gathered twice.
+The bounds are those that the project sets itself. 1.08 leaves room for XLA:TPU's windowed reduce-scatters, which cost
+(n + 1) / n; stage 3 stays under 1 because a lookup moves rows instead of the table, and because the last use is not
+gathered twice.
 """
 
 import math

@@ -24,7 +24,7 @@ from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, pa
 from zero_jax.spec import Dims, gather_steps, named, scatter_steps
 
 # Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
-MAX_RECIPE_DEPTH = 100
+MAX_RECIPE_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Walk:
 
     def note(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
         """Notes a gather for the report."""
-        if value.dims is not None and not self.options.stored_whole:
+        if (value.dims is not None or early) and not self.options.stored_whole:
             num_bytes = value.aval.size * value.aval.dtype.itemsize
             where = jaxprs.source_line(eqn)
             self.events.append(

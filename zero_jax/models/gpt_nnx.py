@@ -48,8 +48,8 @@ class GPT(nnx.Module):
         self.config = config
         self.blocks: Any
         self.embed = nnx.Embed(config.vocab_size, config.d_model, embedding_init=_normal, rngs=rngs)
-        # By default the module remembers the dtype that it was made with, and casts bf16 params (and with them the whole
-        # model) back to float32; without a dtype it follows its params.
+        # By default the module remembers the dtype that it was made with, and casts bf16 params (and with them the
+        # whole model) back to float32; without a dtype it follows its params.
         self.embed.dtype = None
         self.final_norm = nnx.RMSNorm(config.d_model, rngs=rngs)
         if config.position == "learned":

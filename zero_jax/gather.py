@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax import jaxprs
+from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.passthrough import is_float
-from zero_jax.spec import carries, dims_of
+from zero_jax.spec import carries, dims_of, named
 from zero_jax.tree import PyTree, leaf_names
 from zero_jax.walk import Frame, GatherEvent, Options, Walk
 
@@ -188,7 +189,10 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
         except ValueError as error:
             raise ValueError(f"param {name!r} of shape {aval.shape}: {error}; give it a spec of its own") from error
         if carries(dims, options.axes.data) and is_float(aval):
-            marked.append(Lazy((leaf,), lambda x: x, aval, name, dims))
+            # Whatever the uses are, their cotangents add up to a shard.
+            shard = Chain((named(options.mesh, dims),))
+            root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
+            marked.append(Lazy((root,), lambda x: x, aval, name, dims))
         else:
             marked.append(Value(leaf, pure=True))
     return marked

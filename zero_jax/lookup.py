@@ -1,4 +1,8 @@
-"""Lookups in a sharded table that move the rows between devices rather than the table."""
+"""Lookups in a sharded table: either the rows move between devices, or the table does.
+
+XLA makes an all-reduce of the gradient of a plain lookup, a scatter-add of every device's tokens into a whole table.
+Here it is a reduce-scatter in effect, whichever way is taken.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,32 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.jaxprs import Chain, bind, reshard
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.spec import Dims, carries, move_steps, without
+from zero_jax.spec import Dims, carries, move_steps, named, without
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LookupPlan:
-    """The specs that a lookup takes table, indices and result through."""
+    """How a lookup is made on a mesh, for a table sharded as `dims`."""
 
-    columns: tuple[Dims, ...]  # of the table: from its own sharding to features over `data`
-    rows: tuple[Dims, ...]  # of the result, from features over `data` to examples over `data`
-    indices: Dims
+    mesh: Mesh
+    axes: Axes
+    dims: Dims
+    feature: int | None  # the dim of the table that is cut when rows move; None where the table moves
+    out_feature: int  # that dim in the result
+    row: int  # the dim of examples in the indices
+    out_row: int  # and in the result
 
 
 def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: frozenset[int]) -> LookupPlan | None:
-    """Plans a lookup in a sharded table (a `gather` equation), or returns None where the table should move.
+    """Plans a lookup (a `gather` equation), or returns None where it is not one of examples in a table.
 
-    Moving rows costs examples x features, both ways; gathering the table costs its size. Each device looks all tokens
-    up in its share of the features, and all-to-alls turn shares of features into shares of examples.
+    Moving rows costs examples x features, there and back; moving the table costs its size, there and back.
 
     Args:
       eqn: the equation; its first input is the table.
@@ -34,32 +44,94 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
       axes: the roles of its axes.
       batch_sizes: the sizes that tell the dim of examples in the result.
     """
-    data, batch = axes.data, axes.batch
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, indices, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if numbers.operand_batching_dims or carries(without(dims, data), mesh.axis_names):
+    if numbers.operand_batching_dims or carries(without(dims, axes.data), mesh.axis_names):
         return None
-    shape, num_shards = table.shape, axis_size(mesh, data)
-    kept = [i for i in range(len(shape)) if i not in numbers.collapsed_slice_dims]
-    features = [i for i in kept if sizes[i] == shape[i] and shape[i] % num_shards == 0]
     row_dims = [i for i in range(out.ndim) if i not in numbers.offset_dims]
-    batched = [i for i, dim in enumerate(row_dims) if out.shape[dim] in batch_sizes]
-    batched = [i for i in batched if out.shape[row_dims[i]] % axis_size(mesh, batch) == 0]
-    if not features or not batched:
+    num_shards = axis_size(mesh, axes.batch)
+    rows = [i for i, dim in enumerate(row_dims) if out.shape[dim] in batch_sizes and out.shape[dim] % num_shards == 0]
+    if not rows:
         return None
-    num_moved = 2 * out.size // axis_size(mesh, batch) + 2 * indices.size  # features one way, indices the other
-    if num_moved >= 2 * table.size:
-        return None
-    feature, row = max(features, key=lambda i: shape[i]), batched[0]
-    out_feature, out_row = numbers.offset_dims[kept.index(feature)], row_dims[row]
-    columns = [dims, *move_steps(dims, feature, data)]
-    # The table has no other axes (above), so its features now carry all of `data`, in some order.
-    start: list[tuple[str, ...]] = [()] * out.ndim
-    start[out_feature] = columns[-1][feature]
-    start[out_row] = axes.replica
-    rows = [tuple(start), *_to_rows(tuple(start), out_row, data)]
-    index_dims = tuple(axes.replica if i == row else () for i in range(indices.ndim))
-    return LookupPlan(columns=tuple(columns), rows=tuple(rows), indices=index_dims)
+    kept = [i for i in range(table.ndim) if i not in numbers.collapsed_slice_dims]
+    cut = [i for i in kept if sizes[i] == table.shape[i] and table.shape[i] % axis_size(mesh, axes.data) == 0]
+    num_moved = out.size // num_shards + indices.size  # features one way, indices the other
+    feature = max(cut, key=lambda i: table.shape[i]) if cut and num_moved < table.size else None
+    return LookupPlan(
+        mesh=mesh,
+        axes=axes,
+        dims=dims,
+        feature=feature,
+        out_feature=-1 if feature is None else numbers.offset_dims[kept.index(feature)],
+        row=rows[0],
+        out_row=row_dims[rows[0]],
+    )
+
+
+def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, *, stored_whole: bool) -> jax.Array:
+    """Looks all indices up in each device's share of the features, then turns features into examples by all-to-alls.
+
+    Args:
+      eqn: the equation.
+      plan: its plan.
+      table: the table, as it is stored.
+      indices: the indices, sharded over examples.
+      stored_whole: the table is whole, and only its gradient is sharded.
+    """
+    assert plan.feature is not None
+    mesh, data, replica = plan.mesh, plan.axes.data, plan.axes.replica
+    columns = [plan.dims, *move_steps(plan.dims, plan.feature, data)]
+    start: list[tuple[str, ...]] = [()] * eqn.outvars[0].aval.ndim
+    start[plan.out_feature] = columns[-1][plan.feature]  # all of `data`, in some order
+    start[plan.out_row] = replica
+    rows = [tuple(start), *_to_rows(tuple(start), plan.out_row, data)]
+    to_columns, to_rows = (tuple(named(mesh, dims) for dims in steps) for steps in (columns, rows))
+    table = reshard(
+        table, forward=Chain(() if stored_whole else to_columns[1:]), backward=Chain(tuple(reversed(to_columns)))
+    )
+    index_dims = tuple(replica if i == plan.row else () for i in range(indices.ndim))
+    everywhere = jax.lax.with_sharding_constraint(indices, named(mesh, index_dims))
+    (out,) = bind(eqn, [table, everywhere])
+    # The backward pass pins examples first, or the cut of the features spreads through the whole model.
+    return reshard(
+        out, forward=Chain(to_rows[-1:] if stored_whole else to_rows), backward=Chain(tuple(reversed(to_rows)))
+    )
+
+
+def move_table(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Looks each device's indices up in its own copy of the whole table; copies' gradients are summed shard by shard.
+
+    The copies are a leading dim of the table, sharded over the batch axes. Their gradients go from devices to shards by
+    one all-to-all for each mesh axis and are summed where they land: the bytes of a reduce-scatter.
+    """
+    mesh, data = plan.mesh, [axis for axis in plan.axes.data if plan.mesh.shape[axis] > 1]
+    shape, lead = table.shape, [axis for axis in plan.axes.replica if mesh.shape[axis] > 1]
+
+    def placed(axes: list[str]) -> Dims:
+        return tuple(tuple(axis for axis in dim if axis in axes) for dim in plan.dims)
+
+    def copy(x: jax.Array, at: int, axis: str, lead: list[str], before: Dims, after: Dims) -> jax.Array:
+        x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], mesh.shape[axis], *x.shape[at:]))
+        stacked = tuple((name,) for name in lead)
+        landed = tuple(() if i == at else entry for i, entry in enumerate(stacked))
+        backward = [named(mesh, (*stacked, *before))]
+        if after != before:
+            backward.append(named(mesh, (*landed, *after)))
+        whole = named(mesh, (*stacked, *((),) * len(shape)))
+        return reshard(x, forward=Chain((whole,)), backward=Chain(tuple(backward)))
+
+    for i, axis in enumerate(lead):
+        table = copy(table, i, axis, lead[: i + 1], placed(data), placed(data))
+    num_replicas = len(lead)
+    for i in reversed(range(len(data))):  # the first axis is copied last, and so summed first
+        lead.insert(num_replicas, data[i])
+        table = copy(table, num_replicas, data[i], lead, placed(data[:i]), placed(data[: i + 1]))
+    num_copies = axis_size(mesh, lead)
+    size, row = indices.shape[plan.row], plan.row
+    split = indices.reshape(*indices.shape[:row], num_copies, size // num_copies, *indices.shape[row + 1 :])
+    lookup = jax.vmap(lambda t, i: bind(eqn, [t, i])[0], in_axes=(0, row), out_axes=plan.out_row)
+    out = lookup(table.reshape(num_copies, *shape), split)
+    return out.reshape(eqn.outvars[0].aval.shape)
 
 
 def _to_rows(start: Dims, row: int, data: Sequence[str]) -> list[Dims]:

@@ -234,9 +234,10 @@ class _Program:
         grads = self.unscale(grads, masters, placement, scale)
         norm, first_bad = _norm_and_first_nonfinite(grads)
         finite = first_bad < 0
-        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite)
+        loss = loss.astype(jnp.float32) / scale
+        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite, loss)
         metrics = Metrics(
-            loss=loss.astype(jnp.float32) / scale,
+            loss=loss,
             aux=aux,
             grad_norm=norm,
             skipped=~finite if self.skips(state) else jnp.array(False),
@@ -280,7 +281,7 @@ class _Program:
         leaves, tree = jax.tree.flatten(params)
 
         def update(grads: list[jax.Array]) -> Any:
-            return self.tx.update(tree.unflatten(grads), opt_state, params)
+            return self.tx.update(tree.unflatten(grads), opt_state, params, value=jnp.float32(0))
 
         return used_inputs(update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
@@ -344,12 +345,19 @@ class _Program:
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
     def update(
-        self, state: TrainState, placement: Placement, masters: PyTree, grads: PyTree, finite: jax.Array
+        self,
+        state: TrainState,
+        placement: Placement,
+        masters: PyTree,
+        grads: PyTree,
+        finite: jax.Array,
+        loss: jax.Array,
     ) -> TrainState:
         params = trainable(masters)
         fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
         filled = jax.tree.map(fill, params, grads, is_leaf=lambda x: x is None)
-        updates, opt_state = self.tx.update(filled, state.opt_state, params)
+        # Optimizers such as `optax.contrib.reduce_on_plateau` read the loss.
+        updates, opt_state = self.tx.update(filled, state.opt_state, params, value=loss)
         new_masters = merge(masters, optax.apply_updates(params, updates))
         skips = self.skips(state)
         if skips:

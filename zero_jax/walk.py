@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from zero_jax import jaxprs
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Roots, Value, as_array
-from zero_jax.lookup import plan_lookup
+from zero_jax.lookup import move_rows, move_table, plan_lookup
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
 from zero_jax.spec import Dims, gather_steps, named, scatter_steps
@@ -108,15 +108,14 @@ class Walk:
         array = value.build(*roots)
         if value.dims is None:
             return array
-        data = self.options.axes.data
-        forward = [] if self.options.stored_whole else gather_steps(value.dims, data)
-        backward = scatter_steps(value.dims, data)
-        shardings = functools.partial(named, self.options.mesh)
-        return jaxprs.reshard(
-            array,
-            forward=Chain(tuple(map(shardings, forward)), barrier=bool(forward)),
-            backward=Chain(tuple(map(shardings, backward)), dtype=self.options.reduce_dtype),
-        )
+        steps = scatter_steps(value.dims, self.options.axes.data)
+        backward = Chain(tuple(named(self.options.mesh, dims) for dims in steps), dtype=self.options.reduce_dtype)
+        return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
+
+    def gathering(self, dims: Dims) -> Chain:
+        """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
+        steps = [] if self.options.stored_whole else gather_steps(dims, self.options.axes.data)
+        return Chain(tuple(named(self.options.mesh, step) for step in steps), barrier=bool(steps))
 
     def note(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
         """Notes a gather for the report."""
@@ -140,8 +139,7 @@ class Walk:
         if out_dims is not None or lazy:
             return self.derive(eqn, values, out_dims)
         if is_local_reduction(eqn):
-            arrays = [value.build(*value.roots) if isinstance(value, Lazy) else value.array for value in values]
-            return [Value(out, pure) for out in jaxprs.bind(eqn, arrays)]
+            return [Value(out, pure) for out in jaxprs.bind(eqn, [as_array(value) for value in values])]
         opaque = bool(inner) and not eqn.primitive.name.startswith("custom_")
         for value in values:
             if isinstance(value, Lazy):
@@ -318,29 +316,26 @@ class Walk:
         return Value(self.whole(value, *value.roots), pure=True)
 
     def lookup(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
-        """Looks rows up in a sharded table: moves the rows between devices where they are smaller than the table."""
+        """Looks rows of examples up in a sharded table."""
         table, indices = values[0], values[1]
         plan = None
         if isinstance(table, Lazy) and table.dims is not None and isinstance(indices, Value):
             mesh, axes = self.options.mesh, self.options.axes
             plan = plan_lookup(eqn, table.dims, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
-        if plan is None or passthrough(eqn, [table.dims if isinstance(table, Lazy) else None, None], lambda *_: 1):
+        if plan is None or indices.pure:
             return self.first_order(eqn, values, frame)
-        mesh, options = self.options.mesh, self.options
-        columns, rows = ([named(mesh, dims) for dims in steps] for steps in (plan.columns, plan.rows))
-        array = jaxprs.reshard(
+        assert isinstance(table, Lazy)
+        stored_whole = self.options.stored_whole
+        if plan.feature is not None:
+            array = table.build(*table.roots)
+            return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]
+        self.note(table, eqn, "lookup", early=False)
+        whole = jaxprs.reshard(
             table.build(*table.roots),
-            forward=Chain(() if options.stored_whole else tuple(columns[1:])),
-            backward=Chain(tuple(reversed(columns))),
+            forward=self.gathering(plan.dims),
+            backward=Chain((named(plan.mesh, plan.dims),)),
         )
-        everywhere = lax.with_sharding_constraint(indices.array, named(mesh, plan.indices))
-        (out,) = jaxprs.bind(eqn, [array, everywhere])
-        out = jaxprs.reshard(
-            out,
-            forward=Chain(tuple(rows[-1:] if options.stored_whole else rows)),
-            backward=Chain(tuple(reversed(rows))),
-        )
-        return [Value(out, pure=False)]
+        return [Value(move_table(eqn, plan, whole, indices.array), pure=False)]
 
 
 def _last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:

@@ -78,8 +78,8 @@ def _find(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.A
     if outs[0].divisor is None and outs[0].divided_at:
         warnings.warn(
             f"loss_fn divides by a value of the batch at {outs[0].divided_at}, but does not end there, so microbatches "
-            "are averaged as if they weighed the same. If the loss is a mean over something uneven, return its weight in "
-            "aux and name it: ZeroConfig(loss_weight='name'); if not, say ZeroConfig(loss_weight=None)",
+            "are averaged as if they weighed the same. If the loss is a mean over something uneven, return its weight "
+            "in aux and name it: ZeroConfig(loss_weight='name'); if not, say ZeroConfig(loss_weight=None)",
             stacklevel=2,
         )
     return loss, aux, 1 if outs[0].divisor is None else outs[0].divisor

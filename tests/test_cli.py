@@ -1,0 +1,118 @@
+"""The command line: its options, its errors and its JSON."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zero_jax import cli
+
+# Scripts depend on these: an option goes only with a line in the changelog.
+TRAIN_OPTIONS = """
+--batch-size --clip-norm --d-model --data --devices --eval-batches --eval-every --final-learning-rate --help --json
+--keep-gathered --learning-rate --log-every --min-shard-size --mlp-ratio --model --name --no-keep-gathered --no-remat
+--no-scan --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --out --position --precision
+--remat --replica --sample-prompt --sample-tokens --scan --seed --seq-len --skip-nonfinite --stage --steps --temperature
+--top-k --validation-fraction --vocab-size --warmup-steps --weight-decay -h
+""".split()
+SMALL = (
+    "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "
+    "--eval-batches 1 --sample-tokens 4"
+).split()
+
+
+def train_parser():
+    (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
+    return commands.choices["train"]
+
+
+def run(arguments, capsys):
+    """Returns exit status, output and error output of a command."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    return status, *capsys.readouterr()
+
+
+def test_the_options_are_these():
+    options = [name for action in train_parser()._actions for name in action.option_strings]
+    assert sorted(options) == sorted(TRAIN_OPTIONS)
+
+
+def test_every_option_says_what_it_does(capsys):
+    for action in train_parser()._actions:
+        assert action.help and not action.help.startswith(" "), action.option_strings
+    status, out, _ = run(["train", "--help"], capsys)
+    assert status == 0
+    assert "sequences in a step" in out
+    assert "(default: 3)" in out
+
+
+def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
+    status, out, err = run(["train", *SMALL, "--out", str(tmp_path), "--name", "a", "--stage", "2", "--json"], capsys)
+    assert status == 0
+    result = json.loads(out)
+    assert (result["stage"], result["num_steps"], result["num_devices"]) == (2, 4, 8)
+    assert result["directory"] == str(tmp_path / "a")
+    assert "step 4/4" in err
+    saved = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert saved["model"]["d_model"] == 32
+    assert saved["zero"]["precision"] == "bf16"
+    assert saved["optimizer"]["warmup_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stagee", "3"], "unknown argument '--stagee': did you mean --stage?"),
+        (["--num_microbatches=2"], "did you mean --num-microbatches?"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--model", "gpt-smal"], "did you mean 'gpt-small'? Choose one of gpt-tiny"),
+        (["--optimizer", "adamv"], "did you mean 'adamw'? Choose one of"),
+        (["--precision", "bf61"], "did you mean 'bf16'?"),
+        (["--stage", "4"], "choose one of 0, 1, 2, 3"),
+        (["--batch-size", "12"], "multiple of 8, for example 16"),
+        (["--num-heads", "3"], "multiple of num_heads"),
+        (["--data", "nowhere"], "'stdlib' for the source code of Python's standard library"),
+        (["--devices", "9"], "there are 8"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(arguments, message, capsys, tmp_path):
+    status, out, err = run(["train", "--out", str(tmp_path / "runs"), *arguments], capsys)
+    assert status == 2
+    assert not out
+    assert err.startswith("zero-jax train: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_none_is_a_value_where_it_may_be(capsys):
+    options = cli.build_parser().parse_args(["train", "--clip-norm", "none", "--top-k", "none"])
+    assert getattr(options, "ZeroConfig.clip_norm") is None
+    assert getattr(options, "TrainConfig.top_k") is None
+    status, _, err = run(["train", "--steps", "none"], capsys)
+    assert status == 2
+    assert "invalid int value" in err
+
+
+def test_an_unknown_command_is_told_the_known_ones(capsys):
+    status, _, err = run(["tran"], capsys)
+    assert status == 2
+    assert "'tran'" in err
+    assert "train" in err.split("choose from")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "num_devices"), [([], 8), (["--devices", "2"], 2)])
+def test_a_cpu_stands_in_for_devices(arguments, num_devices, tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    }
+    command = [sys.executable, "-m", "zero_jax.cli", "train", *SMALL, "--out", str(tmp_path), "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_devices"] == num_devices

@@ -196,7 +196,7 @@ class Walk:
             for i, var in enumerate(eqn.outvars)
         ]
         if depth < MAX_RECIPE_DEPTH:
-            return lazy
+            return [*lazy]
         if out_dims is None:
             return [Value(as_array(value), pure=True) for value in lazy]
         return [dataclasses.replace(v, roots=(as_array(v),), build=lambda x: x, depth=0) for v in lazy]

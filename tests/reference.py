@@ -22,15 +22,9 @@ BATCH_SIZE = 16
 MIN_SHARD_SIZE = 8
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles(request):
-    """Compiles with half the effort, which halves the time that these tests take; the slow ones compile as users do.
-
-    Autouse in every test module that has a global of this name.
-    """
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("slow") is None)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture
+def quick_compiles():
+    """Does nothing: conftest.py sees to it."""
 
 
 def init_params(key):

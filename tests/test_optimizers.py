@@ -13,8 +13,6 @@ import reference
 from reference import assert_close, assert_placed_alike, mesh_of, run_plain
 from zero_jax.tree import leaf_names, path_name
 
-quick_compiles = reference.quick_compiles
-
 # Sums over a batch are made in another order on several devices, which float32 rounds at 6e-8, and steps of 0.01 hardly
 # magnify; what some optimizers keep is a sum over elements or steps.
 TOLERANCE = 2e-6
@@ -143,7 +141,9 @@ def assert_lies_as_params(opt_state, name):
             assert local == dims[param], path
         elif leaf.ndim and leaf.size >= reference.MIN_SHARD_SIZE and any(d % 4 == 0 for d in leaf.shape):
             assert np.prod(local) == leaf.size // 4, path
-    assert found or name in ("sgd", "add_noise", "flatten", "polyak_sgd", "galore", "sm3", "lbfgs"), leaf_names(opt_state)
+    assert found or name in ("sgd", "add_noise", "flatten", "polyak_sgd", "galore", "sm3", "lbfgs"), leaf_names(
+        opt_state
+    )
 
 
 def test_apply_if_finite_passes_over_a_bad_batch():
@@ -158,9 +158,7 @@ def test_apply_if_finite_passes_over_a_bad_batch():
 def test_a_line_search_says_what_it_lacks():
     # It evaluates the loss at params of its own choice, several times a step.
     with pytest.raises(TypeError, match="value_fn"):
-        reference.run_zero(
-            loss_fn, optax.lbfgs(), make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params()
-        )
+        reference.run_zero(loss_fn, optax.lbfgs(), make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
 
 
 def lora_params():
@@ -215,7 +213,9 @@ def gradients_computed(step, state, batch):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in ("dot_general", "reduce_sum"):
                 shapes.add(tuple(sorted(eqn.outvars[0].aval.shape)))
-            for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            for value in jax.tree.leaves(
+                tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
                     visit(inner)

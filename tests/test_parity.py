@@ -14,8 +14,6 @@ from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, r
 
 import zero_jax as zero
 
-quick_compiles = reference.quick_compiles
-
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
 # gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
 FLOAT32 = 1e-5

@@ -44,6 +44,10 @@ def normalize_loss(loss_fn: Callable[..., Any]) -> LossFn:
         shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
         if isinstance(out, tuple) and len(out) != 2:
             raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
+        if dtype is None and not isinstance(loss, float):
+            raise ValueError(
+                f"loss_fn returned a loss of type {type(loss).__name__}: return a floating scalar, or (scalar, aux)"
+            )
         if shape != () or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
             raise ValueError(
                 f"loss_fn returned a loss of shape {shape} and dtype {dtype}: "

@@ -47,11 +47,17 @@ def axes_of(mesh: Mesh, *, data: Sequence[str] | None = None, replica: Sequence[
         data = tuple(name for name in names if name == "data" or str(name).startswith("data_"))
     if replica is None:
         replica = tuple(name for name in names if name == "replica")
+    data, replica = ((axes,) if isinstance(axes, str) else axes for axes in (data, replica))
     for name in (*data, *replica):
         if name not in names:
             near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
+        if mesh.axis_types[names.index(name)] != AxisType.Auto:
+            raise ValueError(
+                f"the mesh axis {name!r} is of type {mesh.axis_types[names.index(name)]}, which jax.make_mesh gives "
+                "unless told: make the mesh with zero.make_mesh, or with axis_types=(jax.sharding.AxisType.Auto, ...)"
+            )
     if not data:
         raise ValueError(
             f"the mesh has axes {names} and none of them carries `data`: "

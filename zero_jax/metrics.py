@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zero_jax.step import Metrics
 
@@ -178,12 +179,13 @@ def plot_losses(
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(*zip(*train, strict=True), color="#9ab8d8", linewidth=1.0, label="training (each batch)")
-    axes.plot(
-        *zip(*validation, strict=True), color="#c44e52", linewidth=2.0, marker="o", markersize=4, label="validation"
-    )
-    step, loss = validation[-1]
-    axes.annotate(f"{loss:.3f}", (step, loss), xytext=(-6, 10), textcoords="offset points", ha="right", color="#c44e52")
+    steps, losses = zip(*train, strict=True)
+    window = max(1, len(train) // 40)
+    axes.plot(steps, losses, color="#c9d8e8", linewidth=0.8, label="training, each batch")
+    means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+    axes.plot(steps[window - 1 :], means, color="#4c72b0", linewidth=1.5, label=f"training, mean of {window} batches")
+    label = f"validation ({validation[-1][1]:.3f} at the end)"
+    axes.plot(*zip(*validation, strict=True), color="#c44e52", linewidth=1.5, marker="o", markersize=4, label=label)
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

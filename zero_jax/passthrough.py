@@ -11,8 +11,10 @@ import jax
 from zero_jax.spec import Dims
 
 ELEMENTWISE = frozenset(
-    "abs add cos div erf exp exp2 expm1 integer_pow log log1p logistic max min mul neg pow reduce_precision rsqrt sign "
-    "sin sqrt square stop_gradient sub tan tanh copy copy_p name".split()
+    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp copy copy_p cos cosh div eq erf erf_inv erfc exp "
+    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul name ne neg not "
+    "one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor".split()
 )
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 
@@ -136,6 +138,25 @@ def _concatenate(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims 
     return first
 
 
+def _stack(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
+    del shards
+    first, axis = dims_in[0], eqn.params["axis"]
+    same = first is not None and all(dims == first for dims in dims_in)
+    return (*first[:axis], (), *first[axis:]) if same else None
+
+
+def _unstack(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
+    del shards
+    dims, axis = dims_in[0], eqn.params["axis"]
+    return None if dims is None or dims[axis] else (*dims[:axis], *dims[axis + 1 :])
+
+
+def _reverse(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
+    del shards
+    dims = dims_in[0]
+    return None if dims is None or any(dims[i] for i in eqn.params["dimensions"]) else dims
+
+
 def _index(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
     """One slice taken at one index (`w[i]`), as a `gather`; lookups of many indices are `gather_on_use`'s."""
     del shards
@@ -172,6 +193,9 @@ _RULES: dict[str, Callable[..., Dims | None]] = {
     "dynamic_slice": _slice,
     "split": _split,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "rev": _reverse,
     "gather": _index,
     **dict.fromkeys(REDUCTIONS, _reduce),
 }

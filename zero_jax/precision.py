@@ -35,8 +35,8 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         if self.growth_interval_steps < 1 or self.growth_factor < 1 or not 0 < self.backoff_factor < 1:
             raise ValueError(f"{self}: needs growth_interval_steps >= 1, growth_factor >= 1, 0 < backoff_factor < 1")
-        if not 0 < self.floor <= self.initial:
-            raise ValueError(f"{self}: needs 0 < floor <= initial")
+        if not 0 < self.floor <= self.initial < float("inf"):
+            raise ValueError(f"{self}: needs 0 < floor <= initial, and a finite initial")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,15 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "master"):
             value = getattr(self, name)
-            if value is not None:
-                if not jnp.issubdtype(value, jnp.floating):
-                    raise ValueError(
-                        f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None"
-                    )
-                object.__setattr__(self, name, jnp.dtype(value))
+            if value is None:
+                continue
+            try:
+                dtype = jnp.dtype(value)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"Precision({name}={value!r}): give a floating dtype such as jnp.bfloat16, or None")
+            object.__setattr__(self, name, dtype)
 
     @property
     def has_master(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -61,12 +62,29 @@ class LeafPlacement:
     reason: str
 
 
+def _compile(what: str, patterns: Mapping[str, Any]) -> list[tuple[re.Pattern[str], Any]]:
+    if not isinstance(patterns, Mapping):
+        raise ValueError(f"{what}={patterns!r}: give a dict from regular expressions of leaf paths to PartitionSpecs")
+    try:
+        return [(re.compile(pattern), spec) for pattern, spec in patterns.items()]
+    except re.error as error:
+        raise ValueError(f"{what}: {error.pattern!r} is not a regular expression of leaf paths: {error}") from error
+
+
+def check_matched(what: str, patterns: Mapping[str, Any] | None, names: Sequence[str]) -> None:
+    """Raises `ValueError` if a pattern matches none of the paths: it would be ignored."""
+    for pattern, _ in _compile(what, patterns or {}):
+        if not any(pattern.fullmatch(name) for name in names):
+            near = difflib.get_close_matches(pattern.pattern, names, n=3, cutoff=0)
+            raise ValueError(f"{what}: {pattern.pattern!r} matches the path of no leaf; some are {', '.join(near)}")
+
+
 class _Placer:
     """Applies the rules to leaves on one mesh."""
 
     def __init__(self, mesh: Mesh, axes: Axes, rules: ShardingRules):
         self.mesh, self.axes, self.rules = mesh, axes, rules
-        self.overrides = [(re.compile(p), spec) for p, spec in (rules.overrides or {}).items()]
+        self.overrides = _compile("overrides", {} if rules.overrides is None else rules.overrides)
 
     def place(self, name: str, leaf: Any, given: Dims | None) -> LeafPlacement:
         """Places one leaf: an override by path, else `data` is added to the spec given."""
@@ -93,6 +111,9 @@ class _Placer:
             dims = dims_of(spec, len(shape))
         except (ValueError, TypeError) as error:
             raise ValueError(f"leaf {name!r} of shape {shape}: {error}; give it a spec that fits") from error
+        used = [axis for dim_axes in dims for axis in dim_axes]
+        if len(set(used)) < len(used):
+            raise ValueError(f"leaf {name!r}: spec {spec} names an axis twice; each axis can shard one dim only")
         for i, dim_axes in enumerate(dims):
             unknown = [axis for axis in dim_axes if axis not in self.mesh.axis_names]
             if unknown:
@@ -181,7 +202,8 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
         if not set(specs) <= names:  # not a flat dict of params: patterns of paths
-            patterns = [(re.compile(p), spec) for p, spec in specs.items()]
+            check_matched("param_specs", specs, sorted(names))
+            patterns = _compile("param_specs", specs)
             return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)
     is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
     try:

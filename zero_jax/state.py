@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero_jax.sharding import (
     LeafPlacement,
     ShardingReport,
     ShardingRules,
+    check_matched,
     place_like_params,
     place_params,
     report_placements,
@@ -26,7 +28,7 @@ from zero_jax.sharding import (
     to_shardings,
 )
 from zero_jax.spec import gather_steps, named
-from zero_jax.tree import PyTree, leaf_names
+from zero_jax.tree import PyTree, leaf_names, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,9 @@ class ZeroConfig:
             or self.num_microbatches < 1
         ):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
-        if self.clip_norm is not None and not self.clip_norm > 0:
+        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
+            raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, numbers.Real) and self.clip_norm > 0):
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
 
 
@@ -193,6 +197,7 @@ def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Arra
 
 def _train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
+    check_matched("overrides", placement.rules.overrides, leaf_names(state.params) + leaf_names(state.opt_state))
     return TrainState(
         step=whole,
         params=placement.param_shardings("params"),
@@ -232,8 +237,13 @@ def state_shardings(abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, p
             "state_shardings(..., params='path/of/params')"
         )
     by_name = dict(zip(names, leaves, strict=True))
-    placement = make_placement({path: by_name[name] for name, path in inside.items()}, mesh=mesh, config=config)
-    param_shardings = placement.param_shardings("params")
+    at_params = lambda path, _: path_name(path) == params  # noqa: E731
+    tops, _ = jax.tree_util.tree_flatten_with_path(abstract_state, is_leaf=at_params, is_leaf_takes_path=True)
+    subtree = next(x for path, x in tops if path_name(path) == params)
+    placement = make_placement(subtree, mesh=mesh, config=config)
+    check_matched("overrides", config.overrides, [inside.get(name, name) for name in names])
+    shardings = jax.tree.leaves(placement.param_shardings("params"))
+    param_shardings = dict(zip(leaf_names(subtree), shardings, strict=True))
     rest = [leaf for name, leaf in by_name.items() if name not in inside]
     placed = iter(jax.tree.leaves(_named_opt_shardings(placement, [n for n in names if n not in inside], rest)))
     return tree.unflatten([param_shardings[inside[name]] if name in inside else next(placed) for name in names])

@@ -92,7 +92,9 @@ class TrainStep:
         leaves, tree = jax.tree.flatten(state)
         structure = (tree, tuple(x.shape for x in leaves))
         if structure not in self.compiled_for:
+            self.program.check_state(state)
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
+            _check_placed(state, shardings)
             self.compiled_for[structure] = jax.jit(self.program.step, donate_argnums=0, out_shardings=(shardings, None))
         return self.compiled_for[structure]
 
@@ -183,6 +185,18 @@ def _deleted(state: PyTree) -> list[str]:
     return [name for name, gone in zip(leaf_names(state), deleted, strict=True) if gone] if any(deleted) else []
 
 
+def _check_placed(state: PyTree, shardings: PyTree) -> None:
+    leaves = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    show = lambda s: f"{s.spec} of the mesh {dict(s.mesh.shape)}" if isinstance(s, NamedSharding) else str(s)  # noqa: E731
+    for name, leaf, sharding in leaves:
+        if isinstance(leaf, jax.Array) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            raise ValueError(
+                f"leaf {name!r} of the state lies as {show(leaf.sharding)}, and the step was made for {show(sharding)}: "
+                "make the state with the mesh and config that the step was made with, or move it there with "
+                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
+            )
+
+
 def _placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
     """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
@@ -223,7 +237,6 @@ class _Program:
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = make_placement(state.params, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        self.check_state(state, placement)
         masters = state.params if state.master is None else state.master
         masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
         key = jax.random.fold_in(state.key, state.step)
@@ -251,7 +264,10 @@ class _Program:
         chosen = self.config.skip_nonfinite
         return state.loss_scale is not None if chosen is None else chosen
 
-    def check_state(self, state: TrainState, placement: Placement) -> None:
+    def check_state(self, state: TrainState) -> None:
+        if not isinstance(state, TrainState):
+            raise ValueError(f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}")
+        placement = make_placement(state.params, mesh=self.mesh, config=self.config)
         if placement.keeps_copy != (state.master is not None):
             raise ValueError(
                 "the state was made for another stage or precision "
@@ -263,8 +279,8 @@ class _Program:
         masters = state.params if state.master is None else state.master
         expected = jax.eval_shape(self.tx.init, trainable(masters))
         names, wanted = leaf_names(state.opt_state), leaf_names(expected)
-        shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
-        wanted_shapes = [x.shape for x in jax.tree.leaves(expected)]
+        shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
+        wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]
         if names != wanted or shapes != wanted_shapes:
             have, need = (list(zip(*pair, strict=True)) for pair in ((names, shapes), (wanted, wanted_shapes)))
             odd = next((f"{name} {shape}" for name, shape in have if (name, shape) not in need), "no other leaf")

@@ -79,7 +79,7 @@ class TrainConfig:
     replica: int = 1
     steps: int = 600
     batch_size: int = 8
-    eval_every: int = 100
+    eval_every: int = 50
     eval_batches: int = 16
     log_every: int = 20
     seed: int = 0

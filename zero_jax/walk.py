@@ -140,7 +140,7 @@ class Walk:
             return self.derive(eqn, values, out_dims)
         if is_local_reduction(eqn):
             return [Value(out, pure) for out in jaxprs.bind(eqn, [as_array(value) for value in values])]
-        opaque = bool(inner) and not eqn.primitive.name.startswith("custom_")
+        opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         for value in values:
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name

@@ -1,0 +1,93 @@
+"""What the tests of gather-on-use share: the shapes, and the check that the transformed function is the same function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zero_jax as zero
+from reference import MIN_SHARD_SIZE
+
+LAYERS, FEATURES, HIDDEN, ROWS, LENGTH, BATCH_SIZE = 3, 16, 32, 24, 8, 16
+
+# Float32 sums in another order, of numbers of the size of the largest.
+TOLERANCE = 2e-6
+
+
+def normal(*shape, seed=0, scale=0.3):
+    """Returns a host array: the case that makes it costs nothing until it runs."""
+    return (scale * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
+
+
+def examples(seed=1):
+    """Returns `[batch, features]`."""
+    return normal(BATCH_SIZE, FEATURES, seed=seed, scale=1.0)
+
+
+def tokens(seed=2):
+    """Returns `[batch, length]`, each under `ROWS`."""
+    return np.random.default_rng(seed).integers(0, ROWS, (BATCH_SIZE, LENGTH), dtype=np.int32)
+
+
+def mlp(seed=3):
+    return {"up": normal(FEATURES, HIDDEN, seed=seed), "down": normal(HIDDEN, FEATURES, seed=seed)}
+
+
+def stacked(*lead, seed=4):
+    return {"up": normal(*lead, FEATURES, HIDDEN, seed=seed), "down": normal(*lead, HIDDEN, FEATURES, seed=seed)}
+
+
+def block(x, params):
+    return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def specs_of(params, mesh):
+    """Returns the shardings that stage 3 gives params: almost all are sharded, even the smallest."""
+    config = zero.ZeroConfig(stage=3, min_shard_size=MIN_SHARD_SIZE)
+    return zero.state_shardings({"params": params}, mesh=mesh, config=config)["params"]
+
+
+def place_batch(tree, mesh):
+    """Shards what divides over the batch axes by its leading dim."""
+    sharding = zero.batch_sharding(mesh)
+    size = sharding.num_devices // mesh.shape.get("model", 1)
+
+    def place(x):
+        divides = isinstance(x, np.ndarray) and x.ndim and x.shape[0] % size == 0
+        return jax.device_put(x, sharding if divides else NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(lambda x: place(x) if isinstance(x, (np.ndarray, jax.Array)) else x, tree)
+
+
+def assert_close(got, want):
+    """Compares trees leaf by leaf, to the size of the largest number in each."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        scale = max(np.abs(b).max(initial=0), 1e-6)
+        np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=TOLERANCE, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_sharded(grads, specs):
+    """Gradients lie as the specs say; those that are zero whatever the params are need not."""
+    for (path, grad), spec in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(specs), strict=True):
+        lies = grad.sharding.is_equivalent_to(spec, grad.ndim) or not np.any(grad)
+        assert lies, f"{jax.tree_util.keystr(path)} lies as {grad.sharding.spec}, not as {spec.spec}"
+
+
+def check(fn, params, *args, mesh, specs=None, **options):
+    """Checks that `gather_on_use(fn)` has the value and the gradients of `fn`, and returns its report."""
+    specs = specs_of(params, mesh) if specs is None else specs
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh, **options)
+    want, want_grads = jax.jit(jax.value_and_grad(fn))(params, *args)
+    placed = jax.device_put(params, specs), *place_batch(args, mesh)
+    got, grads = jax.jit(jax.value_and_grad(gathered))(*placed)
+    assert_close(got, want)
+    assert_close(grads, want_grads)
+    assert_sharded(grads, specs)
+    return zero.gather_report(fn, specs, params, *args, mesh=mesh, **options)
+
+
+def early(report):
+    """Returns the paths of the params that were gathered before their use."""
+    return sorted({event.path for event in report.early})

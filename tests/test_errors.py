@@ -1,0 +1,188 @@
+"""What a user gets wrong is a ValueError that names it and ends with the remedy."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import PartitionSpec as P
+from reference import mesh_of
+
+import zero_jax as zero
+
+
+def host_params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32) / 4  # noqa: E731
+    return {"in": normal(8, 16), "out": normal(16, 8)}
+
+
+def make_batch(size=16):
+    return {"inputs": np.random.default_rng(1).standard_normal((size, 8), dtype=np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.square(jnp.tanh(batch["inputs"] @ params["in"]) @ params["out"]).mean()
+
+
+def mesh_with(*names, auto=True):
+    types = (jax.sharding.AxisType.Auto if auto else jax.sharding.AxisType.Explicit,) * len(names)
+    return jax.make_mesh((2,) * len(names), names, devices=jax.devices()[: 2 ** len(names)], axis_types=types)
+
+
+CONFIG_ERRORS = [
+    (dict(stage=4), "unknown ZeRO stage 4: choose one of 0, 1, 2, 3"),
+    (dict(stage="3"), "unknown ZeRO stage '3'"),
+    (dict(stage=True), "unknown ZeRO stage True"),
+    (dict(num_microbatches=0), "num_microbatches=0: give a positive integer"),
+    (dict(num_microbatches=2.0), "num_microbatches=2.0: give a positive integer"),
+    (dict(clip_norm=-1.0), "clip_norm=-1.0: give a positive norm, or None"),
+    (dict(clip_norm=float("nan")), "clip_norm=nan"),
+    (dict(clip_norm="1"), "clip_norm='1'"),
+    (dict(min_shard_size=-1), "min_shard_size=-1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), CONFIG_ERRORS)
+def test_config_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        zero.ZeroConfig(**fields)
+    with pytest.raises(TypeError, match="stagee"):
+        zero.ZeroConfig(stagee=3)
+
+
+MESH_ERRORS = [
+    (lambda: zero.make_mesh(data=3), r"data=3 x model=1 is 3 devices, but there are 8: .*jax.devices\(\)\[:3\]"),
+    (lambda: zero.make_mesh(replica=3), "replica=3 x model=1 does not divide the 8 devices"),
+    (lambda: zero.make_mesh(data=0), "data=0 must be a positive integer"),
+    (lambda: zero.make_mesh(model="2"), "model='2' must be a positive integer"),
+    (lambda: zero.make_mesh(data=8, data_layout=(2, 2)), r"data_layout=\(2, 2\) multiplies to 4, not to data=8"),
+    (lambda: zero.make_mesh(topology="v5p:2x2x1", devices=jax.devices()), "`devices` or `topology`, not both"),
+    (lambda: make_on(mesh_with("x", "y")), "none of them carries `data`.*data_axes"),
+    (lambda: make_on(mesh_with("data", "y"), data_axes=("dat",)), "none called 'dat'; did you mean 'data'"),
+    (lambda: make_on(mesh_with("data", auto=False)), "type AxisType.Explicit.*make the mesh with zero.make_mesh"),
+]
+
+
+def make_on(mesh, **fields):
+    config = reference.make_config(**fields)
+    return zero.init_state(host_params(), optax.adam(0.01), jax.random.key(0), mesh=mesh, config=config)
+
+
+@pytest.mark.parametrize(("make", "message"), MESH_ERRORS)
+def test_mesh_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+SPEC_ERRORS = [
+    (dict(param_specs={"in": P("modle"), "out": P()}), "leaf 'in': spec .* names the axis 'modle', but the mesh has"),
+    (dict(param_specs={"in": P(None, None, "model"), "out": P()}), "'in' of shape .8, 16.: .*3 entries, but .* 2 dims"),
+    (dict(param_specs={"in": P("data", "data"), "out": P()}), "leaf 'in': .* names an axis twice"),
+    (dict(param_specs={"in": "data", "out": P()}), "leaf 'in'.* expected a PartitionSpec"),
+    (dict(param_specs={"in": P()}), "param_specs is not a prefix of the params"),
+    (dict(param_specs={"inn.*": P()}), "param_specs: 'inn.*' matches the path of no leaf; some are in"),
+    (dict(param_specs={"in(": P()}), r"param_specs: 'in\(' is not a regular expression"),
+    (dict(overrides={"inn": P()}), "overrides: 'inn' matches the path of no leaf; some are in"),
+    (dict(overrides={"in(": P()}), r"overrides: 'in\(' is not a regular expression"),
+    (dict(overrides={"in": P("dat")}), "leaf 'in': spec .* names the axis 'dat'"),
+    (dict(overrides=[("in", P())]), "overrides=.*give a dict from regular expressions"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), SPEC_ERRORS)
+def test_spec_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_on(mesh_of("4"), **fields)
+
+
+def test_spec_that_does_not_divide():
+    with pytest.raises(
+        ValueError, match="'in' of shape .8, 16.: dim 0 is not divisible by the 3 devices.*leave it whole"
+    ):
+        make_on(mesh_of("3"), param_specs={"in": P("data"), "out": P()})
+
+
+LOSS_ERRORS = [
+    (lambda p, b: loss_fn(p, b)[None], "loss of shape .1,. and dtype float32: return a floating scalar"),
+    (lambda p, b: jnp.int32(1), "dtype int32: return a floating scalar"),
+    (lambda p, b: None, "loss of type NoneType: return a floating scalar, or .scalar, aux."),
+    (lambda p, b: {"loss": loss_fn(p, b)}, "loss of type dict"),
+    (lambda p, b: [loss_fn(p, b), {}], "loss of type list"),
+    (lambda p, b: (loss_fn(p, b), {}, {}), "loss_fn returned 3 values"),
+]
+
+
+@functools.cache
+def stage_1_state():
+    return make_on(mesh_of("4"), stage=1)
+
+
+@pytest.mark.parametrize(("loss", "message"), LOSS_ERRORS)
+def test_loss_errors(loss, message):
+    step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=reference.make_config(stage=1))
+    with pytest.raises(ValueError, match=message):
+        step(stage_1_state(), make_batch())
+
+
+BATCH_ERRORS = [
+    (1, make_batch(6), r"'inputs' has 6 examples.* 4 devices \(replica=1 x data=4\): .* multiple of 4, for example 8"),
+    (4, make_batch(8), "'inputs' has 8 examples.* and 4 microbatches: .* multiple of 16, for example 16"),
+    (1, make_batch(0), "has 0 examples"),
+    (1, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
+]
+
+
+@pytest.mark.parametrize(("num_microbatches", "batch", "message"), BATCH_ERRORS)
+def test_batch_errors(num_microbatches, batch, message):
+    config = reference.make_config(stage=1, num_microbatches=num_microbatches)
+    step = zero.make_train_step(loss_fn, optax.adam(0.01), mesh=mesh_of("4"), config=config)
+    with pytest.raises(ValueError, match=message):
+        step(stage_1_state(), batch)
+    assert not stage_1_state().step.is_deleted()
+
+
+def test_loss_weight_that_is_not_in_aux():
+    config = reference.make_config(stage=1, num_microbatches=2, loss_weight="tokens")
+    for loss in (loss_fn, lambda p, b: (loss_fn(p, b), {"token": 1.0})):
+        step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=config)
+        with pytest.raises(ValueError, match="loss_weight='tokens', but the aux.* has no such entry"):
+            step(stage_1_state(), make_batch())
+
+
+STATE_ERRORS = [
+    # the step's optimizer and config, and where the state of stage 1 does not fit them
+    (optax.sgd(0.1), dict(stage=1), "it holds 0/count .*the optimizer's own state has no other leaf"),
+    (optax.adam(0.1, mu_dtype=jnp.bfloat16), dict(stage=1), "it holds 0/mu/in float32.*has 0/mu/in bfloat16"),
+    (optax.adam(0.1), dict(stage=3), "leaf 'params/in' of the state lies as .*zero.state_shardings"),
+    (optax.adam(0.1), dict(stage=1, mesh="2"), "leaf 'step' of the state lies as .*'data': 4.*made for .*'data': 2"),
+    (optax.adam(0.1), dict(stage=1, precision="bf16"), "another stage or precision .it has no master params."),
+    (optax.adam(0.1), dict(stage=3, precision="fp16"), "differ in loss scaling"),
+    (optax.adam(0.1), dict(stage=1, overrides={"out": P()}), "leaf 'opt_state/0/mu/out' of the state lies as"),
+]
+
+
+@pytest.mark.parametrize(("tx", "fields", "message"), STATE_ERRORS)
+def test_state_errors(tx, fields, message):
+    fields = dict(fields)
+    mesh = mesh_of(fields.pop("mesh", "4"))
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=reference.make_config(**fields))
+    with pytest.raises(ValueError, match=message):
+        step(stage_1_state(), make_batch())
+    with pytest.raises(ValueError, match="takes the TrainState that zero.init_state returns, not a dict"):
+        step(host_params(), make_batch())
+
+
+def test_state_can_be_moved_as_the_error_says():
+    config = reference.make_config(stage=3)
+    shardings = zero.state_shardings(stage_1_state(), mesh=mesh_of("8"), config=config)
+    step = zero.make_train_step(loss_fn, optax.adam(0.01), mesh=mesh_of("8"), config=config)
+    moved, metrics = step(jax.device_put(stage_1_state(), shardings), make_batch())
+    state, step = reference.make_trainer(loss_fn, optax.adam(0.01), mesh=mesh_of("8"), params=host_params(), stage=3)
+    state, expected = step(state, make_batch())
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, s.params) for s in (moved, state)))
+    assert float(metrics.loss) == float(expected.loss)

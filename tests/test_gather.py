@@ -1,0 +1,822 @@
+"""`gather_on_use` of plain functions: the same values and gradients, and gathers where they are used."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gathering import (
+    BATCH_SIZE,
+    FEATURES,
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    ROWS,
+    assert_close,
+    assert_sharded,
+    block,
+    check,
+    early,
+    examples,
+    mlp,
+    normal,
+    place_batch,
+    specs_of,
+    stacked,
+    tokens,
+)
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import mesh_of
+
+import zero_jax as zero
+
+policies = jax.checkpoint_policies
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    fn: Callable[..., Any]
+    params: Any
+    args: tuple[Any, ...]
+    early: tuple[str, ...]  # what is gathered before its use
+    options: dict[str, Any]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(params, *args, early=(), name=None, **options):
+    """Registers a scalar function of params, to be checked against itself untransformed."""
+
+    def register(fn):
+        CASES[name or fn.__name__] = Case(fn, params, args, early, options)
+        return fn
+
+    return register
+
+
+def mean_square(x):
+    return jnp.mean(jnp.square(x))
+
+
+# --- layers, unscanned and scanned, with and without jax.checkpoint --------------------------------------------------
+
+
+def python_loop(remat, params, x):
+    for layer in params:
+        x = (remat(block) if remat else block)(x, layer)
+    return mean_square(x)
+
+
+def scanned_loop(remat, params, x):
+    return mean_square(lax.scan(lambda x, layer: ((remat(block) if remat else block)(x, layer), None), x, params)[0])
+
+
+def named_block(x, params):
+    hidden = checkpoint_name(jnp.tanh(x @ checkpoint_name(params["up"], "weight")), "hidden")
+    return x + hidden @ checkpoint_name(params["down"].T, "weight").T
+
+
+REMATS = {
+    "kept": None,
+    "remat": jax.checkpoint,
+    "dots_saveable": functools.partial(jax.checkpoint, policy=policies.dots_saveable),
+    "everything_saveable": functools.partial(jax.checkpoint, policy=policies.everything_saveable),
+    "names": lambda _: jax.checkpoint(named_block, policy=policies.save_only_these_names("hidden", "weight")),
+    "anything_but": lambda _: jax.checkpoint(named_block, policy=policies.save_anything_except_these_names("weight")),
+}
+
+for _name, _remat in REMATS.items():
+    case([mlp(seed) for seed in range(LAYERS)], examples(), name=f"loop, {_name}")(
+        functools.partial(python_loop, _remat)
+    )
+    case(stacked(LAYERS), examples(), name=f"scan, {_name}")(functools.partial(scanned_loop, _remat))
+
+
+@case(mlp(), examples())
+def checkpointed_whole(params, x):
+    return jax.checkpoint(lambda params, x: mean_square(block(x, params)))(params, x)
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+@case(stacked(LAYERS), examples())
+def reverse_scan(params, x):
+    x, means = lax.scan(lambda x, layer: (block(x, layer), x.mean()), x, params, reverse=True, unroll=2)
+    return mean_square(x) + means.sum()
+
+
+@case(stacked(2, LAYERS), examples())
+def nested_scans(params, x):
+    return mean_square(lax.scan(lambda x, group: (scanned_layers(x, group), None), x, params)[0])
+
+
+def scanned_layers(x, params):
+    return lax.scan(lambda x, layer: (block(x, layer), None), x, params)[0]
+
+
+@case(mlp(), examples(), early=("down", "up"))
+def params_as_carry(params, x):
+    def descend(params, x):
+        grads = jax.grad(lambda params: mean_square(block(x, params)))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), None
+
+    params, _ = lax.scan(descend, params, x.reshape(2, 8, FEATURES))
+    return mean_square(block(x, params))
+
+
+def rnn(params, x):
+    def cell(h, x):
+        return jnp.tanh(h @ params["recurrent"] + x @ params["input"]), None
+
+    return mean_square(lax.scan(cell, jnp.zeros(x.shape[1:]), x)[0])
+
+
+RNN = {"recurrent": normal(FEATURES, FEATURES, seed=5), "input": normal(FEATURES, FEATURES, seed=6)}
+SEQUENCES = normal(LENGTH, BATCH_SIZE, FEATURES, seed=7, scale=1.0)
+case(RNN, SEQUENCES, name="rnn, gathered once")(rnn)
+case(RNN, SEQUENCES, name="rnn, gathered in each iteration", max_hoisted_bytes=0)(rnn)
+
+
+@case(stacked(LAYERS), examples())
+def fori_loop_over_layers(params, x):
+    return mean_square(lax.fori_loop(0, LAYERS, lambda i, x: block(x, jax.tree.map(lambda p: p[i], params)), x))
+
+
+@case(stacked(LAYERS), examples())
+def scan_over_layer_numbers(params, x):
+    def layer(x, i):
+        pick = functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False)
+        return block(x, {"up": pick(params["up"]), "down": jnp.take(params["down"], i, axis=0)}), None
+
+    return mean_square(lax.scan(layer, x, jnp.arange(LAYERS))[0])
+
+
+@case({"w": normal(FEATURES, HIDDEN)}, examples())
+def map_over_examples(params, x):
+    return mean_square(lax.map(lambda x: x @ params["w"], x))
+
+
+@case({"w": normal(FEATURES, FEATURES)}, examples())
+def associative_scan(params, x):
+    return mean_square(lax.associative_scan(jnp.matmul, x[:4, :, None] * params["w"]))
+
+
+@case({"w": normal(8, FEATURES, FEATURES)}, examples(), early=("w",))
+def scan_over_the_sharded_dim(params, x):
+    return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0])
+
+
+CASES["scan_over_the_sharded_dim"].options["specs"] = {"w": P("data")}
+
+
+# --- branches and functions with their own derivatives ---------------------------------------------------------------
+
+
+@case(mlp(), examples())
+def cond(params, x):
+    return mean_square(lax.cond(x.sum() > 0, lambda: block(x, params), lambda: x @ params["up"] @ params["down"]))
+
+
+@case(mlp() | {"bias": normal(HIDDEN)}, examples())
+def cond_with_operands(params, x):
+    def yes(params, x):
+        return block(x, params)
+
+    def no(params, x):
+        return x * params["bias"].sum()
+
+    return mean_square(lax.cond(x.sum() < 1e3, no, yes, params, x))
+
+
+@case(stacked(LAYERS), examples())
+def switch(params, x):
+    branches = [lambda x, i=i: block(x, jax.tree.map(lambda p: p[i], params)) for i in range(LAYERS)]
+    return mean_square(lax.switch((x.sum() > -1e3).astype(int) + 1, branches, x))
+
+
+@jax.custom_jvp
+def sine_jvp(x, w):
+    return jnp.sin(x @ w)
+
+
+@sine_jvp.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return sine_jvp(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
+
+
+@case(mlp(), examples())
+def custom_jvp(params, x):
+    return mean_square(sine_jvp(x, params["up"]) @ params["down"])
+
+
+@jax.custom_vjp
+def sine_vjp(x, w):
+    return jnp.sin(x @ w)
+
+
+def sine_backward(residuals, cotangent):
+    x, w = residuals
+    cotangent = cotangent * jnp.cos(x @ w)
+    return cotangent @ w.T, x.T @ cotangent
+
+
+sine_vjp.defvjp(lambda x, w: (sine_vjp(x, w), (x, w)), sine_backward)
+
+
+@case(mlp(), examples())
+def custom_vjp(params, x):
+    return mean_square(sine_vjp(x, params["up"]) @ params["down"])
+
+
+@case(mlp(), examples())
+def gradient_inside(params, x):
+    return mean_square(jax.grad(lambda x: jnp.sum(block(x, params) ** 2))(x))
+
+
+@case(mlp(), examples())
+def jit_inside(params, x):
+    return mean_square(jax.jit(block)(x, params))
+
+
+@case({"w": normal(FEATURES, FEATURES)}, examples())
+def linear_solve(params, x):
+    return mean_square(jnp.linalg.solve(3 * jnp.eye(FEATURES) + params["w"], x.T))
+
+
+# --- lookups ---------------------------------------------------------------------------------------------------------
+
+TABLE = {"table": normal(ROWS, FEATURES, seed=8), "w": normal(FEATURES, FEATURES, seed=9)}
+
+
+@case(TABLE, tokens())
+def tied_embedding(params, tokens):
+    return mean_square(jnp.tanh(params["table"][tokens] @ params["w"]) @ params["table"].T)
+
+
+@case(TABLE, tokens())
+def take(params, tokens):
+    taken = jnp.take(params["table"], tokens, axis=0) + jnp.take(params["table"], tokens, axis=0, mode="clip")
+    return mean_square(taken @ params["w"])
+
+
+@case(TABLE, tokens())
+def one_hot(params, tokens):
+    return mean_square(jax.nn.one_hot(tokens, ROWS) @ params["table"] @ params["w"])
+
+
+@case(TABLE, tokens())
+def vmapped_lookup(params, tokens):
+    rows = jax.vmap(jax.vmap(lambda token: params["table"][token]))(tokens)
+    along = jax.vmap(lambda row: jnp.take_along_axis(params["table"], row[:, None], axis=0))(tokens)
+    return mean_square((rows + along) @ params["w"])
+
+
+@case(TABLE, tokens())
+def checkpointed_lookup(params, tokens):
+    return mean_square(jax.checkpoint(lambda params: jnp.tanh(params["table"][tokens]) @ params["w"])(params))
+
+
+@case({"table": normal(ROWS, FEATURES), "position": normal(64, FEATURES, seed=1)}, tokens())
+def position_tables(params, tokens):
+    x = params["table"][tokens]
+    x += params["position"][:LENGTH] + lax.dynamic_slice_in_dim(params["position"], tokens[0, 0], LENGTH)
+    return mean_square(x + jnp.take(params["position"], jnp.arange(LENGTH), axis=0))
+
+
+@case({"experts": normal(8, FEATURES, HIDDEN), "router": normal(FEATURES, 8)}, examples())
+def experts(params, x):
+    weights = jax.nn.softmax(x @ params["router"])
+    everywhere = jax.vmap(lambda w: x @ w)(params["experts"])
+    chosen = params["experts"][jnp.argmax(weights, axis=-1)]
+    return mean_square(jnp.einsum("be,ebf->bf", weights, everywhere) + jnp.einsum("bd,bdf->bf", x, chosen))
+
+
+# --- params among themselves -----------------------------------------------------------------------------------------
+
+
+@case({"qkv": normal(FEATURES, 3 * FEATURES), "out": normal(2, 8, FEATURES)}, normal(BATCH_SIZE, LENGTH, FEATURES))
+def attention(params, x):
+    query, key, value = jnp.split(params["qkv"], 3, axis=-1)
+    q_BTHK, k_BTHK = ((x @ w).reshape(*x.shape[:2], 2, 8) for w in (query, key))
+    v_BTHK = jnp.einsum("btd,dhk->bthk", x, value.reshape(FEATURES, 2, 8))
+    y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
+    return mean_square(jnp.einsum("bthk,hkd->btd", y_BTHK, params["out"]))
+
+
+@case({"a": normal(FEATURES, HIDDEN), "b": normal(FEATURES, HIDDEN, seed=1), "c": normal(HIDDEN, FEATURES)}, examples())
+def concatenations(params, x):
+    rows = jnp.concatenate([params["a"], params["b"]], axis=0).reshape(2, FEATURES, HIDDEN).sum(0)
+    columns = jnp.concatenate([params["a"], params["b"]], axis=1)
+    stack = jnp.stack([params["a"], params["c"].T])
+    return mean_square(x @ rows) + mean_square(x @ columns) + mean_square(jnp.einsum("bd,sdf->bsf", x, stack))
+
+
+@case([normal(FEATURES, FEATURES, seed=seed) for seed in range(LAYERS)], examples())
+def stacked_in_the_loss(params, x):
+    return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params))[0])
+
+
+@case({"w": normal(FEATURES, HIDDEN)}, examples())
+def reshapes(params, x):
+    w = params["w"]
+    ways = [
+        w.reshape(-1).reshape(HIDDEN, FEATURES).T,
+        w.T.reshape(4, 8, FEATURES).swapaxes(0, 2).reshape(FEATURES, HIDDEN),
+        w[None, :, None].squeeze(2)[0],
+        w.reshape(2, 8, 4, 8).transpose(1, 3, 0, 2).reshape(64, 8).reshape(FEATURES, HIDDEN),
+    ]
+    slices = [x @ w[::-1], x @ w[:, ::2], x[:, :4] @ w[4:8], x @ w[:, 3:5]]
+    return sum(mean_square(x @ way) for way in ways) + sum(map(mean_square, slices))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_weight_normalization(axis):
+    params = {"v": normal(FEATURES, HIDDEN), "g": normal(*((1, HIDDEN) if axis == 0 else (FEATURES, 1)))}
+
+    def loss_fn(params, x):
+        norm = jnp.linalg.norm(params["v"], axis=axis, keepdims=True)
+        return mean_square(x @ (params["g"] * params["v"] / norm))
+
+    assert not check(loss_fn, params, examples(), mesh=mesh_of("8")).early
+
+
+LORA = {"w": normal(FEATURES, FEATURES), "a": normal(FEATURES, 8), "b": normal(8, FEATURES)}
+
+
+@case(LORA, examples())
+def lora(params, x):
+    return mean_square(x @ (params["w"] + 0.5 * params["a"] @ params["b"]))
+
+
+STACKED_LORA = jax.tree.map(lambda p: np.stack([p] * LAYERS), LORA)
+
+
+@case(STACKED_LORA, examples())
+def lora_merged_before_the_scan(params, x):
+    merged = params["w"] + jnp.einsum("ldr,lrf->ldf", params["a"], params["b"])
+    return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, merged)[0])
+
+
+@case({"a": STACKED_LORA["a"], "b": STACKED_LORA["b"]}, examples(), early=("a and b",))
+def factors_multiplied_before_the_scan(params, x):
+    products = jnp.einsum("ldr,lrf->ldf", params["a"], params["b"])
+    return mean_square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, products)[0])
+
+
+@case(mlp() | {"unused": normal(FEATURES, FEATURES), "only_decayed": normal(HIDDEN)}, examples())
+def regularizers(params, x):
+    kernels = {name: params[name] for name in ("up", "down", "only_decayed")}
+    decay = sum(jnp.sum(w**2) + jnp.abs(w).max() for w in jax.tree.leaves(kernels))
+    return mean_square(block(x, params)) + 0.01 * decay + 0.1 * jnp.vdot(params["up"], params["up"])
+
+
+@case({"w": normal(8, 4, 4, 8)}, normal(8, 8, 8, 4, scale=1.0))
+def convolution(params, x):
+    kernel = params["w"].reshape(4, 4, 8, 8)[:, :, :4]
+    return mean_square(
+        lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    )
+
+
+@case({"w": normal(FEATURES, HIDDEN)}, examples())
+def odd_operations(params, x):
+    w = params["w"]
+    ways = [
+        jnp.tril(w),
+        jnp.pad(w, ((0, 0), (1, 1)))[:, 1:-1],
+        jnp.roll(w, 1, axis=0),
+        jnp.repeat(w, 2, axis=1)[:, ::2],
+        jnp.tile(w, (1, 2))[:, :HIDDEN],
+        jnp.sort(w, axis=0),
+        jnp.cumsum(w, axis=1) / HIDDEN,
+        jnp.where(w > 0, w, 0.1 * w),
+        jnp.clip(w, -0.2, 0.2),
+        jax.nn.softmax(w),
+        jax.nn.gelu(w),
+        w + lax.stop_gradient(jnp.round(w) - w),
+        w.astype(jnp.bfloat16).astype(jnp.float32),
+        w * jax.random.bernoulli(jax.random.key(0), 0.5, w.shape),
+    ]
+    return sum(mean_square(x @ way) for way in ways)
+
+
+@case({"w": normal(FEATURES, FEATURES)}, examples())
+def orthogonalized(params, x):
+    w = params["w"] / jnp.linalg.norm(params["w"])
+    for _ in range(8):  # Newton-Schulz: each iteration uses the last one's result three times
+        w = 1.5 * w - 0.5 * (w @ w.T) @ w
+    return mean_square(x @ w)
+
+
+@case({"w": normal(FEATURES, FEATURES)}, examples())
+def spectral_norm(params, x):
+    w = params["w"]
+
+    def iterate(_, u):
+        v = w @ (w.T @ u)
+        return v / jnp.linalg.norm(v)
+
+    u = lax.fori_loop(0, 3, iterate, jnp.ones(FEATURES))
+    return mean_square(x @ (w / (u @ w @ (w.T @ u))))
+
+
+@case({"w": normal(FEATURES, FEATURES)}, examples())
+def long_recipe(params, x):
+    w = params["w"]
+    for _ in range(15):  # deeper than a recipe may be
+        w = 0.99 * w + 0.001 * jnp.sin(w) @ w
+    return mean_square(x @ w)
+
+
+@case({"w": [normal(FEATURES, FEATURES, seed=seed) for seed in range(12)]})
+def constant_input(params):
+    x = jnp.sin(jnp.arange(BATCH_SIZE * FEATURES, dtype=jnp.float32)).reshape(BATCH_SIZE, FEATURES)
+    for w in params["w"]:
+        x = x + jnp.tanh(x @ w)
+    return mean_square(x)
+
+
+@case(mlp() | {"empty": np.zeros((0, FEATURES), np.float32), "scale": np.float32(2.0), "one": np.ones(1)}, examples())
+def scalars_and_empty_leaves(params, x):
+    return mean_square(block(x, params)) * params["scale"] * params["one"].sum() + params["empty"].sum()
+
+
+@case({"w": normal(BATCH_SIZE, FEATURES)}, examples())
+def activations_of_the_params_shape(params, x):
+    return mean_square((x * params["w"] + params["w"]) @ params["w"].T)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_untransformed_function(name):
+    case = CASES[name]
+    options = dict(case.options)
+    if "specs" in options:
+        options["specs"] = jax.tree.map(functools.partial(NamedSharding, mesh_of("8")), options["specs"])
+    report = check(case.fn, case.params, *case.args, mesh=mesh_of("8"), **options)
+    assert early(report) == sorted(case.early)
+    assert report.events
+
+
+# Each kind of gather once: by use, in a scan, in remat, hoisted, in a branch, a lookup, derived, local.
+KINDS = (
+    "loop, kept",
+    "loop, remat",
+    "nested_scans",
+    "scan_over_layer_numbers",
+    "rnn, gathered once",
+    "cond",
+    "custom_vjp",
+    "tied_embedding",
+    "position_tables",
+    "vmapped_lookup",
+    "attention",
+    "concatenations",
+    "reshapes",
+    "lora",
+    "regularizers",
+    "experts",
+    "activations_of_the_params_shape",
+)
+QUICK = {("staged222", "tied_embedding"), ("replica", "loop, kept"), ("staged24", "attention"), ("model", "scan, remat")}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    [
+        pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
+        for mesh in ("staged222", "staged24", "replica", "model")
+        for name in (*KINDS, "scan, remat")
+    ],
+)
+def test_meshes(mesh, name):
+    case = CASES[name]
+    mesh = zero.make_mesh(data=4, model=2) if mesh == "model" else mesh_of(mesh)
+    check(case.fn, case.params, *case.args, mesh=mesh, **case.options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("loop, kept", "scan, kept") else pytest.mark.slow) for name in KINDS]
+    + ["scan, kept"],
+)
+def test_keep_gathered(name):
+    case = CASES[name]
+    check(case.fn, case.params, *case.args, mesh=mesh_of("8"), keep_gathered=True, **case.options)
+
+
+# --- what is passed in and out ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    depth: int
+
+
+def test_arguments_that_are_no_arrays_stay_what_they_are():
+    mesh, params = mesh_of("8"), mlp()
+
+    def loss_fn(params, x, shape, mode, nothing, times, *, dtype, train=False, mask, rate=1.0):
+        assert type(times) is int and type(train) is bool and type(rate) is float
+        assert nothing is None and mode == "square" and type(mask) is np.ndarray
+        for _ in range(shape.depth * times if train and mask[0] else 0):
+            x = rate * block(x, params).astype(dtype)
+        return mean_square(x)
+
+    args, options = (examples(), Shape(2), "square", None, 1), {"dtype": jnp.float32, "mask": np.array([True])}
+    bound = functools.partial(loss_fn, train=True, **options)
+    specs = specs_of(params, mesh)
+    gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh)
+    want = jax.value_and_grad(bound)(params, *args)
+    got = jax.value_and_grad(gathered)(jax.device_put(params, specs), *args, train=True, **options)
+    assert_close(got, want)
+    assert len(zero.gather_report(bound, specs, params, *args, mesh=mesh).events) == 4
+
+
+def test_batch_that_is_closed_over():
+    mesh, params = mesh_of("8"), [mlp(seed) for seed in range(8)]
+    specs = specs_of(params, mesh)
+
+    def loss_fn(x, params):
+        return python_loop(None, params, x)
+
+    @jax.jit
+    def step(params, x):
+        return jax.value_and_grad(zero.gather_on_use(functools.partial(loss_fn, x), specs, mesh=mesh))(params)
+
+    got, grads = step(jax.device_put(params, specs), *place_batch((examples(),), mesh))
+    want, want_grads = jax.jit(jax.value_and_grad(functools.partial(loss_fn, examples())))(params)
+    assert_close(got, want)
+    assert_close(grads, want_grads)
+    assert_sharded(grads, specs)
+
+
+def test_params_that_are_returned():
+    mesh, params = mesh_of("8"), mlp()
+    specs = specs_of(params, mesh)
+
+    def fn(params, x):
+        return {"loss": mean_square(block(x, params)), "params": params, "up": params["up"].T, "aux": (None, 1.0)}
+
+    out = jax.jit(zero.gather_on_use(fn, specs, mesh=mesh))(jax.device_put(params, specs), examples())
+    assert_close(out, jax.jit(fn)(params, examples()))
+    assert_sharded(out["params"], specs)  # and not gathered
+
+
+def test_params_that_are_no_floats():
+    mesh = mesh_of("8")
+    params = mlp() | {"order": np.arange(FEATURES)[::-1].copy(), "mask": np.arange(HIDDEN) % 2 == 0}
+    key = jax.random.key(0)
+    specs = {**dict.fromkeys(params, P("data")), "key": P()}
+
+    def loss_fn(params, x):
+        noise = jax.random.normal(params["key"], (HIDDEN,))
+        return mean_square((x[:, params["order"]] @ params["up"] * params["mask"] + noise) @ params["down"])
+
+    gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh)
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    placed = jax.device_put(params | {"key": key}, shardings)
+
+    def value_and_grad(fn):
+        def of_floats(floats, rest, x):
+            return fn(rest | floats, x)
+
+        return jax.jit(jax.value_and_grad(of_floats))
+
+    split = ({n: p[n] for n in ("up", "down")} for p in (placed, params))
+    got = value_and_grad(gathered)(next(split), placed, examples())
+    assert_close(got, value_and_grad(loss_fn)(next(split), params | {"key": key}, examples()))
+    assert {event.path for event in zero.gather_report(loss_fn, specs, placed, examples(), mesh=mesh).events} == {
+        "up",
+        "down",
+    }
+
+
+def test_narrow_params_and_gradients():
+    mesh = mesh_of("8")
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), stacked(LAYERS))
+    specs = specs_of(params, mesh)
+
+    def loss_fn(params, x):
+        return scanned_loop(None, params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh, reduce_dtype=jnp.bfloat16)
+    grads = jax.jit(jax.grad(gathered))(jax.device_put(params, specs), examples())
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    want = jax.jit(jax.grad(functools.partial(scanned_loop, None)))(wide, examples())
+    # 8 bits of mantissa, and errors that add up over three layers and eight partial sums.
+    for grad, exact in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        error = np.abs(np.asarray(grad, np.float32) - exact).max() / np.abs(exact).max()
+        assert error < 0.03, error
+
+
+@pytest.mark.parametrize("form", ["one", "named", "prefix", "none"])
+def test_forms_of_specs(form):
+    mesh, params = mesh_of("8"), {"layers": [mlp(0), mlp(1)], "bias": normal(FEATURES)}
+    specs = {
+        "one": P("data"),
+        "named": jax.tree.map(lambda _: NamedSharding(mesh, P("data")), params),
+        "prefix": {"layers": P(None, "data"), "bias": None},
+        "none": None,
+    }[form]
+
+    def loss_fn(params, x):
+        return python_loop(None, params["layers"], x + params["bias"])
+
+    gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh)
+    assert_close(jax.jit(gathered)(params, examples()), jax.jit(loss_fn)(params, examples()))
+    num_events = len(zero.gather_report(loss_fn, specs, params, examples(), mesh=mesh).events)
+    assert num_events == {"one": 5, "named": 5, "prefix": 4, "none": 0}[form]
+
+
+def test_errors_name_the_param():
+    mesh, params = mesh_of("8"), mlp()
+
+    def run(specs, **options):
+        zero.gather_on_use(lambda params, x: block(x, params), specs, mesh=mesh, **options)(params, examples())
+
+    with pytest.raises(ValueError, match=r"param 'down' of shape \(32, 16\).*3 entries.*2 dims"):
+        run({"up": P("data"), "down": P(None, None, "data")})
+    with pytest.raises(ValueError, match="not a prefix"):
+        run({"up": P("data")})
+    with pytest.raises(ValueError, match=r"none called 'dat'; did you mean 'data'"):
+        run(P("dat"), data_axes=("dat",))
+
+
+def test_without_jit():
+    mesh, params = mesh_of("8"), mlp()
+    specs = specs_of(params, mesh)
+
+    def loss_fn(params, x):
+        return mean_square(block(x, params))
+
+    gathered = zero.gather_on_use(loss_fn, specs, mesh=mesh)
+    got = jax.value_and_grad(gathered)(jax.device_put(params, specs), examples())
+    assert_close(got, jax.value_and_grad(loss_fn)(params, examples()))
+
+
+# --- other transformations -------------------------------------------------------------------------------------------
+
+
+def both_ways(transform, name="loop, remat"):
+    """Applies a transformation to a case and to its gathered form, each jitted, and returns both results."""
+    case, mesh = CASES[name], mesh_of("8")
+    specs = specs_of(case.params, mesh)
+    gathered = zero.gather_on_use(case.fn, specs, mesh=mesh)
+    placed = jax.device_put(case.params, specs), *place_batch(case.args, mesh)
+    return jax.jit(transform(gathered))(*placed), jax.jit(transform(case.fn))(case.params, *case.args)
+
+
+@pytest.mark.parametrize("name", ["loop, kept", "scan, remat", "tied_embedding"])
+def test_jvp(name):
+    def transform(fn):
+        return lambda params, *args: jax.jvp(lambda params: fn(params, *args), (params,), (params,))
+
+    assert_close(*both_ways(transform, name))
+
+
+@pytest.mark.parametrize("name", ["loop, kept", pytest.param("scan, kept", marks=pytest.mark.slow), "lora"])
+def test_hessian_vector_product(name):
+    def transform(fn):
+        def product(params, *args):
+            gradient = jax.grad(lambda params: fn(params, *args))
+            return jax.jvp(gradient, (params,), (params,))[1]
+
+        return product
+
+    assert_close(*both_ways(transform, name))
+
+
+def test_while_loop_in_forward_mode():
+    mesh, params = mesh_of("8"), {"w": normal(FEATURES, FEATURES)}
+
+    def fn(params, x):
+        x, _ = lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ params["w"]), c[1] + 1), (x, x.size // 512))
+        return mean_square(x @ params["w"])
+
+    specs = specs_of(params, mesh)
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh)
+
+    def transform(fn):
+        return jax.jit(lambda params, x: jax.jvp(lambda params: fn(params, x), (params,), (params,)))
+
+    got = transform(gathered)(jax.device_put(params, specs), examples())
+    assert_close(got, transform(fn)(params, examples()))
+    report = zero.gather_report(fn, specs, params, examples(), mesh=mesh)
+    assert [event.reason for event in report.early] == ["before while, which is not looked into"]
+
+
+def test_vmap():
+    mesh = mesh_of("8")
+    ensemble = stacked(2)  # two models, not two layers
+    specs = {"up": P(None, "data"), "down": P("data")}
+
+    def loss_fn(params, x):
+        return mean_square(block(x, params))
+
+    def grads(fn):
+        return jax.jit(jax.vmap(jax.value_and_grad(fn), in_axes=(0, None)))
+
+    got = grads(zero.gather_on_use(loss_fn, specs, mesh=mesh))(ensemble, examples())
+    assert_close(got, grads(loss_fn)(ensemble, examples()))
+
+
+def test_vmap_over_examples():
+    def transform(fn):
+        return lambda params, x: jax.vmap(lambda x: jax.grad(fn)(params, x[None])["up"].sum())(x)
+
+    assert_close(*both_ways(transform, "cond"))
+
+
+# --- what cannot be seen through -------------------------------------------------------------------------------------
+
+
+def manual(x, w):
+    """A matrix product in a shard_map, which wants the whole of `w` on each device."""
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+    return jax.shard_map(lambda x, w: jnp.tanh(x @ w), mesh=mesh_of("8"), **specs)(x, w)
+
+
+def interpreted(x, w):
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] * w_ref[...]
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    return x @ w + call(lax.stop_gradient(x), lax.stop_gradient(w))  # as it is, it has no derivative
+
+
+def fixed(x, w):
+    whole = NamedSharding(mesh_of("8"), P())
+    return jax.jit(jnp.matmul, in_shardings=(NamedSharding(mesh_of("8"), P("data")), whole))(x, w)
+
+
+
+@pytest.mark.parametrize(
+    ("opaque", "reason"),
+    [(manual, "before shard_map"), (interpreted, "before pallas_call"), (fixed, "before jit")],
+)
+def test_falls_back_to_an_early_gather_and_says_so(opaque, reason):
+    params = {"w": normal(FEATURES, FEATURES), "head": normal(FEATURES, HIDDEN)}
+
+    def loss_fn(params, x):
+        return mean_square(opaque(x, params["w"]) @ params["head"])
+
+    report = check(loss_fn, params, examples(), mesh=mesh_of("8"))
+    (event,) = report.early
+    assert event.path == "w" and event.reason.startswith(reason)
+    assert event.gathered_bytes == 4 * FEATURES * FEATURES
+    assert "test_gather.py" in event.where
+    assert str(report).splitlines()[1].startswith("EARLY"), str(report)
+
+
+def test_side_effects_happen_once():
+    mesh, params, seen = mesh_of("8"), mlp(), []
+    specs = specs_of(params, mesh)
+
+    def loss_fn(params, x):
+        jax.debug.callback(lambda w: seen.append(("param", w.shape)), params["up"])
+        io_callback(lambda w: seen.append(("ordered", w.shape)), None, lax.stop_gradient(params["down"]), ordered=True)
+        jax.debug.callback(lambda y: seen.append(("use", y.shape)), x @ params["up"])
+        return mean_square(block(x, params))
+
+    jax.jit(jax.grad(zero.gather_on_use(loss_fn, specs, mesh=mesh)))(jax.device_put(params, specs), examples())
+    jax.effects_barrier()
+    up, down = (FEATURES, HIDDEN), (HIDDEN, FEATURES)
+    assert sorted(seen) == [("ordered", down), ("param", up), ("use", (BATCH_SIZE, HIDDEN))]
+
+
+def test_one_trace_per_compile():
+    mesh, params = mesh_of("8"), stacked(LAYERS)
+    specs = specs_of(params, mesh)
+    traces = {"loss": 0, "block": 0}
+
+    def counted_block(x, params):
+        traces["block"] += 1
+        return block(x, params)
+
+    def loss_fn(params, x):
+        traces["loss"] += 1
+        return scanned_loop(lambda _: jax.checkpoint(counted_block), params, x)
+
+    step = jax.jit(jax.value_and_grad(zero.gather_on_use(loss_fn, specs, mesh=mesh)))
+    placed = jax.device_put(params, specs), *place_batch((examples(),), mesh)
+    step(*placed)
+    plain = dict(traces)
+    assert plain == {"loss": 1, "block": 1}
+    step(*placed)
+    assert traces == plain
+    assert step._cache_size() == 1

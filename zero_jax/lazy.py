@@ -33,6 +33,10 @@ class Value:
     pure: bool
 
 
+class Copies(Value):
+    """A copy of a whole param for each device: the array has a leading dim of devices."""
+
+
 class Roots:
     """Flattens mixed inputs to arrays and back, so that they can cross into a region as its arguments."""
 
@@ -57,7 +61,9 @@ class Roots:
     def rebuild(self, arrays: Sequence[Any]) -> list[Lazy | Value]:
         """Returns the values with other arrays for roots."""
         return [
-            dataclasses.replace(value, roots=tuple(roots)) if isinstance(value, Lazy) else Value(roots[0], value.pure)
+            dataclasses.replace(value, roots=tuple(roots))
+            if isinstance(value, Lazy)
+            else dataclasses.replace(value, array=roots[0])
             for value, roots in self.assign(arrays)
         ]
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.copies import copy_per_device, split_dim
 from zero_jax.jaxprs import Chain, bind, reshard
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.spec import Dims, carries, move_steps, named, without
@@ -99,39 +99,11 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
 
 
 def move_table(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Looks each device's indices up in its own copy of the whole table; copies' gradients are summed shard by shard.
-
-    The copies are a leading dim of the table, sharded over the batch axes. Their gradients go from devices to shards by
-    one all-to-all for each mesh axis and are summed where they land: the bytes of a reduce-scatter.
-    """
-    mesh, data = plan.mesh, [axis for axis in plan.axes.data if plan.mesh.shape[axis] > 1]
-    shape, lead = table.shape, [axis for axis in plan.axes.replica if mesh.shape[axis] > 1]
-
-    def placed(axes: list[str]) -> Dims:
-        return tuple(tuple(axis for axis in dim if axis in axes) for dim in plan.dims)
-
-    def copy(x: jax.Array, at: int, axis: str, lead: list[str], before: Dims, after: Dims) -> jax.Array:
-        x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], mesh.shape[axis], *x.shape[at:]))
-        stacked = tuple((name,) for name in lead)
-        landed = tuple(() if i == at else entry for i, entry in enumerate(stacked))
-        backward = [named(mesh, (*stacked, *before))]
-        if after != before:
-            backward.append(named(mesh, (*landed, *after)))
-        whole = named(mesh, (*stacked, *((),) * len(shape)))
-        return reshard(x, forward=Chain((whole,)), backward=Chain(tuple(backward)))
-
-    for i, axis in enumerate(lead):
-        table = copy(table, i, axis, lead[: i + 1], placed(data), placed(data))
-    num_replicas = len(lead)
-    for i in reversed(range(len(data))):  # the first axis is copied last, and so summed first
-        lead.insert(num_replicas, data[i])
-        table = copy(table, num_replicas, data[i], lead, placed(data[:i]), placed(data[: i + 1]))
-    num_copies = axis_size(mesh, lead)
-    size, row = indices.shape[plan.row], plan.row
-    split = indices.reshape(*indices.shape[:row], num_copies, size // num_copies, *indices.shape[row + 1 :])
-    lookup = jax.vmap(lambda t, i: bind(eqn, [t, i])[0], in_axes=(0, row), out_axes=plan.out_row)
-    out = lookup(table.reshape(num_copies, *shape), split)
-    return out.reshape(eqn.outvars[0].aval.shape)
+    """Looks each device's indices up in its own copy of the whole table; gradients are summed shard by shard."""
+    copies = copy_per_device(table, plan.dims, mesh=plan.mesh, axes=plan.axes)
+    split = split_dim(indices, plan.row, copies.shape[0])
+    lookup = jax.vmap(lambda t, i: bind(eqn, [t, i])[0], in_axes=(0, plan.row), out_axes=plan.out_row)
+    return lookup(copies, split).reshape(eqn.outvars[0].aval.shape)
 
 
 def _to_rows(start: Dims, row: int, data: Sequence[str]) -> list[Dims]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,24 +172,18 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 
 
 def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement) -> TrainState:
-    """Makes a train state from params, each leaf constrained to where it lies."""
+    """Makes a train state from params, each leaf constrained to where it lies; params are not yet gathered."""
     sharded = jax.tree.map(
         lax.with_sharding_constraint,
         cast_floating(params, placement.precision.master),
         placement.param_shardings("master"),
     )
-    opt_state = tx.init(trainable(sharded))
     precision = placement.precision
-    if placement.keeps_copy:
-        kept, master = placement.gather(sharded, precision.param), sharded
-    else:
-        # Without a copy the params are the master params, and lie as the group `params` does.
-        kept, master = jax.tree.map(lax.with_sharding_constraint, sharded, placement.param_shardings("params")), None
     return TrainState(
         step=jnp.int32(0),
-        params=kept,
-        master=master,
-        opt_state=opt_state,
+        params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
+        master=sharded if placement.keeps_copy else None,
+        opt_state=tx.init(trainable(sharded)),
         key=key,
         loss_scale=init_loss_scale(precision.loss_scale),
         num_skipped_steps=jnp.int32(0),
@@ -299,21 +294,52 @@ def init_state(
       mesh: the mesh.
       config: stage, precision and rules.
     """
-    make = init_fn if callable(init_fn) else None
+    # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
+    made = not callable(init_fn) or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    make = None if made and not isinstance(init_fn, jax.tree_util.Partial) else init_fn
     shapes = abstract_state(make or (lambda _: init_fn), tx, key, mesh=mesh, config=config)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
     placement = make_placement(shapes.params, mesh=mesh, config=config)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    build, given, key = _init_program(make, init_fn, tx, key, shapes, placement)
+    state = build(given, key)
+    # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
+    params = jax.tree.map(_gather_leaf, state.params, shardings.params)
+    return dataclasses.replace(state, params=params)
+
+
+def _init_program(
+    make: Any,
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    key: jax.Array,
+    shapes: TrainState,
+    placement: Placement,
+) -> tuple[Any, PyTree, jax.Array]:
+    """Returns the jitted program that makes a state whose params are still sharded, and its two arguments."""
 
     def build(params: PyTree, key: jax.Array) -> TrainState:
         params = make(key) if make else params
         return _build_state(params, tx, jax.random.fold_in(key, 0x2E60), placement)
 
-    given = None
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
+    given, donated = None, False
     if make is None:
-        target = placement.param_shardings("master")
-        given = jax.tree.map(jax.device_put, init_fn, target)
-    key = jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
-    return jax.jit(build, out_shardings=shardings)(given, key)
+        # Copies of our own, so that they can be donated and the state need not be held twice.
+        copy = functools.partial(jax.device_put, may_alias=False)
+        given = jax.tree.map(copy, params, placement.param_shardings("master"))
+        masters = shapes.params if shapes.master is None else shapes.master
+        donated = all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(masters), strict=True))
+    key = jax.device_put(key, NamedSharding(placement.mesh, PartitionSpec()))
+    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given, key
+
+
+def _gather_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:

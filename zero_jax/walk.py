@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax import jaxprs
+from zero_jax.copies import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
 from zero_jax.jaxprs import Chain
-from zero_jax.lazy import Lazy, Roots, Value, as_array
+from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
@@ -92,7 +93,9 @@ class Walk:
         within = dataclasses.replace(frame, ends_forward=False)
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
-            if any(isinstance(value, Lazy) for value in values):
+            if any(isinstance(value, Copies) for value in values):
+                outs = self.copied(eqn, values, within)
+            elif any(isinstance(value, Lazy) for value in values):
                 handler = self.handlers.get(eqn.primitive.name, self.first_order)
                 outs = handler(eqn, values, frame if eqn is last else within)
             else:
@@ -159,6 +162,25 @@ class Walk:
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         return [Value(out, pure) for out in region(*split.arrays)]
+
+    def copied(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+        """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
+        name = eqn.primitive.name
+        if name in self.handlers:
+            return self.handlers[name](eqn, values, frame)
+        mesh, axes = self.options.mesh, self.options.axes
+        arrays = [self.whole(v, *v.roots) if isinstance(v, Lazy) else v.array for v in values]
+        places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
+        if name in SAME_PARAM and all(isinstance(value, Lazy) or value.pure for value in values):
+            in_axes = [0 if i in places else None for i in range(len(values))]
+            return [Copies(jax.vmap(lambda *xs: jaxprs.bind(eqn, xs)[0], in_axes=in_axes)(*arrays), pure=True)]
+        dims = None
+        if name == "dot_general" and len(places) == 1:
+            dims = example_dims(eqn, places[0], self.batch_sizes, axis_size(mesh, axes.batch))
+        if dims is None:  # any of the copies will do
+            first = [Value(v.array[0], pure=True) if isinstance(v, Copies) else v for v in values]
+            return self.first_order(eqn, first, frame)
+        return [Value(multiply(eqn, arrays, places[0], dims, mesh=mesh, axes=axes), pure=False)]
 
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""
@@ -299,13 +321,23 @@ class Walk:
         ]
         num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
         hoisted = length > 1 and (num_bytes <= self.options.max_hoisted_bytes or self.options.stored_whole)
+        mesh, axes = self.options.mesh, self.options.axes
+        num_blocks = axis_size(mesh, axes.batch)
         consts: list[Lazy | Value] = []
-        for value, used in zip(values, invariant, strict=True):
-            if used and hoisted:
-                self.note(value, eqn, f"once before {length} iterations that use it", early=False)
-                consts.append(Value(self.whole(value, *value.roots), pure=True))
-            else:
+        for value, used, var in zip(values, invariant, jaxpr.invars, strict=False):
+            if not (used and hoisted):
                 consts.append(value)
+                continue
+            self.note(value, eqn, f"once before {length} iterations that use it", early=False)
+            if only_multiplied(jaxpr, var, self.batch_sizes, num_blocks):
+                array = jaxprs.reshard(
+                    value.build(*value.roots),
+                    forward=self.gathering(value.dims),
+                    backward=Chain((named(mesh, value.dims),)),
+                )
+                consts.append(Copies(copy_per_device(array, value.dims, mesh=mesh, axes=axes), pure=True))
+            else:
+                consts.append(Value(self.whole(value, *value.roots), pure=True))
         return consts
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:

@@ -1,0 +1,104 @@
+"""A copy of a param for each device, so that gradients add up on the device and are summed across devices once.
+
+XLA resolves a gradient that is partial on each device where it arises: in every iteration of a loop, or as an
+all-reduce of a scatter-add. Copies are a leading dim sharded over the batch axes. Making them moves nothing, and their
+gradients go from devices to shards by one all-to-all for each mesh axis and are summed where they land: the bytes of a
+reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zero_jax.jaxprs import Chain, bind, inner_jaxprs, is_literal, open_jaxpr, reshard
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.spec import Dims, named
+
+# What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
+SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})
+
+
+def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes) -> jax.Array:
+    """Returns `[devices of the batch axes, ...]` copies of a whole array whose cotangent goes to the shards `dims`."""
+    data = [axis for axis in axes.data if mesh.shape[axis] > 1]
+    shape, lead = x.shape, [axis for axis in axes.replica if mesh.shape[axis] > 1]
+
+    def placed(axes: list[str]) -> Dims:
+        return tuple(tuple(axis for axis in dim if axis in axes) for dim in dims)
+
+    def copy(x: jax.Array, at: int, axis: str, lead: list[str], before: Dims, after: Dims) -> jax.Array:
+        x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], mesh.shape[axis], *x.shape[at:]))
+        stacked = tuple((name,) for name in lead)
+        landed = tuple(() if i == at else entry for i, entry in enumerate(stacked))
+        backward = [named(mesh, (*stacked, *before))]
+        if after != before:
+            backward.append(named(mesh, (*landed, *after)))
+        whole = named(mesh, (*stacked, *((),) * len(shape)))
+        return reshard(x, forward=Chain((whole,)), backward=Chain(tuple(backward)))
+
+    for i, axis in enumerate(lead):
+        x = copy(x, i, axis, lead[: i + 1], placed(data), placed(data))
+    num_replicas = len(lead)
+    for i in reversed(range(len(data))):  # the first axis is copied last, and so summed first
+        lead.insert(num_replicas, data[i])
+        x = copy(x, num_replicas, data[i], lead, placed(data[:i]), placed(data[: i + 1]))
+    return x.reshape(axis_size(mesh, lead), *shape)
+
+
+def split_dim(x: jax.Array, dim: int, num_blocks: int) -> jax.Array:
+    """Splits a dim into blocks: `[..., size, ...]` to `[..., num_blocks, size // num_blocks, ...]`."""
+    return x.reshape(*x.shape[:dim], num_blocks, x.shape[dim] // num_blocks, *x.shape[dim + 1 :])
+
+
+def only_multiplied(jaxpr: Any, var: Any, batch_sizes: frozenset[int], num_blocks: int) -> bool:
+    """Tells whether a loop body does nothing with a param but multiply examples with it."""
+    same = {var}
+    for eqn in jaxpr.eqns:
+        places = [i for i, atom in enumerate(eqn.invars) if not is_literal(atom) and atom in same]
+        if not places:
+            continue
+        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+        if name in ("jit", "pjit", "remat2", "checkpoint") and len(inner) == 1:
+            body, _ = open_jaxpr(inner[0])
+            if not all(only_multiplied(body, body.invars[i], batch_sizes, num_blocks) for i in places):
+                return False
+        elif name in SAME_PARAM:
+            same.update(eqn.outvars)
+        elif name != "dot_general" or len(places) > 1 or example_dims(eqn, places[0], batch_sizes, num_blocks) is None:
+            return False
+    return not any(atom in same for atom in jaxpr.outvars if not is_literal(atom))
+
+
+def example_dims(eqn: Any, param: int, batch_sizes: frozenset[int], num_blocks: int) -> tuple[int, int] | None:
+    """Returns the dim of examples in the other factor of a `dot_general` and in its result, or None."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    other = 1 - param
+    shape = eqn.invars[other].aval.shape
+    free = [i for i in range(len(shape)) if i not in contracting[other] and i not in batch[other]]
+    rows = [i for i in free if shape[i] in batch_sizes and shape[i] % num_blocks == 0]
+    if not rows:
+        return None
+    num_free_left = eqn.invars[0].aval.ndim - len(contracting[0]) - len(batch[0])
+    before = len(batch[0]) + (num_free_left if other == 1 else 0)
+    return rows[0], before + free.index(rows[0])
+
+
+def multiply(
+    eqn: Any, factors: Sequence[jax.Array], param: int, dims: tuple[int, int], *, mesh: Mesh, axes: Axes
+) -> Any:
+    """Evaluates a `dot_general` of examples with copies of a param, each device's examples with its own copy."""
+    row, out_row = dims
+    other = 1 - param
+    blocks = split_dim(factors[other], row, factors[param].shape[0])
+    spec = tuple(axes.batch if i == row else () for i in range(blocks.ndim))
+    blocks = jax.lax.with_sharding_constraint(blocks, named(mesh, spec))
+    operands = [factors[0], blocks] if other else [blocks, factors[1]]
+    product = jax.vmap(lambda *xs: bind(eqn, xs)[0], in_axes=(0, row) if other else (row, 0), out_axes=out_row)(
+        *operands
+    )
+    return product.reshape(eqn.outvars[0].aval.shape)

@@ -295,27 +295,30 @@ def init_state(
       config: stage, precision and rules.
     """
     # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
-    made = not callable(init_fn) or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
-    make = None if made and not isinstance(init_fn, jax.tree_util.Partial) else init_fn
+    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    is_function = callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial))
+    make = init_fn if is_function else None
     shapes = abstract_state(make or (lambda _: init_fn), tx, key, mesh=mesh, config=config)
     placement = make_placement(shapes.params, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    build, given, key = _init_program(make, init_fn, tx, key, shapes, placement)
-    state = build(given, key)
+    build, given = _init_program(make, init_fn, tx, shapes, placement)
+    state = build(given, jax.device_put(key, NamedSharding(mesh, PartitionSpec())))
     # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
     params = jax.tree.map(_gather_leaf, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
 
 
 def _init_program(
-    make: Any,
+    make: Callable[[jax.Array], PyTree] | None,
     params: PyTree,
     tx: optax.GradientTransformation,
-    key: jax.Array,
     shapes: TrainState,
     placement: Placement,
-) -> tuple[Any, PyTree, jax.Array]:
-    """Returns the jitted program that makes a state whose params are still sharded, and its two arguments."""
+) -> tuple[Any, PyTree]:
+    """Returns the jitted `program(given, key)` that makes a state whose params are still sharded, and `given`.
+
+    `make` is the function that makes the params from a key, or None where `params` are given.
+    """
 
     def build(params: PyTree, key: jax.Array) -> TrainState:
         params = make(key) if make else params
@@ -330,8 +333,7 @@ def _init_program(
         given = jax.tree.map(copy, params, placement.param_shardings("master"))
         masters = shapes.params if shapes.master is None else shapes.master
         donated = all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(masters), strict=True))
-    key = jax.device_put(key, NamedSharding(placement.mesh, PartitionSpec()))
-    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given, key
+    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
 
 
 def _gather_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:

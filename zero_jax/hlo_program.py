@@ -1,0 +1,189 @@
+"""The text of a compiled XLA program as computations and instructions, with the trip counts of its loops."""
+
+import bisect
+import collections
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
+_ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\(")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
+LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+CALLER = re.compile(r"while|fusion|call|conditional|custom-call|[a-z-]+-start")
+_CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
+_CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
+_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
+_ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
+_PASS_THROUGH = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape", "opt-barrier")
+
+
+class Instruction(NamedTuple):
+    """One line of a computation; `operands_at` is where its operands start in the line."""
+
+    name: str
+    opcode: str
+    shape: str
+    line: str
+    operands_at: int
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        text, depth, end = self.line, 1, self.operands_at
+        while depth and end < len(text):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        inside = LAYOUT_OR_COMMENT.sub("", text[self.operands_at : end - 1])
+        return re.findall(r"%([^\s,()]+)", inside) or [part.split()[-1] for part in inside.split(",") if part.strip()]
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The computations that it calls, by role (a number for the branches of a conditional)."""
+        lists = ",".join(_CALLED_LISTS.findall(self.line))
+        listed = re.findall(r"[^%\s,]+", lists)
+        return dict(_CALLED.findall(self.line)) | {str(number): name for number, name in enumerate(listed)}
+
+
+class Program:
+    """The computations of an HLO module, who calls them, and the values of their integer constants."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.callers: dict[str, list[tuple[str, Instruction]]] = collections.defaultdict(list)
+        header = re.search(r"^HloModule.*", text, re.MULTILINE)
+        sizes = re.findall(r"\b(?:num_partitions|replica_count)=\d+", header[0] if header else "")
+        self.num_devices = math.prod(integers("".join(sizes)))
+        self.entry = ""
+        self._roots: dict[str, str] = {}
+        self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        computation = table = ""
+        for line in text.split("\n"):
+            if line.startswith(" "):
+                if match := _INSTRUCTION.match(line):
+                    instruction = Instruction(match[2], match[4], match[3], line, match.end())
+                    self.computations[computation][instruction.name] = instruction
+                    if match[1]:
+                        self._roots[computation] = instruction.name
+                    if CALLER.fullmatch(instruction.opcode):
+                        for called in instruction.called.values():
+                            self.callers[called].append((computation, instruction))
+                elif _ANY_COLLECTIVE.search(line):
+                    raise ValueError(f"unreadable collective, please report this line: {line.strip()!r}")
+            elif line.endswith("{") and (match := _COMPUTATION.match(line)):
+                computation = match[2]
+                self.computations[computation] = {}
+                self.entry = computation if match[1] else self.entry
+            elif not self.computations and line[:1].isdigit():
+                key, _, value = line.partition(" ")
+                self._tables[table][key] = value
+            elif line.isalpha():
+                table = line
+        if not self.entry:
+            raise ValueError("no ENTRY computation in the HLO: pass the text of a compiled program, compiled.as_text()")
+
+    def starts_asynchronously(self, computation: str) -> bool:
+        """Whether XLA:TPU starts an asynchronous collective in a computation."""
+        return any('"AsyncCollectiveStart"' in one.line for one in self.computations[computation].values())
+
+    def source(self, line: str) -> str:
+        """The 'file:line' that an instruction's metadata names, directly or through the module's stack frame tables."""
+        if match := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', line):
+            return f"{match[1]}:{match[2] or 0}"
+        ids = {"stack_frame_id": ""} | dict(re.findall(r"(stack_frame_id)=(\d+)", line))
+        for table, key in (("StackFrames", "stack_frame_id"), ("FileLocations", "file_location_id")):
+            ids |= dict(re.findall(r"(\w+)=(\d+)", self._tables[table].get(ids.get(key, ""), "")))
+        file_name = self._tables["FileNames"].get(ids.get("file_name_id", ""), "").strip('"')
+        return f"{file_name}:{ids['line']}" if file_name and "line" in ids else ""
+
+    def num_trips(self, computation: str, loop: Instruction) -> int | None:
+        """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition."""
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+            return int(match[1])
+        body, condition, initial = loop.called["body"], loop.called["condition"], loop.operands[0]
+        varying: set[tuple] = set()
+
+        def at_start(path: tuple) -> Any:
+            return self._value(computation, initial, path, self._passed_by_callers(computation))
+
+        def state(known: dict[tuple, int]) -> Callable[[int, tuple], Any]:
+            def argument(_: int, path: tuple) -> Any:
+                if path in known or not self._keeps(body, path):
+                    varying.add(path)
+                    return known.get(path)
+                return at_start(path)
+
+            return argument
+
+        self._result(condition, (), state({}))
+        if len(varying) != 1:
+            return None
+        (path,) = varying
+        start = at_start(path)
+        second = self._result(body, path, state({path: start}))
+        third = self._result(body, path, state({path: second}))
+        if start is None or second is None or third is None or not (step := second - start) or third - second != step:
+            return None
+
+        def goes_on(trips: int) -> Any:
+            return self._result(condition, (), state({path: start + trips * step}))
+
+        trips = bisect.bisect_left(range(2**40), True, key=lambda trips: not goes_on(trips))
+        return trips if goes_on(0) is not None and trips < 2**40 else None
+
+    def _value(self, computation: str, name: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
+        """The integer (or whatever `argument` yields) at a path of tuple indices in a value, or None if unknown."""
+        instruction = self.computations.get(computation, {}).get(name)
+        if instruction is None:
+            return None
+        opcode, line, operands = instruction.opcode, instruction.line, instruction.operands
+
+        def value(operand: str, path: tuple = ()) -> Any:
+            return self._value(computation, operand, path, argument)
+
+        if opcode == "constant":
+            return int(operands[0]) if operands and re.fullmatch(r"-?\d+", operands[0]) else None
+        if opcode == "parameter":
+            return argument(int(operands[0]), path)
+        if opcode == "get-tuple-element" and (match := re.search(r"\bindex=(\d+)", line)):
+            return value(operands[0], (int(match[1]), *path))
+        if opcode == "tuple" and path:
+            return value(operands[path[0]], path[1:])
+        if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
+            return value(operands[0], path)
+        if opcode in ("fusion", "call"):
+            return self._result(next(iter(instruction.called.values())), path, lambda i, path: value(operands[i], path))
+        match = re.search(r"\bdirection=(\w+)", line) if opcode == "compare" else None
+        function = _COMPARE.get(match[1]) if match else _ARITHMETIC.get(opcode)
+        values = [value(operand) for operand in operands] if function else []
+        return function(*values) if function and all(isinstance(value, int) for value in values) else None
+
+    def _result(self, computation: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
+        return self._value(computation, self._roots.get(computation, ""), path, argument)
+
+    def _keeps(self, body: str, path: tuple) -> bool:
+        """Whether a loop's body hands this part of its state on as it came."""
+        mark = object()
+        return self._result(body, path, lambda _, asked: mark if asked == path else None) is mark
+
+    def _passed_by_callers(self, computation: str) -> Callable[[int, tuple], Any]:
+        """The arguments of a computation, where its callers agree on them."""
+
+        def argument(number: int, path: tuple) -> Any:
+            values = set()
+            for caller, call in self.callers[computation]:
+                changes = call.opcode == "while" and not self._keeps(call.called["body"], path)
+                if changes or call.opcode == "conditional":
+                    return None
+                values.add(self._value(caller, call.operands[number], path, self._passed_by_callers(caller)))
+            return values.pop() if len(values) == 1 else None
+
+        return argument
+
+
+def integers(text: str) -> list[int]:
+    """Returns the runs of digits in a text."""
+    return [int(digits) for digits in re.findall(r"\d+", text)]

@@ -15,9 +15,9 @@ def make_model(key):
     return eqx.nn.MLP(in_size=64, out_size=10, width_size=256, depth=3, activation=jax.nn.gelu, key=key)
 
 
-# What is not an array (activation functions, sizes) is split off once.
-static = eqx.partition(eqx.filter_eval_shape(make_model, jax.random.key(0)), eqx.is_array_like)[1]
-static = eqx.filter(static, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
+# What is not an array (activation functions, sizes) stays outside of the params.
+shapes = eqx.filter_eval_shape(make_model, jax.random.key(0))
+static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
 
 
 def init_fn(key):

@@ -1,12 +1,12 @@
-"""What the tests of gather-on-use share: the shapes, and the check that the transformed function is the same function."""
+"""What the tests of gather-on-use share: shapes, and the check that the transformed function is the same one."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from reference import MIN_SHARD_SIZE
 
 import zero_jax as zero
-from reference import MIN_SHARD_SIZE
 
 LAYERS, FEATURES, HIDDEN, ROWS, LENGTH, BATCH_SIZE = 3, 16, 32, 24, 8, 16
 

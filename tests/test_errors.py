@@ -102,7 +102,7 @@ def test_spec_errors(fields, message):
 
 def test_spec_that_does_not_divide():
     with pytest.raises(
-        ValueError, match="'in' of shape .8, 16.: dim 0 is not divisible by the 3 devices.*leave it whole"
+        ValueError, match=r"'in' of shape .8, 16.: dim 0 is not divisible by the 3 devices.*leave it whole"
     ):
         make_on(mesh_of("3"), param_specs={"in": P("data"), "out": P()})
 
@@ -150,7 +150,7 @@ def test_loss_weight_that_is_not_in_aux():
     config = reference.make_config(stage=1, num_microbatches=2, loss_weight="tokens")
     for loss in (loss_fn, lambda p, b: (loss_fn(p, b), {"token": 1.0})):
         step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=config)
-        with pytest.raises(ValueError, match="loss_weight='tokens', but the aux.* has no such entry"):
+        with pytest.raises(ValueError, match=r"loss_weight='tokens', but the aux.* has no such entry"):
             step(stage_1_state(), make_batch())
 
 
@@ -173,7 +173,7 @@ def test_state_errors(tx, fields, message):
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=reference.make_config(**fields))
     with pytest.raises(ValueError, match=message):
         step(stage_1_state(), make_batch())
-    with pytest.raises(ValueError, match="takes the TrainState that zero.init_state returns, not a dict"):
+    with pytest.raises(ValueError, match=r"takes the TrainState that zero.init_state returns, not a dict"):
         step(host_params(), make_batch())
 
 

@@ -1,25 +1,59 @@
-"""Every example runs as it stands, in a process of its own."""
+"""The examples run as they say, on 8 simulated devices and on one, and their loss falls."""
 
+import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-EXAMPLES = sorted((pathlib.Path(__file__).parents[1] / "examples").glob("*.py"))
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+NEEDS = {"equinox_model.py": "equinox"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs_and_learns(path):
-    result = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, env={**os.environ})
-    assert result.returncode == 0, result.stderr
-    losses = [float(line.split("loss")[1].split()[0]) for line in result.stdout.splitlines() if "loss" in line]
-    assert len(losses) >= 2
-    assert losses[-1] < 0.5 * losses[0]
+def run(name, *, num_devices):
+    """Runs an example with warnings as errors and returns what it prints."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(num_devices), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_fits_on_a_page(path):
-    assert len(path.read_text().splitlines()) <= 80
+def test_there_are_examples_and_they_are_short():
+    assert {"pjit_loop.py", "flax_linen.py", "flax_nnx.py", "equinox_model.py"} <= set(EXAMPLES)
+    for name in EXAMPLES:
+        text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 80, name
+        assert f"python examples/{name}" in text, name
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [
+        ("pjit_loop.py", 8),
+        # Each takes some ten seconds where all cores are busy.
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in EXAMPLES if name != "pjit_loop.py"),
+        pytest.param("pjit_loop.py", 1, marks=pytest.mark.slow),
+        pytest.param("flax_linen.py", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_example(name, num_devices):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    printed = run(name, num_devices=num_devices)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) >= 3 and losses[-1] < 0.1 * losses[0], printed
+    # What lies where, in words that a reader can check.
+    assert re.search(r"lies as|MiB a device", printed), printed
+    if num_devices > 1:
+        assert "data" in printed, printed
+
+
+def test_the_jit_loop_changes_three_lines():
+    text = (ROOT / "examples" / "pjit_loop.py").read_text(encoding="utf-8")
+    assert len(re.findall(r"# zero$", text, re.MULTILINE)) == 3

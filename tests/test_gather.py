@@ -148,6 +148,43 @@ case(RNN, SEQUENCES, name="rnn, gathered once")(rnn)
 case(RNN, SEQUENCES, name="rnn, gathered in each iteration", max_hoisted_bytes=0)(rnn)
 
 
+@case(RNN | {"bias": normal(FEATURES), "out": normal(2 * FEATURES, FEATURES)}, SEQUENCES)
+def recurrent_params_in_many_forms(params, x):
+    def cell(carry, x):
+        h, c = carry
+        both = jnp.concatenate([h, x], axis=-1) @ jnp.concatenate([params["recurrent"], params["input"]])
+        c = jax.nn.sigmoid(both + params["bias"]) * c + jax.jit(jnp.matmul)(x, params["recurrent"].T)
+        h = jax.checkpoint(jnp.tanh)(jnp.concatenate([h, c], axis=-1) @ params["out"])
+        return (h, c), jnp.einsum("ij,bj->bi", params["input"], x)
+
+    zeros = jnp.zeros(x.shape[1:])
+    (h, _), ys = lax.scan(cell, (zeros, zeros), x)
+    return mean_square(h) + mean_square(ys)
+
+
+@case(RNN, SEQUENCES)
+def recurrent_params_in_nested_loops(params, x):
+    def outer(h, x):
+        def inner(_, h):
+            return jnp.tanh(h @ params["recurrent"] + x @ params["input"])
+
+        return lax.fori_loop(0, 2, inner, h), (h @ params["input"]).sum()
+
+    h, sums = lax.scan(jax.checkpoint(outer), jnp.zeros(x.shape[1:]), x)
+    return mean_square(h) + sums.mean()
+
+
+@case(RNN, SEQUENCES)
+def recurrent_params_of_each_example(params, x):
+    def run(x):
+        def cell(h, x):
+            return jnp.tanh(params["recurrent"] @ h + params["input"] @ x), None
+
+        return lax.scan(cell, jnp.zeros(FEATURES), x)[0]
+
+    return mean_square(jax.vmap(run, in_axes=1)(x))
+
+
 @case(stacked(LAYERS), examples())
 def fori_loop_over_layers(params, x):
     return mean_square(lax.fori_loop(0, LAYERS, lambda i, x: block(x, jax.tree.map(lambda p: p[i], params)), x))
@@ -385,9 +422,7 @@ def regularizers(params, x):
 @case({"w": normal(8, 4, 4, 8)}, normal(8, 8, 8, 4, scale=1.0))
 def convolution(params, x):
     kernel = params["w"].reshape(4, 4, 8, 8)[:, :, :4]
-    return mean_square(
-        lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    )
+    return mean_square(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
 
 
 @case({"w": normal(FEATURES, HIDDEN)}, examples())
@@ -476,6 +511,9 @@ KINDS = (
     "nested_scans",
     "scan_over_layer_numbers",
     "rnn, gathered once",
+    "recurrent_params_in_many_forms",
+    "recurrent_params_in_nested_loops",
+    "recurrent_params_of_each_example",
     "cond",
     "custom_vjp",
     "tied_embedding",
@@ -489,7 +527,12 @@ KINDS = (
     "experts",
     "activations_of_the_params_shape",
 )
-QUICK = {("staged222", "tied_embedding"), ("replica", "loop, kept"), ("staged24", "attention"), ("model", "scan, remat")}
+QUICK = {
+    ("staged222", "tied_embedding"),
+    ("replica", "loop, kept"),
+    ("staged24", "attention"),
+    ("model", "scan, remat"),
+}
 
 
 @pytest.mark.parametrize(
@@ -703,7 +746,9 @@ def test_while_loop_in_forward_mode():
     mesh, params = mesh_of("8"), {"w": normal(FEATURES, FEATURES)}
 
     def fn(params, x):
-        x, _ = lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ params["w"]), c[1] + 1), (x, x.size // 512))
+        x, _ = lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ params["w"]), c[1] + 1), (x, x.size // 512)
+        )
         return mean_square(x @ params["w"])
 
     specs = specs_of(params, mesh)
@@ -762,7 +807,6 @@ def interpreted(x, w):
 def fixed(x, w):
     whole = NamedSharding(mesh_of("8"), P())
     return jax.jit(jnp.matmul, in_shardings=(NamedSharding(mesh_of("8"), P("data")), whole))(x, w)
-
 
 
 @pytest.mark.parametrize(

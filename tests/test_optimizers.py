@@ -11,6 +11,7 @@ import optax.contrib
 import pytest
 import reference
 from reference import assert_close, assert_placed_alike, mesh_of, run_plain
+
 from zero_jax.tree import leaf_names, path_name
 
 # Sums over a batch are made in another order on several devices, which float32 rounds at 6e-8, and steps of 0.01 hardly
@@ -71,9 +72,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
     "muon": lambda: optax.contrib.muon(1e-2),
-    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
     "sm3": lambda: optax.sm3(1e-2),
-    "lbfgs": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
     "chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.1),
         optax.scale_by_adam(),
@@ -92,6 +91,8 @@ OPTIMIZERS = {
     "reduce_on_plateau": lambda: optax.chain(
         optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=1)
     ),
+    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
+    "lbfgs": lambda: optax.lbfgs(1e-2, memory_size=2, linesearch=None),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2, warmup_steps=1),
     "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(1e-2)),
     "lamb": lambda: optax.lamb(1e-2),
@@ -100,7 +101,7 @@ OPTIMIZERS = {
     "prodigy": lambda: optax.contrib.prodigy(),
     "polyak_sgd": lambda: optax.polyak_sgd(0.1),
 }
-OFTEN_USED = list(OPTIMIZERS)[:19]
+OFTEN_USED = list(OPTIMIZERS)[:17]
 
 
 def cases():
@@ -129,7 +130,7 @@ def test_equals_one_device_and_keeps_its_place(name, stage):
 
 
 def assert_lies_as_params(opt_state, name):
-    """Asserts that leaves shaped as a param are sharded as it is, and that large ones of other shapes are sharded too."""
+    """Asserts that leaves shaped as a param are sharded as it is, and that others are sharded where they divide."""
     shapes = dict(zip(leaf_names(host_params()), (x.shape for x in jax.tree.leaves(host_params())), strict=True))
     dims = {"in/kernel": (16, 8), "in/bias": (8,), "out/kernel": (32, 2)}  # of the shards on 4 devices
     found = 0
@@ -195,7 +196,7 @@ def test_frozen_params_cost_nothing(stage, precision):
     before = reference.to_host((state.params, state.master))
     assert gradients_computed(step, state, batches[0]) == {"lora/down", "lora/up"}
     for batch in batches:
-        state, metrics = step(state, batch)
+        state, _ = step(state, batch)
     after = reference.to_host((state.params, state.master))
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert (old == new).all() == ("base" in path_name(path)), path_name(path)

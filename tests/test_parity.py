@@ -26,11 +26,10 @@ NUM_STEPS = 3
 STAGES = (0, 1, 2, 3)
 MESH_NAMES = ("1", "2", "4", "8", "replica", "staged222", "staged24")
 
-# Every stage, mesh and number of microbatches, and the pairs that run different code: stages 0 and 1 accumulate each
-# device's gradients, stages 2 and 3 shards.
+# Every stage, mesh and number of microbatches, and the pairs that run different code: stage 1 (and 0, in the same way)
+# accumulates each device's gradients, stages 2 and 3 shards.
 COVERING = [
     (0, "8", 1),
-    (0, "replica", 2),
     (1, "2", 1),
     (1, "staged222", 2),
     (1, "4", 4),
@@ -130,6 +129,7 @@ def weighted_loss(params, batch):
         "errors": errors,
         "error": loss,
         "bias": bias,
+        "statistics": jnp.full(12, loss),  # as many as some microbatches have examples
         "count": errors.shape[0],
         "one": 1.0,
     }
@@ -156,20 +156,20 @@ def first_aux():
 
 
 @pytest.mark.parametrize(
-    ("stage", "mesh", "num_microbatches"),
+    ("stage", "mesh", "num_microbatches", "loss_weight"),
     [
-        (1, "replica", 2),
-        (2, "staged24", 2),
-        (3, "4", 4),
-        pytest.param(0, "8", 1, marks=pytest.mark.slow),
-        pytest.param(0, "8", 2, marks=pytest.mark.slow),
-        pytest.param(1, "4", 4, marks=pytest.mark.slow),
-        pytest.param(1, "staged222", 2, marks=pytest.mark.slow),
-        pytest.param(2, "8", 4, marks=pytest.mark.slow),
-        pytest.param(3, "replica", 2, marks=pytest.mark.slow),
+        (1, "replica", 2, "num_tokens"),
+        (2, "staged24", 2, "auto"),
+        (3, "4", 4, "num_tokens"),
+        pytest.param(0, "8", 1, "auto", marks=pytest.mark.slow),
+        pytest.param(0, "8", 2, "num_tokens", marks=pytest.mark.slow),
+        pytest.param(1, "4", 4, "auto", marks=pytest.mark.slow),
+        pytest.param(1, "staged222", 2, "auto", marks=pytest.mark.slow),
+        pytest.param(2, "8", 3, "num_tokens", marks=pytest.mark.slow),
+        pytest.param(3, "replica", 2, "auto", marks=pytest.mark.slow),
     ],
 )
-def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches):
+def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_microbatches, loss_weight):
     params, (grads, _), losses = plain_weighted_run()
     state, history = run_zero(
         weighted_loss,
@@ -178,13 +178,38 @@ def test_microbatches_with_uneven_weights_equal_one_batch(stage, mesh, num_micro
         mesh=mesh_of(mesh),
         stage=stage,
         num_microbatches=num_microbatches,
-        loss_weight="num_tokens",
+        loss_weight=loss_weight,
     )
     assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
     assert_close(state.opt_state[0], grads, tolerance=FLOAT32)
     assert_close(state.params, params, tolerance=FLOAT32)
-    assert_close(history[0].aux, first_aux(), tolerance=FLOAT32)
-    assert history[0].aux["count"] == 48  # integers are summed: each call counts its own examples
+    aux, expected = dict(history[0].aux), dict(first_aux())
+    assert aux["count"] == 48  # integers are summed: each call counts its own examples
+    if loss_weight == "auto" and num_microbatches > 1:
+        del aux["num_tokens"], expected["num_tokens"]  # like any floating entry that is not named it is averaged
+    assert_close(aux, expected, tolerance=FLOAT32)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_empty_microbatches_count_for_nothing(stage):
+    def zero_by_zero(params, batch):
+        """The loss of an empty microbatch is 0 / 0."""
+        errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+        return (errors * batch["num_tokens"]).sum() / batch["num_tokens"].sum()
+
+    params, _, losses = plain_weighted_run()
+    state, history = run_zero(
+        zero_by_zero, optimizer(), weighted_batches(), mesh=mesh_of("8"), stage=stage, num_microbatches=3
+    )
+    assert_close([m.loss for m in history], losses, tolerance=FLOAT32)
+    assert_close(state.params, params, tolerance=FLOAT32)
+
+
+def test_a_batch_with_nothing_to_learn_changes_nothing():
+    state, step = reference.make_trainer(weighted_loss, optax.sgd(0.1), mesh=mesh_of("2"), stage=1, num_microbatches=2)
+    state, metrics = step(state, weighted_batches()[0] | {"num_tokens": np.zeros(48, np.float32)})
+    assert float(metrics.loss) == float(metrics.grad_norm) == 0
+    chex.assert_trees_all_equal(reference.to_host(state.params), reference.host_params())
 
 
 def scaled_loss(params, batch):

@@ -95,6 +95,7 @@ class Accumulator:
     axes: Axes
     num_microbatches: int
     loss_weight: str | None
+    whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
     reduce_dtype: Any
 
     @property
@@ -144,13 +145,13 @@ class Accumulator:
             sums, total = carry
             index, part = index_and_part
             (loss, (aux, weight)), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
-            sums = pin([s + weight * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)])
+            sums = pin([s + _weigh(weight, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)])
             return (sums, total + weight), (loss.astype(jnp.float32), weight, aux)
 
         zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
         (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
-        grads = [s / total for s in sums]
+        grads = [s / _nonzero(total) for s in sums]
         size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
         return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
 
@@ -177,14 +178,14 @@ class Accumulator:
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
             (losses, (aux, weights)), grads = mapped(_rejoin(part, parts), keys)
-            sums = [s + _outer(weights, g) * g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+            sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, stacked) for s in sums]
             return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux)
 
         zeros = [lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), stacked) for p in params]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
-        grads = [self.reduce(d, s / total) for d, s in zip(dims, sums, strict=True)]
+        grads = [self.reduce(d, s / _nonzero(total)) for d, s in zip(dims, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
 
@@ -217,7 +218,7 @@ class Accumulator:
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the weighted mean of losses."""
-        return (losses * weights).sum() / weights.sum()
+        return _weigh(weights, losses).sum() / _nonzero(weights.sum())
 
     def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
         """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.
@@ -226,25 +227,37 @@ class Accumulator:
         summed; other floating entries are averaged by weight.
         """
         lead = weights.ndim
+        may_be_examples = [x.ndim > lead and x.shape[lead] == num_examples for x in jax.tree.leaves(auxes)]
+        # A leading dim may equal the microbatch by chance: only one of examples grows with the batch.
+        wholes = self.whole_aux() if any(may_be_examples) else auxes
 
-        def combine_leaf(name: str, x: jax.Array) -> jax.Array:
-            if x.ndim > lead and x.shape[lead] == num_examples:
+        def combine_leaf(name: str, x: jax.Array, whole: Any) -> jax.Array:
+            if x.ndim > lead and x.shape[lead] == num_examples and whole.shape[0] == num_examples * weights.size:
                 if lead == 1:
                     x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
                 return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
             over = tuple(range(lead))
             if name == self.loss_weight or not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x.any(over) if x.dtype == bool else x.sum(over)
-            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / weights.sum()
-            return (x * scale).sum(over).astype(x.dtype)
+            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / _nonzero(weights.sum())
+            return _weigh(scale, x).sum(over).astype(x.dtype)
 
-        return map_named(combine_leaf, auxes)
+        return map_named(combine_leaf, auxes, wholes)
 
 
 def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
     """Puts one microbatch's arrays among the scalars of the batch."""
     remaining = iter(parts)
     return jax.tree.map(lambda x: next(remaining) if x.ndim else x, whole)
+
+
+def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `weight * x`, nothing where the weight is nothing: the mean of an empty microbatch may be 0 / 0."""
+    return jnp.where(weight == 0, 0, weight * x)
+
+
+def _nonzero(total: jax.Array) -> jax.Array:
+    return jnp.where(total == 0, 1, total)
 
 
 def _outer(weights: jax.Array, x: jax.Array) -> jax.Array:

@@ -172,14 +172,18 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
         groups.setdefault(domain, []).append(device)
     num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
     group_sizes = {len(group) for group in groups.values()}
-    if num_groups == 1 or len(group_sizes) != 1 or replica != 1:
-        return None  # with replicas, jax's own device order already keeps a replica inside a domain
-    inside = group_sizes.pop()
-    if inside == 1 or inside % model or inside == model:
+    if num_groups == 1 or len(group_sizes) != 1 or (replica % num_groups and num_groups % replica):
         return None
-    inner = _torus_layout(next(iter(groups.values())), {"replica": 1, "data": inside // model, "model": model})
-    grids = [_device_grid((1, *inner, model), groups[key]) for key in sorted(groups)]
-    return (*inner, num_groups), np.stack(grids, axis=-2)
+    inside = group_sizes.pop()
+    copies, spread = max(replica // num_groups, 1), max(num_groups // replica, 1)  # copies in a group, groups of a copy
+    if inside == 1 or inside % (copies * model):
+        return None
+    inner_sizes = {"replica": copies, "data": inside // (copies * model), "model": model}
+    inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
+    grids = [_device_grid((copies, *inner, model), groups[key]) for key in sorted(groups)]
+    whole = [np.stack(grids[i : i + spread], axis=-2) for i in range(0, num_groups, spread)]
+    layout = (*inner, spread) if spread > 1 or not inner else inner
+    return layout, np.concatenate(whole).reshape(replica, *layout, model)
 
 
 def _domains(devices: list[Any]) -> list[int]:
@@ -213,7 +217,7 @@ def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ..
 
 
 def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    if devices[0].platform == "tpu":
+    if devices[0].platform == "tpu" and len(set(_domains(devices))) == 1:
         for split in (False, True):
             try:
                 return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)

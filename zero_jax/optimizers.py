@@ -31,7 +31,7 @@ class OptimizerConfig:
 
     optimizer: str = "adamw"
     learning_rate: float | None = None
-    warmup_steps: int = 20
+    warmup_steps: int = 50
     final_learning_rate: float = 0.1
     weight_decay: float = 0.1
 
@@ -97,7 +97,7 @@ def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
 
 
 def _adamw(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
-    return optax.adamw(schedule, b2=0.98, weight_decay=weight_decay, mask=decay_mask)
+    return optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=decay_mask)
 
 
 def _sgd(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
@@ -136,5 +136,5 @@ _OPTIMIZERS: Mapping[str, tuple[float, Callable[[optax.Schedule, float], optax.G
     "sgd": (0.3, _sgd),
     "lion": (5e-4, _lion),
     "adafactor": (3e-3, _adafactor),
-    "muon": (3e-3, _muon),
+    "muon": (8e-3, _muon),
 }

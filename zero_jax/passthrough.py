@@ -11,8 +11,8 @@ import jax
 from zero_jax.spec import Dims
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp copy copy_p cos cosh div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul name ne neg not "
+    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp copy copy_p cos cosh div eq erf erf_inv erfc "
+    "exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul name ne neg not "
     "one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan "
     "tanh xor".split()
 )
@@ -141,8 +141,9 @@ def _concatenate(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims 
 def _stack(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:
     del shards
     first, axis = dims_in[0], eqn.params["axis"]
-    same = first is not None and all(dims == first for dims in dims_in)
-    return (*first[:axis], (), *first[axis:]) if same else None
+    if first is None or any(dims != first for dims in dims_in):
+        return None
+    return (*first[:axis], (), *first[axis:])
 
 
 def _unstack(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | None:

@@ -201,7 +201,8 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
     """Returns a tree like the params whose leaves hold the user's spec for each."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
-        if not set(specs) <= names:  # not a flat dict of params: patterns of paths
+        is_prefix = set(specs) <= names or set(specs) == {name.split("/")[0] for name in names}
+        if not is_prefix:  # patterns of paths
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
             return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)

@@ -67,8 +67,9 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
     steps = []
     while True:
         minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
-        if not minor:
-            return steps
+        if not minor:  # an axis that is left is followed by others, of the model
+            whole = without(dims, axes)
+            return steps if whole == dims else [*steps, whole]
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
         steps.append(dims)

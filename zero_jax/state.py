@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -328,11 +327,12 @@ def _init_program(
     shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     given, donated = None, False
     if make is None:
-        # Copies of our own, so that they can be donated and the state need not be held twice.
-        copy = functools.partial(jax.device_put, may_alias=False)
-        given = jax.tree.map(copy, params, placement.param_shardings("master"))
+        given = jax.tree.map(jax.device_put, params, placement.param_shardings("master"))
         masters = shapes.params if shapes.master is None else shapes.master
-        donated = all(x.dtype == y.dtype for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(masters), strict=True))
+        # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
+        # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).
+        donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+        donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(masters)]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
 
 

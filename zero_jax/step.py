@@ -191,7 +191,8 @@ def _check_placed(state: PyTree, shardings: PyTree) -> None:
     for name, leaf, sharding in leaves:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             raise ValueError(
-                f"leaf {name!r} of the state lies as {show(leaf.sharding)}, and the step was made for {show(sharding)}: "
+                f"leaf {name!r} of the state lies as {show(leaf.sharding)}, "
+                f"and the step was made for {show(sharding)}: "
                 "make the state with the mesh and config that the step was made with, or move it there with "
                 "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
             )
@@ -330,6 +331,7 @@ class _Program:
             axes=placement.axes,
             num_microbatches=config.num_microbatches,
             loss_weight=config.loss_weight,
+            whole_aux=lambda: jax.eval_shape(self.loss_fn, params, batch, key)[1],
             reduce_dtype=placement.precision.reduce,
         )
         free = pick(params)

@@ -77,7 +77,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     devices: int | None = None
     replica: int = 1
-    steps: int = 600
+    steps: int = 800
     batch_size: int = 8
     eval_every: int = 50
     eval_batches: int = 16
@@ -142,8 +142,9 @@ class TrainResult:
 
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         lines = [
-            f"{self.model}: {self.num_steps} steps at stage {self.stage} on {self.num_devices} devices in "
+            f"{self.model}: {self.num_steps} steps at stage {self.stage} on {devices} in "
             f"{self.train_seconds:.0f} s{skipped}, {self.tokens_per_second:,.0f} tokens/s",
             f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",

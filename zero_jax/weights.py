@@ -26,7 +26,8 @@ _KEEP_WEIGHT = frozenset({"convert_element_type", "neg", "reshape", "squeeze", "
 class _Traced:
     """A value, what it depends on, and the divisor if it is a quotient by a scalar of the batch.
 
-    `divided_at` is the source line of such a division anywhere in its making.
+    `divided_at` is the source line of such a division anywhere in its making. `unbounded` is what a value is but for a
+    constant bound, as in `jnp.maximum(mask.sum(), 1)`: an empty microbatch weighs nothing, whatever it divides by.
     """
 
     array: Any
@@ -34,6 +35,7 @@ class _Traced:
     of_batch: bool = False
     divisor: Any = None
     divided_at: str | None = None
+    unbounded: Any = None
 
 
 def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callable[..., Any]:
@@ -112,11 +114,17 @@ def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
     if eqn.primitive.name == "div" and eqn.outvars[0].aval.ndim == 0:
         above, below = values
         if above.of_params and below.of_batch and not below.of_params:
-            divisor, divided_at = below.array, jaxprs.source_line(eqn)
+            divisor = below.array if below.unbounded is None else below.unbounded
+            divided_at = jaxprs.source_line(eqn)
     elif eqn.primitive.name in _KEEP_WEIGHT:
         quotients = [value for value in values if value.divisor is not None]
         constants = [value for value in values if not value.of_params and not value.of_batch]
         if len(quotients) == 1 and len(constants) == len(values) - 1:
             divisor = quotients[0].divisor
+    unbounded = None
+    if eqn.primitive.name == "max" and sum(value.of_batch for value in values) == 1:
+        unbounded = next(value.array for value in values if value.of_batch)
+    elif eqn.primitive.name == "convert_element_type":
+        unbounded = values[0].unbounded
     arrays = jaxprs.bind(eqn, [value.array for value in values])
-    return [_Traced(array, of_params, of_batch, divisor, divided_at) for array in arrays]
+    return [_Traced(array, of_params, of_batch, divisor, divided_at, unbounded) for array in arrays]

@@ -1,0 +1,181 @@
+"""What `gather_on_use` keeps from the forward to the backward pass, and how often it gathers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gathering import specs_of
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import mesh_of
+
+import zero_jax as zero
+from zero_jax import hlo
+
+LAYERS, WIDTH, RANK, BATCH_SIZE = 5, 64, 16, 16
+
+WEIGHTS = [np.zeros((WIDTH, WIDTH), np.float32) for _ in range(LAYERS)]
+STACK = np.zeros((LAYERS, WIDTH, WIDTH), np.float32)
+policies = jax.checkpoint_policies
+
+
+def apply(x, w):
+    return jnp.tanh(x @ w)
+
+
+def loop(layer, params, x):
+    for w in params:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def scan(layer, params, x):
+    return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, params)[0] ** 2)
+
+
+def abstract(params, shardings):
+    return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)
+
+
+def batch_of(mesh, width=WIDTH, size=BATCH_SIZE):
+    return jax.ShapeDtypeStruct((size, width), jnp.float32, sharding=zero.batch_sharding(mesh))
+
+
+def gathered_residuals(fn, params, **options):
+    """Returns the shapes of the residuals that are as large as a part of a weight and whole on each device."""
+    mesh = mesh_of("8")
+    specs = specs_of(params, mesh)
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh, **options)
+    forward = jax.jit(lambda params, x: jax.vjp(lambda params: gathered(params, x), params)[1])
+    lowered = forward.lower(abstract(params, specs), batch_of(mesh))
+    outputs = zip(jax.tree.leaves(lowered.out_info), jax.tree.leaves(lowered.compile().output_shardings), strict=True)
+    return [out.shape for out, s in outputs if s.shard_shape(out.shape) == out.shape and out.size >= WIDTH * RANK]
+
+
+@pytest.mark.parametrize(("run", "params"), [(loop, WEIGHTS), (scan, STACK)], ids=["loop", "scan"])
+def test_gathered_params_are_no_residuals(run, params):
+    # The last use of the forward pass is the first of the backward pass: in a loop of Python's it is kept.
+    assert gathered_residuals(lambda params, x: run(apply, params, x), params) == [(WIDTH, WIDTH)] * (run is loop)
+
+
+@pytest.mark.parametrize(
+    ("run", "params", "kept"),
+    # The gradient of the first layer does not need its weight, but a scan does not know which layer is the first.
+    [(loop, WEIGHTS, [(WIDTH, WIDTH)] * (LAYERS - 1)), (scan, STACK, [(LAYERS, WIDTH, WIDTH)])],
+    ids=["loop", "scan"],
+)
+def test_keep_gathered_keeps_them(run, params, kept):
+    assert gathered_residuals(lambda params, x: run(apply, params, x), params, keep_gathered=True) == kept
+
+
+def lora(x, p):
+    return jnp.tanh(x @ (p["w"] + p["a"] @ p["b"]))
+
+
+def weight_norm(x, p):
+    return jnp.tanh(x @ (p["w"] / jnp.linalg.norm(p["w"], axis=0)))
+
+
+def several_forms(x, p):
+    w = p["w"]
+    x = x @ w.T.reshape(4, WIDTH // 4, WIDTH).transpose(2, 0, 1).reshape(WIDTH, WIDTH)
+    x = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.tanh(x @ jnp.cumsum(w, axis=1) + x @ jnp.concatenate([w[: WIDTH // 2], w[WIDTH // 2 :]]))
+
+
+@pytest.mark.parametrize("layer", [lora, weight_norm, several_forms])
+def test_what_is_made_of_params_is_no_residual(layer):
+    params = {"w": STACK, "a": STACK[:, :, :RANK], "b": STACK[:, :RANK]}
+    assert gathered_residuals(lambda params, x: scan(layer, params, x), params) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, policies.dots_saveable, policies.everything_saveable, policies.save_anything_except_these_names("none")],
+    ids=["none", "dots", "everything", "anything_except"],
+)
+@pytest.mark.parametrize(("run", "params"), [(loop, WEIGHTS), (scan, STACK)], ids=["loop", "scan"])
+def test_a_policy_of_the_user_does_not_save_gathered_params(policy, run, params):
+    layer = jax.checkpoint(apply, policy=policy)
+    assert gathered_residuals(lambda params, x: run(layer, params, x), params) == []
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+def num_gathers(fn, params, *, transform=jax.grad, **options):
+    """Returns how many all-gathers of whole weights a program runs."""
+    mesh = mesh_of("8")
+    specs = specs_of(params, mesh)
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh, **options)
+    program = jax.jit(transform(gathered)).lower(abstract(params, specs), batch_of(mesh)).compile()
+    gathers = [c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather"]
+    assert all(c.full_bytes == 4 * WIDTH * WIDTH * len(c.dtypes) for c in gathers)
+    return sum(c.num_executions * len(c.dtypes) for c in gathers)
+
+
+def test_gathers_of_a_python_loop():
+    def fn(params, x):
+        return loop(apply, params, x)
+
+    assert num_gathers(fn, WEIGHTS, transform=lambda fn: fn) == LAYERS
+    # Again for the backward pass all but the first layer, which does not need it, and the last, which has just had it.
+    assert num_gathers(fn, WEIGHTS) == LAYERS + LAYERS - 2
+    assert num_gathers(fn, WEIGHTS, keep_gathered=True) == LAYERS
+
+
+def test_gathers_of_a_scan():
+    def fn(params, x):
+        return scan(apply, params, x)
+
+    assert num_gathers(fn, STACK) == 2 * LAYERS
+    assert num_gathers(fn, STACK, keep_gathered=True) == LAYERS
+
+
+def test_gathers_of_rematerialized_layers():
+    def fn(params, x):
+        return loop(jax.checkpoint(apply), params, x)
+
+    assert num_gathers(fn, WEIGHTS) == 2 * LAYERS
+
+
+def test_gathers_of_a_recurrent_weight():
+    def fn(params, x):
+        return jnp.mean(lax.fori_loop(0, LAYERS, lambda _, x: apply(x, params["w"]), x) ** 2)
+
+    params, specs = {"w": WEIGHTS[0]}, {"w": P("data")}
+    assert num_gathers(fn, params) == 1
+    # In each iteration, both ways; XLA:CPU then takes the two gathers out of the two loops.
+    assert num_gathers(fn, params, max_hoisted_bytes=0) == 2
+    for max_hoisted_bytes, reason in ((1 << 20, f"once before {LAYERS} iterations"), (0, "dot_general")):
+        options = {"mesh": mesh_of("8"), "max_hoisted_bytes": max_hoisted_bytes}
+        (event,) = zero.gather_report(fn, specs, params, batch_of(mesh_of("8")), **options).events
+        assert event.reason.startswith(reason)
+
+
+def test_branch_not_taken_gathers_nothing():
+    mesh, specs = mesh_of("8"), {"w": NamedSharding(mesh_of("8"), P("data"))}
+
+    def fn(params, x):
+        return lax.cond(x.sum() > 0, lambda: jnp.mean(apply(x, params["w"])), lambda: jnp.mean(x))
+
+    gathered = zero.gather_on_use(fn, specs, mesh=mesh)
+    program = jax.jit(gathered).lower(abstract({"w": WEIGHTS[0]}, specs), batch_of(mesh)).compile()
+    (gather,) = (c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather")
+    assert "branch" in gather.op_name
+
+
+def test_temporaries_of_a_scan():
+    mesh, params = mesh_of("8"), np.zeros((8, 512, 512), np.float32)
+    specs = NamedSharding(mesh, P(None, "data"))
+
+    def temp_bytes(**options):
+        gathered = zero.gather_on_use(lambda params, x: scan(apply, params, x), specs, mesh=mesh, **options)
+        program = jax.jit(jax.grad(gathered), out_shardings=specs).lower(abstract(params, specs), batch_of(mesh, 512))
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    weight_bytes = 4 * 512 * 512
+    # One gathered weight and one gradient; XLA:CPU copies one of them in one of the releases.
+    assert temp_bytes() < 4 * weight_bytes
+    assert temp_bytes(keep_gathered=True) > 8 * weight_bytes

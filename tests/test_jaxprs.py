@@ -1,0 +1,293 @@
+"""What `jaxprs.py` hides: how JAX's releases spell their jaxprs, and the primitive that moves shards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gathering import assert_close
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import mesh_of
+
+from zero_jax import jaxprs
+from zero_jax.jaxprs import Chain
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
+TABLE = np.ones(4, np.float32)
+
+
+def named_equation(fn, *args, name):
+    """Returns the one equation of a primitive in the trace of a function."""
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(fn)(*args).eqns if eqn.primitive.name == name)
+    return eqn
+
+
+# --- jaxprs and equations --------------------------------------------------------------------------------------------
+
+
+def test_open_jaxpr():
+    closed = jax.make_jaxpr(lambda x: x * TABLE + jnp.float32(2))(X)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    assert len(jaxpr.constvars) == len(consts) == 1
+    assert [v.aval.shape for v in jaxpr.invars] == [(3, 4)]
+    again, no_consts = jaxprs.open_jaxpr(jaxpr)
+    assert again is jaxpr and len(no_consts) in (0, len(consts))
+
+
+@jax.custom_jvp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+@jax.custom_vjp
+def tripled(x):
+    return 3 * x
+
+
+tripled.defvjp(lambda x: (tripled(x), None), lambda _, g: (3 * g,))
+
+HIGHER_ORDER = {
+    "jit": (lambda x: jax.jit(jnp.sin)(x), "jit", 1),
+    "remat": (lambda x: jax.checkpoint(jnp.sin)(x), None, 1),
+    "scan": (lambda x: lax.scan(lambda c, x: (c + x.sum(), x * c), 0.0, x)[1], "scan", 1),
+    "while": (lambda x: lax.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, x), "while", 2),
+    "cond": (lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), "cond", 2),
+    "switch": (lambda x: lax.switch(x[0].astype(int)[0], [jnp.sin, jnp.cos, jnp.tan], x), "cond", 3),
+    "custom_jvp": (doubled, "custom_jvp_call", 1),
+    "custom_vjp": (tripled, None, 1),
+    "reduce": (lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (0,)), "reduce", 1),
+    "linear_solve": (lambda x: jnp.linalg.solve(x[:, :3] + jnp.eye(3), x), None, None),
+    "first_order": (lambda x: jnp.sin(x) @ x.T, None, None),
+    "sort": (lambda x: lax.sort((x, -x), dimension=1, num_keys=1), "sort", 0),
+    "random": (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), None, None),
+    "shard_map": (
+        lambda x: jax.shard_map(jnp.sin, mesh=mesh_of("8"), in_specs=P(), out_specs=P())(x),
+        "shard_map",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, primitive, _) in HIGHER_ORDER.items() if primitive])
+def test_inner_jaxprs(name):
+    fn, primitive, num_inner = HIGHER_ORDER[name]
+    inner = jaxprs.inner_jaxprs(named_equation(fn, X, name=primitive))
+    assert len(inner) == num_inner
+    for jaxpr in inner:
+        assert jaxprs.open_jaxpr(jaxpr)[0].eqns
+
+
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+@pytest.mark.parametrize("transform", [None, jax.grad], ids=["value", "gradient"])
+def test_bind_evaluates_every_equation(name, transform):
+    original, _, _ = HIGHER_ORDER[name]
+
+    def scalar(x):
+        return sum(jnp.sum(out * out) for out in jax.tree.leaves(original(x)))
+
+    if name == "while" and transform:
+        pytest.skip("no reverse mode")
+    fn = transform(scalar) if transform else original
+
+    @jax.jit
+    def by_equation(x):
+        closed = jax.make_jaxpr(fn)(x)
+        jaxpr, consts = jaxprs.open_jaxpr(closed)
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, x), strict=True))
+
+        def read(atom):
+            return atom.val if jaxprs.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            results = jaxprs.bind(eqn, [read(atom) for atom in eqn.invars])
+            assert isinstance(results, list)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    assert_close(by_equation(X), jax.tree.leaves(jax.jit(fn)(X)))
+
+
+def test_bind_keeps_the_derivative_of_custom_functions():
+    @jax.custom_vjp
+    def wrong(x):
+        return x
+
+    wrong.defvjp(lambda x: (x, None), lambda _, g: (42 * g,))
+
+    @jax.custom_jvp
+    def wrong_too(x):
+        return x
+
+    wrong_too.defjvp(lambda primals, tangents: (primals[0], 43 * tangents[0]))
+    for fn, factor in ((wrong, 42), (wrong_too, 43)):
+        (eqn,) = jax.make_jaxpr(fn)(1.0).eqns
+        assert jax.grad(lambda x, eqn=eqn: jaxprs.bind(eqn, [x])[0])(1.0) == factor
+
+
+def test_bind_keeps_name_and_source():
+    def inner(x):
+        with jax.named_scope("scope"):
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(inner)(1.0).eqns
+    (again,) = jax.make_jaxpr(lambda x: jaxprs.bind(eqn, [x]))(1.0).eqns
+    assert str(again.source_info.name_stack) == "scope"
+    for each in (eqn, again):
+        assert "test_jaxprs.py" in jaxprs.source_line(each) and "inner" in jaxprs.source_line(each)
+
+
+def test_bind_keeps_the_settings_of_the_trace():
+    with jax.default_matmul_precision("highest"):
+        (eqn,) = jax.make_jaxpr(jnp.matmul)(X, X.T).eqns
+    (again,) = jax.make_jaxpr(lambda x, y: jaxprs.bind(eqn, [x, y]))(X, X.T).eqns
+    assert again.params["precision"] == eqn.params["precision"] is not None
+
+
+@pytest.mark.parametrize(("reverse", "unroll"), [(False, 1), (True, 2)])
+def test_scan_parts(reverse, unroll):
+    def fn(x, a, b):
+        def body(carry, x):
+            i, total = carry
+            return (i + 1, total + a @ x + b), (x * i, total)
+
+        return lax.scan(body, (0, jnp.zeros(2)), x, reverse=reverse, unroll=unroll)
+
+    args = np.zeros((5, 4), np.float32), np.zeros((2, 4), np.float32), np.zeros(2, np.float32)
+    parts = jaxprs.scan_parts(named_equation(fn, *args, name="scan"))
+    assert (parts.num_consts, parts.num_carry, parts.length) == (2, 2, 5)
+    assert (parts.reverse, parts.unroll) == (reverse, unroll)
+    jaxpr, _ = jaxprs.open_jaxpr(parts.jaxpr)
+    assert [v.aval.shape for v in jaxpr.invars] == [(2, 4), (2,), (), (2,), (4,)]
+
+
+def test_scan_parts_without_inputs_or_carry():
+    eqn = named_equation(lambda x: lax.fori_loop(0, 3, lambda i, x: x + i, x), X, name="scan")
+    assert jaxprs.scan_parts(eqn).length == 3
+    parts = jaxprs.scan_parts(named_equation(lambda x: lax.map(jnp.sin, x), X, name="scan"))
+    assert (parts.num_consts, parts.num_carry, parts.length) == (0, 0, 3)
+
+
+def test_has_explicit_shardings():
+    sharding = NamedSharding(mesh_of("8"), P())
+    for options, expected in (({}, False), ({"in_shardings": sharding}, True), ({"out_shardings": sharding}, True)):
+        eqn = named_equation(jax.jit(lambda x: x + 1, **options), X, name="jit")
+        assert jaxprs.has_explicit_shardings(eqn) is expected
+
+
+def test_used_inputs():
+    def fn(args):
+        a, b, c, d = args
+        loop, _ = lax.scan(lambda carry, x: (carry + x, None), a, jnp.ones(3))
+        return {"out": loop + 0 * b.sum(), "zeros": jnp.zeros_like(d), "shape": c.shape[0]}
+
+    avals = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 3]
+    assert jaxprs.used_inputs(fn, avals) == [True, True, False, False]
+
+
+# --- reshard ---------------------------------------------------------------------------------------------------------
+
+
+def chain(*specs, mesh="8", **fields):
+    return Chain(tuple(NamedSharding(mesh_of(mesh), spec) for spec in specs), **fields)
+
+
+FORWARD, BACKWARD = chain(P(), barrier=True), chain(P("data"))
+W = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def placed(w):
+    """Returns a shard: a jitted function runs where its arguments are."""
+    return jax.device_put(w, NamedSharding(mesh_of("8"), P("data")))
+
+
+def gather(w, forward=FORWARD, backward=BACKWARD):
+    return jaxprs.reshard(w, forward=forward, backward=backward)
+
+
+def test_reshard_moves_and_changes_nothing():
+    out = jax.jit(gather)(placed(W))
+    np.testing.assert_array_equal(out, W)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh_of("8"), P()), 2)
+    np.testing.assert_array_equal(gather(W), W)  # without jit
+    assert gather(W, Chain(), Chain()) is W
+    ints = np.arange(8)
+    np.testing.assert_array_equal(jax.jit(gather)(ints), ints)
+
+
+def test_gradient_takes_the_other_chain():
+    grad = jax.jit(jax.grad(lambda w: (gather(w) ** 2).sum()))(placed(W))
+    np.testing.assert_array_equal(grad, 2 * W)
+    assert grad.sharding.is_equivalent_to(NamedSharding(mesh_of("8"), P("data")), 2)
+
+
+def test_gradient_of_the_gradient_takes_the_first_chain_again():
+    def gradient(w):
+        return jax.grad(lambda w: (gather(w) ** 3).sum())(w).sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(gradient))(W), 6 * W)
+
+
+def test_jvp_and_linear_transpose():
+    out, tangent = jax.jit(lambda w: jax.jvp(gather, (w,), (2 * w,)))(W)
+    np.testing.assert_array_equal(tangent, 2 * W)
+    np.testing.assert_array_equal(out, W)
+    (cotangent,) = jax.jit(lambda w: jax.linear_transpose(gather, w)(w))(W)
+    np.testing.assert_array_equal(cotangent, W)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_leaves_the_new_dim_free(axis):
+    w = np.stack([W, 2 * W], axis=axis)
+    mapped = jax.vmap(gather, in_axes=axis, out_axes=axis)
+    np.testing.assert_array_equal(jax.jit(mapped)(w), w)
+    grad = jax.jit(jax.grad(lambda w: (mapped(w) ** 2).sum()))(w)
+    np.testing.assert_array_equal(grad, 2 * w)
+
+
+def test_vmap_of_vmap():
+    w = np.stack([np.stack([W, 2 * W]), np.stack([3 * W, 4 * W])])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(gather)))(w), w)
+
+
+def test_staged_chain():
+    forward = chain(P("data_0"), P(), mesh="staged24", barrier=True)
+    backward = chain(P(("data_0", "data_1")), mesh="staged24")
+    out, pullback = jax.vjp(lambda w: gather(w, forward, backward), W)
+    np.testing.assert_array_equal(out, W)
+    np.testing.assert_array_equal(pullback(W)[0], W)
+
+
+def test_dtype_of_a_chain_rounds_and_comes_back():
+    narrow = chain(P("data"), dtype=jnp.bfloat16)
+    w = W + 0.001
+    out, grad = jax.jit(jax.value_and_grad(lambda w: (gather(w, FORWARD, narrow) * w).sum()))(w)
+    assert grad.dtype == jnp.float32
+    rounded = w.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(grad, w + rounded)  # only what went through the chain is rounded
+    np.testing.assert_allclose(out, (w * w).sum(), rtol=1e-6)
+    np.testing.assert_array_equal(jax.jit(lambda x: gather(x, narrow))(np.arange(8)), np.arange(8))  # ints are not cast
+
+
+def count(jaxpr, primitive):
+    """Returns the number of equations of a primitive, inner jaxprs included."""
+    eqns = jaxprs.open_jaxpr(jaxpr)[0].eqns
+    return sum(
+        (eqn.primitive is primitive) + sum(count(j, primitive) for j in jaxprs.inner_jaxprs(eqn)) for eqn in eqns
+    )
+
+
+def test_policies_never_save_what_was_gathered():
+    everything = jax.checkpoint_policies.everything_saveable
+
+    def num_reshards(policy):
+        layer = jax.checkpoint(lambda w, x: jnp.sin(x @ gather(w)).sum(), policy=policy)
+        return count(jax.make_jaxpr(jax.grad(layer, argnums=(0, 1)))(W, W[:, :1].T), jaxprs.reshard_p)
+
+    # Forward, and the gradient's way back; then gathered again between the two.
+    assert num_reshards(everything) == 2
+    assert num_reshards(jaxprs.refuse_gathered(everything)) == 3
+    assert jaxprs.refuse_gathered(None) is None

@@ -63,7 +63,7 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
     assert re.search(r"devices +8 x cpu", log)
     assert re.search(r"stage +3", log)
     assert "param bfloat16, compute bfloat16, reduce bfloat16, master float32, optimizer float32" in log
-    assert re.search(r"leaves left whole +.*final_norm", log)
+    assert re.search(r"left whole +3 of 10 leaves, .*final_norm", log)
     assert re.search(r"step +8/12  loss \d\.\d{3}  grad norm [\d.]+ +[\d,]+ tokens/s  [\d.]+ KiB/device", log)
 
     folder = tmp_path / "runs" / "gpt-test-stage3"

@@ -19,6 +19,8 @@ from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.metrics import JsonLinesWriter, Log, Progress, format_bytes, per_device_bytes, plot_losses
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.precision import cast_floating, resolve_precision
+from zero_jax.sharding import sharded_groups
+from zero_jax.spec import carries
 from zero_jax.state import TrainState, ZeroConfig, init_state, sharding_report
 from zero_jax.step import Metrics, make_eval_step, make_train_step
 
@@ -307,8 +309,6 @@ def _describe(run: Run, state: TrainState) -> str:
         for name, tree in groups.items()
         if jax.tree.leaves(tree)
     ]
-    report = sharding_report(state, mesh=mesh, config=config.zero)
-    whole = [p.path for p in report.placements if not any(axis in axes_of(mesh).data for dim in p.dims for axis in dim)]
     rows = {
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({jax.__name__} {jax.__version__})",
         "mesh": " x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
@@ -319,11 +319,21 @@ def _describe(run: Run, state: TrainState) -> str:
         + (f", in {num_micro} microbatches" if num_micro > 1 else ""),
         "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
         "a device holds": ", ".join(held),
-        "leaves left whole": ", ".join(whole) or "none",
+        "left whole": _left_whole(run, state),
         "run": str(run.directory),
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _left_whole(run: Run, state: TrainState) -> str:
+    """Returns which leaves the rules do not shard, although the stage would."""
+    report = sharding_report(state, mesh=run.mesh, config=run.config.zero)
+    paths = [p.path for p in report.placements if not carries(p.dims, axes_of(run.mesh).data)]
+    if not paths or not sharded_groups(run.config.zero.stage):
+        return "none"
+    shown = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return f"{len(paths)} of {len(report.placements)} leaves, {format_bytes(report.whole_bytes)}: {shown}"
 
 
 def _groups(state: TrainState) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import zero_jax as zero
 
@@ -20,11 +19,6 @@ BATCH_SIZE = 16
 
 # Leaves of 8 elements and more are sharded: all of the model's.
 MIN_SHARD_SIZE = 8
-
-
-@pytest.fixture
-def quick_compiles():
-    """Does nothing: conftest.py sees to it."""
 
 
 def init_params(key):

@@ -1,0 +1,98 @@
+"""The formulas of the paper, against figures worked by hand."""
+
+import pytest
+
+from zero_jax.formulas import (
+    PAPER_CASES,
+    max_params,
+    model_parallel_elements,
+    model_state_bytes,
+    moved_elements,
+    remat_extra_compute,
+    residual_bytes,
+    sharded_residual_elements,
+    sharded_residual_overhead,
+    transformer_params,
+)
+
+ALL = {"params", "grads", "opt_state"}
+
+
+@pytest.mark.parametrize(
+    ("sharded", "expected"),
+    [
+        # 1000 parameters on 10 devices: 2 x 1000, 2 x 1000 and 12 x 1000 bytes, a tenth of what is sharded.
+        (set(), (2000, 2000, 12000)),
+        ({"opt_state"}, (2000, 2000, 1200)),
+        ({"master", "opt_state"}, (2000, 2000, 1200)),
+        ({"opt_state", "grads"}, (2000, 200, 1200)),
+        (ALL, (200, 200, 1200)),
+    ],
+)
+def test_model_states_by_group(sharded, expected):
+    states = model_state_bytes(1000, sharded=sharded, num_devices=10)
+    assert (states.params_bytes, states.grads_bytes, states.opt_state_bytes) == expected
+    assert states.total_bytes == sum(expected)
+
+
+def test_model_states_of_other_optimizers_and_dtypes():
+    # SGD with momentum in float32: 4 + 4 + 4 bytes a parameter, the last third over 2 devices.
+    states = model_state_bytes(10, sharded={"opt_state"}, num_devices=2, optimizer_bytes=4, param_bytes=4, grad_bytes=4)
+    assert states.total_bytes == 40 + 40 + 20
+
+
+def test_largest_model_fills_the_device():
+    for sharded in PAPER_CASES.values():
+        largest = max_params(32e9, sharded=sharded, num_devices=64, model=2, optimizer_bytes=8)
+        held = model_state_bytes(largest / 2, sharded=sharded, num_devices=64, optimizer_bytes=8)
+        assert held.total_bytes == pytest.approx(32e9)
+
+
+def test_residuals():
+    sizes = {"num_layers": 3, "d_model": 8, "batch_size": 2, "seq_len": 5}
+    # 3 x 8 x 2 x 5 = 240 elements with remat, 12 times as many without, 2 bytes each.
+    assert residual_bytes(**sizes).device_bytes == 480
+    assert residual_bytes(**sizes, remat=False).device_bytes == 5760
+    assert residual_bytes(**sizes, bytes_per_element=4).device_bytes == 960
+    assert residual_bytes(**sizes, model=4).device_bytes == 120
+    offloaded = residual_bytes(**sizes, model=4, offload=True)
+    assert (offloaded.device_bytes, offloaded.host_bytes) == (0, 120)
+    assert residual_bytes(**sizes).host_bytes == 0
+
+
+def test_traffic():
+    # Three of four devices' parts come from others.
+    assert moved_elements(100, sharded=set(), num_devices=4) == 150
+    assert moved_elements(100, sharded={"opt_state", "grads"}, num_devices=4) == 150
+    assert moved_elements(100, sharded=ALL, num_devices=4) == 225
+    assert moved_elements(100, sharded=ALL, num_devices=1) == 0
+    assert moved_elements(100, sharded=ALL) == 300
+
+
+def test_sharded_residuals_cost_a_twelfth():
+    sizes = {"num_layers": 3, "d_model": 8, "batch_size": 2, "seq_len": 5}
+    assert sharded_residual_elements(**sizes) == 240
+    assert model_parallel_elements(**sizes) == 12 * 240
+    assert sharded_residual_overhead() == pytest.approx(1 / 12)
+    assert remat_extra_compute() == pytest.approx(1 / 3)
+
+
+def test_params_of_a_transformer():
+    # 2 blocks of 12 x 4 x 4, and 10 + 3 rows of 4.
+    assert transformer_params(num_layers=2, d_model=4, vocab_size=10, seq_len=3) == 384 + 52
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: model_state_bytes(1, sharded={"moments"}, num_devices=1), "opt_state"),
+        (lambda: model_state_bytes(1, sharded="params", num_devices=1), "give a set of groups"),
+        (lambda: model_state_bytes(1, sharded=(), num_devices=0), "at least one device"),
+        (lambda: model_state_bytes(-1, sharded=(), num_devices=1), "no negative"),
+        (lambda: moved_elements(1, sharded=(), num_devices=0), "at least one device"),
+        (lambda: residual_bytes(num_layers=1, d_model=0, batch_size=1, seq_len=1), "d_model=0 is not positive"),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,230 @@
+"""The formulas of the ZeRO paper, as functions of numbers.
+
+Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
+1910.02054). Nothing here looks at a model or a mesh; `memory_estimate.py` does. A stage is given by the groups that it
+shards: `params`, `grads` and `opt_state`. As in the paper, `opt_state` includes the master params, so `master` adds
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+# Which groups each of the paper's cases shards (section 5).
+PAPER_CASES: Mapping[str, frozenset[str]] = {
+    "baseline": frozenset(),
+    "P_os": frozenset({"opt_state"}),
+    "P_os+g": frozenset({"opt_state", "grads"}),
+    "P_os+g+p": frozenset({"opt_state", "grads", "params"}),
+}
+
+_GROUPS = frozenset({"params", "master", "grads", "opt_state"})
+
+# Elements that a transformer block keeps for the backward pass, per element of its input (section 3.2, footnote 3).
+_RESIDUALS_PER_BLOCK = 12
+
+# Elements that Megatron's model parallelism moves per block and element of its input: two all-reduces, of two each, in
+# the forward pass, in the recomputation and in the backward pass (section 8.1).
+_MODEL_PARALLEL_MOVES = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStateBytes:
+    """Bytes of the model states on one device.
+
+    Attributes:
+      params_bytes: low-precision params.
+      grads_bytes: gradients.
+      opt_state_bytes: optimizer state with the master params.
+    """
+
+    params_bytes: float
+    grads_bytes: float
+    opt_state_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All of the model states."""
+        return self.params_bytes + self.grads_bytes + self.opt_state_bytes
+
+
+def model_state_bytes(
+    num_params: float,
+    *,
+    sharded: Collection[str],
+    num_devices: int,
+    optimizer_bytes: float = 12,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+) -> ModelStateBytes:
+    """Returns the bytes of model states on each device (sections 3.1 and 5).
+
+    Args:
+      num_params: parameters (psi); with model parallelism those of one of its parts.
+      sharded: the groups that are sharded, of `params`, `grads`, `opt_state`.
+      num_devices: devices that they are sharded over (N_d).
+      optimizer_bytes: bytes a parameter of master params and optimizer state (K): 12 for Adam in mixed precision.
+      param_bytes: bytes of a low-precision parameter.
+      grad_bytes: bytes of a gradient.
+
+    Raises:
+      ValueError: an unknown group, no device, or negative sizes.
+    """
+    _check(sharded, num_devices)
+    sizes = {"params": param_bytes, "grads": grad_bytes, "opt_state": optimizer_bytes}
+    if num_params < 0 or min(sizes.values()) < 0:
+        raise ValueError(f"num_params={num_params}, bytes a parameter {sizes}: give no negative numbers")
+    held = {group: size * num_params / (num_devices if group in sharded else 1) for group, size in sizes.items()}
+    return ModelStateBytes(params_bytes=held["params"], grads_bytes=held["grads"], opt_state_bytes=held["opt_state"])
+
+
+def max_params(
+    capacity_bytes: float,
+    *,
+    sharded: Collection[str],
+    num_devices: int,
+    model: int = 1,
+    optimizer_bytes: float = 12,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+) -> float:
+    """Returns the parameters of the largest model whose model states fit on devices of some size (section 5.4).
+
+    Args:
+      capacity_bytes: bytes of a device that are there for model states.
+      sharded: the groups that are sharded.
+      num_devices: devices that they are sharded over (N_d).
+      model: model-parallel degree, which cuts every group.
+      optimizer_bytes: bytes a parameter of master params and optimizer state (K).
+      param_bytes: bytes of a low-precision parameter.
+      grad_bytes: bytes of a gradient.
+
+    Raises:
+      ValueError: an unknown group or no device.
+    """
+    each = model_state_bytes(
+        1,
+        sharded=sharded,
+        num_devices=num_devices,
+        optimizer_bytes=optimizer_bytes,
+        param_bytes=param_bytes,
+        grad_bytes=grad_bytes,
+    )
+    return capacity_bytes * model / each.total_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualBytes:
+    """Bytes of residuals that one device keeps from the forward to the backward pass.
+
+    Attributes:
+      device_bytes: in the device's memory.
+      host_bytes: in host memory.
+    """
+
+    device_bytes: float
+    host_bytes: float
+
+
+def residual_bytes(
+    *,
+    num_layers: int,
+    d_model: int,
+    batch_size: int,
+    seq_len: int,
+    bytes_per_element: float = 2,
+    remat: bool = True,
+    model: int = 1,
+    offload: bool = False,
+) -> ResidualBytes:
+    """Returns the bytes of a transformer's residuals (sections 3.2 and 6.1).
+
+    Without remat a block keeps about 12 x `d_model` x `batch_size` x `seq_len` elements; with remat its input only.
+    Embeddings, the logits, and what the recomputation of one block needs for a moment are not counted.
+
+    Args:
+      num_layers: transformer blocks.
+      d_model: width of the residual stream.
+      batch_size: examples of one device in one forward pass.
+      seq_len: tokens of an example.
+      bytes_per_element: bytes of an element, 2 in 16-bit precision.
+      remat: whether blocks are recomputed in the backward pass.
+      model: devices that the saved residuals are sharded over (P_a); 1 keeps them whole on each.
+      offload: whether they are kept in host memory (P_a+cpu).
+
+    Raises:
+      ValueError: a size that is not positive.
+    """
+    sizes = {
+        "num_layers": num_layers,
+        "d_model": d_model,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "bytes_per_element": bytes_per_element,
+        "model": model,
+    }
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"{name}={size} is not positive: give the sizes of the transformer as one device runs it")
+    per_block = 1 if remat else _RESIDUALS_PER_BLOCK
+    kept = per_block * num_layers * d_model * batch_size * seq_len * bytes_per_element / model
+    return ResidualBytes(device_bytes=0 if offload else kept, host_bytes=kept if offload else 0)
+
+
+def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: int | None = None) -> float:
+    """Returns the elements that a device sends per step on behalf of the params (section 7).
+
+    Gradients are reduce-scattered, params all-gathered: once after the update, or, where they are sharded, once for
+    the forward and once for the backward pass. Data parallelism's all-reduce is made of the same two halves.
+
+    Args:
+      num_params: parameters (psi).
+      sharded: the groups that are sharded.
+      num_devices: devices of the `data` axes (N_d); None stands for very many, as in the paper.
+
+    Raises:
+      ValueError: an unknown group or no device.
+    """
+    _check(sharded, 1 if num_devices is None else num_devices)
+    num_gathers = 2 if "params" in sharded else 1
+    share = 1.0 if num_devices is None else (num_devices - 1) / num_devices
+    return (1 + num_gathers) * num_params * share
+
+
+def sharded_residual_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
+    """Returns the extra elements that P_a moves over `model` per step: an all-gather of each block's input (8.1)."""
+    return num_layers * d_model * batch_size * seq_len
+
+
+def model_parallel_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
+    """Returns the elements that Megatron's model parallelism moves over `model` per step, with remat (section 8.1)."""
+    return _MODEL_PARALLEL_MOVES * num_layers * d_model * batch_size * seq_len
+
+
+def sharded_residual_overhead() -> float:
+    """Returns what P_a adds to the traffic of model parallelism, as a share of it: 1/12 (section 8.1)."""
+    sizes = {"num_layers": 1, "d_model": 1, "batch_size": 1, "seq_len": 1}
+    return sharded_residual_elements(**sizes) / model_parallel_elements(**sizes)
+
+
+def remat_extra_compute() -> float:
+    """Returns what remat adds to the computation of a step, as a share of it: a forward pass more, of three (3.2)."""
+    forward, backward = 1, 2
+    return forward / (forward + backward)
+
+
+def transformer_params(*, num_layers: int, d_model: int, vocab_size: int = 50257, seq_len: int = 1024) -> int:
+    """Returns the parameters of a GPT-2: 12 `d_model`^2 a block, and the tables of tokens and positions.
+
+    Biases and norms, some 13 x `d_model` a block, are left out.
+    """
+    return 12 * num_layers * d_model**2 + (vocab_size + seq_len) * d_model
+
+
+def _check(sharded: Collection[str], num_devices: int) -> None:
+    unknown = set(sharded) - _GROUPS
+    if unknown or isinstance(sharded, str):
+        raise ValueError(f"sharded={sharded!r}: give a set of groups out of {', '.join(sorted(_GROUPS))}")
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices}: give at least one device")

@@ -1,0 +1,341 @@
+"""Schedules played by hand, and costs counted by hand."""
+
+import re
+
+import pytest
+
+from zero_jax import hlo, hlo_cost, hlo_schedule
+from zero_jax.hlo_program import Program
+
+HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
+GROUPS = "replica_groups={{0,1,2,3}}"
+
+
+def play(body, seconds, links, **options):
+    """Plays a program whose instructions take `seconds` by name, its collectives `links` by name, all else nothing."""
+    text = HEADER + body
+    found = hlo.collectives(text, **options)
+    return hlo_schedule.play(
+        Program(text),
+        found,
+        seconds_of=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
+        link_seconds=lambda one: links[one.name],
+        **options,
+    )
+
+
+GATHER = f"(f32[4], f32[16]) all-gather-start(f32[4] %p), {GROUPS}, dimensions={{0}}"
+
+
+def test_computation_hides_what_is_scheduled_between_start_and_done():
+    timeline = play(
+        f"""ENTRY %main (p: f32[4]) -> f32[16] {{
+  %p = f32[4] parameter(0)
+  %start = {GATHER}
+  %a = f32[4] add(f32[4] %p, f32[4] %p), metadata={{source_file="model.py" source_line=7}}
+  %b = f32[4] add(f32[4] %p, f32[4] %p)
+  %done = f32[16] all-gather-done((f32[4], f32[16]) %start)
+  ROOT %c = f32[16] add(f32[16] %done, f32[16] %done)
+}}
+""",
+        {"a": 3.0, "b": 1.0, "c": 2.0},
+        {"start": 5.0},
+    )
+    # 0-5 on the wire; a and b end at 4, the done waits 1 second, c ends at 7.
+    assert timeline.total_seconds == 7
+    assert timeline.compute_seconds == 6
+    assert timeline.exposed_seconds == 1
+    assert timeline.collective_seconds == 5
+    overlap = timeline.overlaps["main", "start"]
+    assert (overlap.seconds, overlap.exposed_seconds) == (4, 1)
+    assert overlap.instructions == ("a (model.py:7)", "b")
+    assert str(timeline) == "7 s: computes 6 s, waits 1 s; collectives take 5 s, 80% of it hidden"
+
+
+def test_collectives_of_the_same_devices_queue_up_and_others_do_not():
+    def entry(second_groups):
+        return f"""ENTRY %main (p: f32[4]) -> f32[16] {{
+  %p = f32[4] parameter(0)
+  %one = {GATHER}
+  %two = (f32[4], f32[8]) all-gather-start(f32[4] %p), replica_groups={second_groups}, dimensions={{0}}
+  %a = f32[4] add(f32[4] %p, f32[4] %p)
+  %done.2 = f32[8] all-gather-done((f32[4], f32[8]) %two)
+  ROOT %done.1 = f32[16] all-gather-done((f32[4], f32[16]) %one)
+}}
+"""
+
+    links, seconds = {"one": 3.0, "two": 4.0}, {"a": 2.0}
+    # One queue: `two` is on the wire from 3 to 7. Two queues: from 0 to 4, so that only 2 seconds stay exposed.
+    assert play(entry("{{0,1,2,3}}"), seconds, links).exposed_seconds == 5
+    assert play(entry("{{0,1},{2,3}}"), seconds, links).exposed_seconds == 2
+
+
+def test_a_synchronous_collective_is_all_exposed():
+    timeline = play(
+        f"""ENTRY %main (p: f32[16]) -> f32[16] {{
+  %p = f32[16] parameter(0)
+  %a = f32[16] add(%p, %p)
+  ROOT %sum = f32[16] all-reduce(%a), {GROUPS}, to_apply=%add
+}}
+""",
+        {"a": 1.0},
+        {"sum": 2.5},
+    )
+    assert (timeline.total_seconds, timeline.exposed_seconds, timeline.overlaps) == (3.5, 2.5, {})
+
+
+LOOP = """%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]) parameter(0)
+  %x = f32[4] get-tuple-element(%s), index=1
+  %start.1 = (f32[4], f32[4], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %start.2 = (f32[4], f32[4], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{1,0},{2,1},{3,2},{0,3}}
+  %work = f32[4] add(%x, %x)
+  %done.1 = f32[4] collective-permute-done(%start.1)
+  %done.2 = f32[4] collective-permute-done(%start.2)
+  %i = s32[] get-tuple-element(%s), index=0
+  ROOT %out = (s32[], f32[4]) tuple(%i, %done.1)
+}
+
+%condition (s: (s32[], f32[4])) -> pred[] {
+  %s = (s32[], f32[4]) parameter(0)
+  ROOT %go = pred[] custom-call(%s), custom_call_target="unknown"
+}
+
+ENTRY %main (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]) parameter(0)
+  ROOT %loop = (s32[], f32[4]) while(%s), condition=%condition, body=%body, BACKEND
+}
+"""
+KNOWN = 'backend_config={"known_trip_count":{"n":"3"}}'
+
+
+def test_a_loop_repeats_its_body():
+    # Both directions of the ring at once: 2 seconds on the wire, 1.5 of work, so 0.5 exposed in each of 3 iterations.
+    timeline = play(LOOP.replace("BACKEND", KNOWN), {"work": 1.5}, {"start.1": 2.0, "start.2": 2.0})
+    assert timeline.total_seconds == 6
+    assert timeline.exposed_seconds == 1.5
+    assert timeline.collective_seconds == 12
+    assert timeline.overlaps["body", "start.1"].instructions == ("work",)
+
+
+def test_an_unknown_trip_count_is_asked_for():
+    body, links = LOOP.replace(", BACKEND", ""), {"start.1": 2.0, "start.2": 2.0}
+    assert play(body, {"work": 1.5}, links, unknown_trip_count=5).total_seconds == 10
+    text = HEADER + body.replace("collective-permute-", "copy-")
+    with pytest.raises(ValueError, match=r"'loop' of 'main' takes time.*unknown_trip_count"):
+        hlo_schedule.play(Program(text), (), seconds_of=lambda *_: 1.0, link_seconds=lambda _: 1.0)
+
+
+def test_a_loop_slows_what_is_in_flight_around_it_on_the_same_links():
+    body = re.sub(
+        r"ENTRY(.*)",
+        f"""ENTRY %main (s: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %s = (s32[], f32[4]) parameter(0)
+  %p = f32[4] get-tuple-element(%s), index=1
+  %start = {GATHER}
+  %loop = (s32[], f32[4]) while(%s), condition=%condition, body=%body, {KNOWN}
+  %done = f32[16] all-gather-done((f32[4], f32[16]) %start)
+  ROOT %end = (s32[], f32[4]) tuple(%loop)
+}}
+""",
+        LOOP,
+        flags=re.DOTALL,
+    )
+    permutes = re.sub(r"source_target_pairs=\S+\}\}", f"{GROUPS}, dimensions={{0}}", body)
+    gathers = permutes.replace("collective-permute", "all-gather").replace(
+        "(f32[4], f32[4], u32[], u32[])", "(f32[4], f32[16])"
+    )
+    links = {"start": 4.0, "start.1": 1.0, "start.2": 1.0}
+    # The loop takes 3 x max(1.5, 2) = 6 seconds, of 6 on the wire, so that the outer gather ends at 4 + 6 and waits 4.
+    assert play(gathers, {"work": 1.5}, links).total_seconds == 10
+    # Permutes go by links of their own: the loop takes 3 x 1.5 and the outer gather has long ended.
+    assert play(body, {"work": 1.5}, links).total_seconds == 4.5
+
+
+def test_of_a_conditional_the_slower_branch_counts():
+    timeline = play(
+        f"""%small (x: f32[4]) -> f32[16] {{
+  %x = f32[4] parameter(0)
+  ROOT %quick = f32[16] broadcast(%x)
+}}
+
+%large (y: f32[4]) -> f32[16] {{
+  %y = f32[4] parameter(0)
+  ROOT %sum = f32[16] all-gather(%y), {GROUPS}, dimensions={{0}}
+}}
+
+ENTRY %main (p: pred[], x: f32[4]) -> f32[16] {{
+  %p = pred[] parameter(0)
+  %x = f32[4] parameter(1)
+  ROOT %either = f32[16] conditional(%p, %x, %x), true_computation=%small, false_computation=%large
+}}
+""",
+        {"quick": 1.0},
+        {"sum": 2.0},
+    )
+    assert timeline.total_seconds == 2
+
+
+def test_wrapped_collectives_end_at_their_done():
+    timeline = play(
+        f"""%wrapped (y: f32[16]) -> f32[4] {{
+  %y = f32[16] parameter(0)
+  ROOT %inner = f32[4] reduce-scatter(%y), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}
+
+ENTRY %main (x: f32[16]) -> f32[4] {{
+  %x = f32[16] parameter(0)
+  %start = ((f32[16]), f32[4], s32[]) async-start(%x), calls=%wrapped
+  %a = f32[16] add(%x, %x)
+  %update = ((f32[16]), f32[4], s32[]) async-update(%start)
+  %done = f32[4] async-done(%update)
+  ROOT %b = f32[4] add(%done, %done)
+}}
+""",
+        {"a": 2.0, "b": 1.0},
+        {"inner": 3.0},
+    )
+    assert timeline.total_seconds == 4
+    assert timeline.overlaps["wrapped", "inner"].seconds == 2
+
+
+# XLA:TPU's own form: a fusion starts the gather, one with computation drives it on, one ends it.
+DRIVEN = """%begin (p.1: f32[4]) -> (f32[4], f32[16]) {
+  %p.1 = f32[4] parameter(0)
+  %gather.1 = f32[16] all-gather(%p.1), channel_id=7, GROUPS, dimensions={0}, ATTRIBUTES
+  ROOT %call.1 = (f32[4], f32[16]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%between (p.2: f32[4]) -> f32[4] {
+  %p.2 = f32[4] parameter(0)
+  %gather.2 = f32[16] all-gather(%p.2), channel_id=7, GROUPS, dimensions={0}, ATTRIBUTES
+  ROOT %sum = f32[4] add(%p.2, %p.2)
+}
+
+%end (p.3: f32[4]) -> f32[16] {
+  %p.3 = f32[4] parameter(0)
+  %gather.3 = f32[16] all-gather(%p.3), channel_id=7, GROUPS, dimensions={0}, ATTRIBUTES
+  ROOT %call.3 = f32[16] custom-call(%gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (p: f32[4]) -> f32[16] {
+  %p = f32[4] parameter(0)
+  %start = (f32[4], f32[16]) fusion(%p), kind=kCustom, calls=%begin
+  %x = f32[4] fusion(%p), kind=kLoop, calls=%between
+  %copy-start = (f32[4], f32[4], u32[]) copy-start(%p)
+  %copy-done = f32[4] copy-done(%copy-start)
+  ROOT %done = f32[16] fusion(%p), kind=kCustom, calls=%end
+}
+""".replace("GROUPS", GROUPS).replace(
+    "ATTRIBUTES",
+    'frontend_attributes={chain_id="0"}, backend_config={"async_collective_fusion_config":{"flag_start":"-1"}}',
+)
+
+
+def test_collectives_driven_on_inside_fusions_overlap_with_them():
+    timeline = play(DRIVEN, {"x": 2.0, "start": 9.0, "done": 9.0, "copy-start": 9.0}, {"gather.1": 5.0})
+    assert timeline.total_seconds == 5
+    assert timeline.compute_seconds == 2
+    assert timeline.overlaps["begin", "gather.1"].instructions == ("x",)
+
+
+def work_of(name, body):
+    program = Program(HEADER + body)
+    found = [(c, i[name]) for c, i in program.computations.items() if name in i]
+    return hlo_cost.roofline(program, *found[0])
+
+
+def test_a_dot_costs_two_flops_a_multiply_add_and_its_operands():
+    work = work_of(
+        "d",
+        """ENTRY %main (a: bf16[8,32,64], b: bf16[8,64,16]) -> f32[8,32,16] {
+  %a = bf16[8,32,64] parameter(0)
+  %b = bf16[8,64,16] parameter(1)
+  ROOT %d = f32[8,32,16] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}
+}
+""",
+    )
+    assert work.flops == 2 * 8 * 32 * 64 * 16
+    assert work.bytes == 2 * 8 * 32 * 64 + 2 * 8 * 64 * 16 + 4 * 8 * 32 * 16
+
+
+@pytest.mark.parametrize(
+    ("left", "kernel", "out", "window", "labels", "flops"),
+    [
+        # A plain matrix product, [2, 256, 512] x [512, 128].
+        ("2,256,512", "512,128,1", "2,256,128", "size=1", "0bf_io0->0bf", 2 * 2 * 256 * 512 * 128),
+        # As XLA:TPU writes a product with two batch dims: 2 x 4 products of [256, 128] x [128, 256].
+        ("2,256,4,128", "2,256,4,128", "2,4,256,256", "size=2x4 stride=1x3 lhs_dilate=2x4", "0b1f_0o1i->01bf",
+         2 * 2 * 4 * 256 * 256 * 128),
+        # A real convolution: a 3-wide kernel over 5 positions padded by 1 meets 3 x 5 - 2 elements.
+        ("1,5,8", "3,8,16", "1,5,16", "size=3 pad=1_1", "b0f_0io->b0f", 2 * 13 * 8 * 16),
+    ],
+)  # fmt: skip
+def test_convolutions_count_real_elements_only(left, kernel, out, window, labels, flops):
+    body = f"""ENTRY %main (a: f32[1], b: f32[1]) -> f32[1] {{
+  %a = f32[{left}] parameter(0)
+  %b = f32[{kernel}] parameter(1)
+  ROOT %c = f32[{out}]{{2,1,0:T(8,128)}} convolution(%a, %b), window={{{window}}}, dim_labels={labels}
+}}
+"""
+    assert work_of("c", body).flops == flops
+
+
+def test_a_gpu_gemm_and_an_unknown_custom_call():
+    dims = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    body = """ENTRY %main (a: bf16[32,64], b: bf16[64,16]) -> bf16[32,16] {
+  %a = bf16[32,64]{1,0} parameter(0)
+  %b = bf16[64,16]{1,0} parameter(1)
+  %g = (bf16[32,16]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", CONFIG
+  ROOT %u = bf16[32,16]{1,0} custom-call(%a), custom_call_target="mine"
+}
+""".replace("CONFIG", dims)
+    assert work_of("g", body).flops == 2 * 32 * 64 * 16
+    assert work_of("g", body).is_known
+    assert work_of("u", body) == hlo_cost.Work(flops=0, bytes=2 * (32 * 64 + 32 * 16), is_known=False)
+
+
+def test_of_what_is_sliced_or_updated_in_place_only_the_slice_moves():
+    body = """%fused (stack: f32[8,64], new: f32[1,64], i: s32[]) -> f32[8,64] {
+  %stack = f32[8,64] parameter(0)
+  %new = f32[1,64] parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %into = f32[8,64] dynamic-update-slice(%stack, %new, %i, %i)
+}
+
+%picked (table: f32[8,64], j: s32[]) -> f32[1,64] {
+  %table = f32[8,64] parameter(0)
+  %j = s32[] parameter(1)
+  %one = f32[1,64] dynamic-slice(%table, %j, %j), dynamic_slice_sizes={1,64}
+  ROOT %neg = f32[1,64] negate(%one)
+}
+
+ENTRY %main (x: f32[8,64], y: f32[1,64], n: s32[]) -> f32[8,64] {
+  %x = f32[8,64] parameter(0)
+  %y = f32[1,64] parameter(1)
+  %n = s32[] parameter(2)
+  %b = f32[64] bitcast(%y)
+  %p = f32[1,64] fusion(%x, %n), kind=kLoop, calls=%picked
+  ROOT %u = f32[8,64] fusion(%x, %p, %n), kind=kLoop, calls=%fused
+}
+"""
+    row = 4 * 64
+    assert work_of("p", body).bytes == row + row + 4  # the slice, the result, the index
+    assert work_of("u", body).bytes == row + row + 4  # the new row read and written, the index
+    assert work_of("b", body).bytes == 0
+
+
+def test_cycles_are_read_where_the_compiler_gives_them():
+    line = 'ROOT %c = f32[4] fusion(%x), calls=%f, backend_config={"window_config":{"estimated_cycles":"2123"}}'
+    body = f"""%f (y: f32[4]) -> f32[4] {{
+  ROOT %y = f32[4] parameter(0)
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4] parameter(0)
+  {line}
+}}
+"""
+    instructions = Program(HEADER + body).computations["main"]
+    assert hlo_cost.cycles(instructions["c"]) == 2123
+    assert hlo_cost.cycles(instructions["x"]) is None

@@ -1,0 +1,224 @@
+"""The module reads what an instruction of a compiled program costs: the compiler's own cycles, else flops and bytes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from zero_jax.hlo_program import LAYOUT_OR_COMMENT, Instruction, Program, integers
+
+# No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
+_FREE = re.compile(
+    r"tuple|get-tuple-element|bitcast|parameter|constant|after-all|add-dependency|opt-barrier|partition-id|replica-id|"
+    r"while|conditional|call|[a-z-]+-(?:start|update|done)|async-.*"
+)
+_FREE_CUSTOM_CALLS = (
+    "AllocateBuffer",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "GatherScatterIndicesBitpacked",
+)
+_GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
+_SAME_DATA = ("bitcast", "reshape", "convert", "copy", "transpose")
+_READS_PART = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one execution of an instruction.
+
+    Attributes:
+      flops: Floating-point operations of the matrix products and convolutions in it, 2 for a multiply-add; all else
+        is bound by memory.
+      bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
+      is_known: Whether all of it was understood; not so for custom calls of unknown targets.
+    """
+
+    flops: float
+    bytes: int
+    is_known: bool = True
+
+
+def cycles(instruction: Instruction) -> int | None:
+    """Returns the cycles that XLA:TPU's cost model gives an instruction, or None where it gives none."""
+    match = re.search(r'"estimated_cycles":"(\d+)"', instruction.line)
+    return int(match[1]) if match else None
+
+
+def roofline(program: Program, computation: str, instruction: Instruction) -> Work:
+    """Counts the flops of an instruction and the bytes that it moves to and from memory.
+
+    Args:
+      program: The program.
+      computation: The name of the computation that holds the instruction.
+      instruction: An instruction outside of fusions; a fusion counts as a whole.
+    """
+    opcode, line = instruction.opcode, instruction.line
+    if _FREE.fullmatch(opcode) or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
+        return Work(flops=0, bytes=0)
+    flops = _flops(program, computation, instruction)
+    num_bytes = _moved_bytes(program, computation, instruction)
+    known = opcode != "custom-call" or flops is not None
+    return Work(flops=flops or 0, bytes=num_bytes, is_known=known)
+
+
+def _flops(program: Program, computation: str, instruction: Instruction) -> float | None:
+    """The flops of an instruction and of what it calls; None for a custom call that is not understood."""
+    opcode, line = instruction.opcode, instruction.line
+    if opcode == "fusion":
+        called = next(iter(instruction.called.values()))
+        inner = program.computations.get(called, {}).values()
+        return sum(_flops(program, called, one) or 0 for one in inner)
+    if opcode == "dot":
+        return _dot_flops(program, computation, instruction, r"lhs_contracting_dims=\{([^}]*)\}")
+    if opcode == "convolution" or (opcode == "custom-call" and "dim_labels=" in line):
+        return _convolution_flops(program, computation, instruction)
+    if opcode == "custom-call":
+        if not _GEMMS.search(line):
+            return None
+        return _dot_flops(program, computation, instruction, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    return 0
+
+
+def _dot_flops(program: Program, computation: str, instruction: Instruction, contracting: str) -> float:
+    match = re.search(contracting, instruction.line)
+    left = _operand_shapes(program, computation, instruction)[0]
+    result = next(_arrays(instruction.shape))
+    inner = math.prod(left[1][dim] for dim in integers(match[1])) if match else 1
+    return 2 * math.prod(result[1]) * inner
+
+
+def _convolution_flops(program: Program, computation: str, instruction: Instruction) -> float:
+    """Counts multiply-adds with real elements only: XLA:TPU writes batched matmuls as padded convolutions."""
+    line = instruction.line
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
+    shapes = _operand_shapes(program, computation, instruction)
+    if not labels or len(shapes) < 2:
+        return 0
+    left, kernel, out = (shapes[0][1], shapes[1][1], next(_arrays(instruction.shape))[1])
+    window = re.search(r"window=\{([^}]*)\}", line)
+    text = window[1] if window else ""
+    spatial = [label for label in labels[3] if label.isdigit()]
+    num_pairs = 1
+    for place, label in enumerate(sorted(spatial, key=int)):
+        stride, left_dilation, dilation = (
+            _window(text, key, place, 1) for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        num_pairs *= _valid_pairs(
+            left[labels[1].index(label)],
+            _window(text, "size", place, 1),
+            out[labels[3].index(label)],
+            stride=stride,
+            low=_window(text, "pad", place, 0),
+            left_dilation=left_dilation,
+            dilation=dilation,
+        )
+    features = out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")]
+    groups = re.search(r"batch_group_count=(\d+)", line)
+    return 2 * num_pairs * features / (int(groups[1]) if groups else 1)
+
+
+def _window(text: str, key: str, place: int, otherwise: int) -> int:
+    """The entry of a window attribute for one spatial dim: `size=3x3`, `pad=1_1x0_0` (the low side)."""
+    match = re.search(rf"\b{key}=([-\dx_]+)", text)
+    return int(match[1].split("x")[place].split("_")[0]) if match else otherwise
+
+
+def _valid_pairs(
+    num_left: int, num_kernel: int, num_out: int, *, stride: int, low: int, left_dilation: int, dilation: int
+) -> int:
+    """The pairs of an output and a kernel position along one dim that meet an element that is no padding."""
+    at = np.arange(num_out)[:, None] * stride + np.arange(num_kernel)[None, :] * dilation - low
+    inside = (at >= 0) & (at <= (num_left - 1) * left_dilation) & (at % left_dilation == 0)
+    return int(inside.sum())
+
+
+def _moved_bytes(program: Program, computation: str, instruction: Instruction) -> int:
+    opcode = instruction.opcode
+    instructions = program.computations[computation]
+    operands = [_bytes(instructions[name].shape) if name in instructions else 0 for name in instruction.operands]
+    result = _bytes(instruction.shape)
+    if opcode in ("dynamic-slice", "slice"):
+        return 2 * result
+    if opcode == "gather":
+        return 2 * result + sum(operands[1:])
+    if opcode == "dynamic-update-slice":
+        return 2 * operands[1]
+    if opcode == "scatter":
+        return 2 * operands[-1] + sum(operands[1:-1])
+    if opcode in ("iota", "broadcast", "rng-bit-generator"):
+        return result + sum(operands)
+    if opcode != "fusion":
+        return result + sum(operands)
+    called = next(iter(instruction.called.values()))
+    inner = program.computations.get(called, {})
+    users = _users(inner)
+    parameters = [one for one in inner.values() if one.opcode == "parameter"]
+    read = sum(_read_bytes(inner, users, one) for one in parameters)
+    return read + _written_bytes(inner, result)
+
+
+def _users(inner: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+    users: dict[str, list[Instruction]] = {name: [] for name in inner}
+    for one in inner.values():
+        if one.opcode not in ("parameter", "constant"):
+            for name in one.operands:
+                users.get(name, []).append(one)
+    return users
+
+
+def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:
+    """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
+    whole, total = _bytes(value.shape), 0
+    for user in users[value.name]:
+        is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
+        if user.opcode in _SAME_DATA:
+            total += _read_bytes(inner, users, user) * whole // max(_bytes(user.shape), 1)
+        elif is_first and user.opcode in _READS_PART:
+            total += _bytes(user.shape)
+        elif is_first and user.opcode == "scatter":
+            total += _bytes(inner[user.operands[-1]].shape)
+        elif not (is_first and user.opcode == "dynamic-update-slice"):
+            return whole
+    return min(whole, total)
+
+
+def _written_bytes(inner: dict[str, Instruction], result: int) -> int:
+    """The bytes that a fusion writes: those of the updates, where it updates in place."""
+    roots = [one for one in inner.values() if one.line.lstrip().startswith("ROOT")]
+    if not roots:
+        return result
+    root = roots[0]
+    outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
+    total = 0
+    for output in outputs:
+        while output.opcode in _SAME_DATA and output.operands[0] in inner:
+            output = inner[output.operands[0]]
+        updates = {"dynamic-update-slice": 1, "scatter": -1}.get(output.opcode)
+        total += _bytes((output if updates is None else inner[output.operands[updates]]).shape)
+    return total
+
+
+def _operand_shapes(program: Program, computation: str, instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    instructions = program.computations[computation]
+    return [next(_arrays(instructions[name].shape)) for name in instruction.operands if name in instructions]
+
+
+def _arrays(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The (dtype, dims) of the arrays in a shape."""
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", LAYOUT_OR_COMMENT.sub("", shape)):
+        yield dtype, tuple(integers(dims))
+
+
+def _bytes(shape: str) -> int:
+    """The bytes of all arrays in a shape."""
+    total = 0
+    for dtype, dims in _arrays(shape):
+        match = re.match(r"[a-z]+(\d+)", dtype)  # the width is the first number in f8e4m3fn, s4 and bf16
+        bits = int(match[1]) if match else 8 * (dtype == "pred")
+        total += -(-math.prod(dims) * bits // 8)
+    return total

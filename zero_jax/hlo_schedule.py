@@ -1,0 +1,287 @@
+"""The module plays the schedule of a compiled program: which collectives hide behind computation, and which do not.
+
+In a scheduled program the order of instructions is the order of execution, so a clock can be moved through it. What
+an instruction or a collective costs is the caller's to say; here is only who waits for whom.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from zero_jax import hlo
+from zero_jax.hlo_program import KINDS, Instruction, Program
+
+Key = tuple[str, str]
+_DONE = re.compile(rf"({KINDS}|async)-done")
+_LAUNCH = re.compile(rf"({KINDS}|async)-start")
+# Prefetches between HBM and VMEM run on engines of their own; the `-update`s and `-done`s have no work of their own.
+_FREE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|async-update|parameter|constant")
+_NUM_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What one execution of an asynchronous collective overlaps with.
+
+    Attributes:
+      seconds: The computation that is scheduled between its start and its done.
+      collective_seconds: What the collective itself takes.
+      exposed_seconds: What its done waits.
+      instructions: The longest of the instructions in between, as 'name (file:line)'.
+    """
+
+    seconds: float
+    collective_seconds: float
+    exposed_seconds: float
+    instructions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The time that a run of a program takes on one device.
+
+    Attributes:
+      total_seconds: All of it: `compute_seconds` and `exposed_seconds`.
+      compute_seconds: The ordinary instructions.
+      exposed_seconds: Time in which computation waits for a collective, or a synchronous one runs alone.
+      collective_seconds: All executions of all collectives, hidden or not.
+      overlaps: One execution of each asynchronous collective, by (computation, name).
+    """
+
+    total_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    collective_seconds: float
+    overlaps: Mapping[Key, Overlap] = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
+        return (
+            f"{self.total_seconds:.4g} s: computes {self.compute_seconds:.4g} s, waits {self.exposed_seconds:.4g} s; "
+            f"collectives take {self.collective_seconds:.4g} s, {max(hidden, 0):.0%} of it hidden"
+        )
+
+
+def play(
+    program: Program,
+    found: Sequence[hlo.Collective],
+    *,
+    seconds_of: Callable[[Program, str, Instruction], float],
+    link_seconds: Callable[[hlo.Collective], float],
+    unknown_trip_count: int | None = None,
+) -> Timeline:
+    """Plays the schedule of a program as events on one device.
+
+    Ordinary instructions and synchronous collectives follow one another. An asynchronous collective begins when it is
+    started and its links are free, and its done waits for it. Collectives of the same groups of devices share links and
+    queue up; others, and permutes along other pairs (the two directions of a ring), run side by side. A loop's body is
+    played once, from an idle network, and repeated; what is in flight around a loop is put back by the loop's own
+    collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies between HBM and VMEM
+    (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
+
+    XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
+    them: what lies in between is what they overlap with.
+
+    Args:
+      program: The program, as scheduled (`is_scheduled=true`).
+      found: Its collectives, of `hlo.collectives`.
+      seconds_of: The time of an instruction in a computation that is no collective; it is asked about whole fusions,
+        never about what is inside them.
+      link_seconds: The time of one execution of a collective with its links to itself.
+      unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
+
+    Raises:
+      ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
+    """
+    player = _Player(program, found, seconds_of, link_seconds, unknown_trip_count)
+    run = player.computation(program.entry)
+    return Timeline(
+        total_seconds=run.now,
+        compute_seconds=run.compute_seconds,
+        exposed_seconds=run.exposed_seconds,
+        collective_seconds=sum(run.link_seconds.values()),
+        overlaps=player.overlaps,
+    )
+
+
+@dataclasses.dataclass
+class _Flight:
+    """An asynchronous collective between start and done; `handle` is what its done is known by."""
+
+    key: Key
+    queue: Hashable
+    handle: Hashable
+    seconds: float
+    finish: float
+    compute_at_start: float
+    overlapped: list[tuple[float, str, Instruction]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Run:
+    """The clock of one computation and what its network does; `link_seconds` and `free_at` go by queue."""
+
+    now: float = 0.0
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    link_seconds: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    free_at: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    in_flight: list[_Flight] = dataclasses.field(default_factory=list)
+
+    def compute(self, seconds: float, computation: str, instruction: Instruction) -> None:
+        self.now += seconds
+        self.compute_seconds += seconds
+        for flight in self.in_flight:
+            flight.overlapped.append((seconds, computation, instruction))
+
+    def wait(self, until: float) -> float:
+        waited = max(until - self.now, 0.0)
+        self.now += waited
+        self.exposed_seconds += waited
+        return waited
+
+    def enqueue(self, key: Key, queue: Hashable, handle: Hashable, seconds: float) -> _Flight:
+        finish = max(self.now, self.free_at[queue]) + seconds
+        self.free_at[queue] = finish
+        self.link_seconds[queue] += seconds
+        return _Flight(key, queue, handle, seconds, finish, self.compute_seconds)
+
+    def repeat(self, body: "_Run", times: int, computation: str, loop: Instruction) -> None:
+        """Runs another computation as a whole, some number of times."""
+        for queue, seconds in body.link_seconds.items():
+            self.link_seconds[queue] += times * seconds
+            if self.free_at[queue] > self.now:
+                self.free_at[queue] += times * seconds
+            for flight in self.in_flight:
+                if flight.queue == queue and flight.finish > self.now:
+                    flight.finish += times * seconds
+        self.now += times * body.exposed_seconds
+        self.exposed_seconds += times * body.exposed_seconds
+        self.compute(times * body.compute_seconds, computation, loop)
+
+
+class _Player:
+    """Plays computations, each once."""
+
+    def __init__(
+        self,
+        program: Program,
+        found: Sequence[hlo.Collective],
+        seconds_of: Callable[[Program, str, Instruction], float],
+        link_seconds: Callable[[hlo.Collective], float],
+        unknown_trip_count: int | None,
+    ):
+        self.program, self.seconds_of, self.link_seconds = program, seconds_of, link_seconds
+        self.unknown_trip_count = unknown_trip_count
+        self.found = {(one.computation, one.name): one for one in found}
+        self.inside = {one.computation: one for one in found}
+        self.played: dict[str, _Run] = {}
+        self.overlaps: dict[Key, Overlap] = {}
+
+    def computation(self, name: str) -> _Run:
+        """Plays a computation from an idle network to the end of all that it started."""
+        if name not in self.played:
+            run = _Run()
+            self.run(run, name)
+            for flight in run.in_flight:
+                self.land(run, flight)
+            self.played[name] = dataclasses.replace(run, in_flight=[])
+        return self.played[name]
+
+    def run(self, run: _Run, computation: str) -> None:
+        """Plays the instructions of a computation on a clock that may run already."""
+        for instruction in self.program.computations[computation].values():
+            opcode, key = instruction.opcode, (computation, instruction.name)
+            if key in self.found:
+                self.collective(run, self.found[key], handle=key)
+            elif opcode == "while":
+                body = self.computation(instruction.called["body"])
+                run.repeat(body, self.num_trips(computation, instruction, body), computation, instruction)
+            elif opcode == "conditional":
+                branches = [self.computation(name) for name in instruction.called.values()]
+                run.repeat(max(branches, key=lambda branch: branch.now), 1, computation, instruction)
+            elif opcode == "call":
+                for called in instruction.called.values():
+                    self.run(run, called)
+            elif _LAUNCH.fullmatch(opcode) or opcode == "fusion":
+                self.wrapped(run, computation, instruction)
+            elif _DONE.fullmatch(opcode):
+                self.done(run, self.started_by(computation, instruction))
+            elif not _FREE.fullmatch(opcode):
+                run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
+
+    def num_trips(self, computation: str, loop: Instruction, body: _Run) -> int:
+        trips = self.program.num_trips(computation, loop)
+        trips = self.unknown_trip_count if trips is None else trips
+        if trips is None and body.now:
+            raise ValueError(
+                f"the loop {loop.name!r} of {computation!r} takes time, and the program does not tell its trip count: "
+                "pass unknown_trip_count"
+            )
+        return trips or 0
+
+    def wrapped(self, run: _Run, computation: str, instruction: Instruction) -> None:
+        """A fusion, or an asynchronous call: a collective may be in it, begin in it or end in it."""
+        called = next(iter(instruction.called.values()), "")
+        if one := self.inside.get(called):
+            drives = self.program.starts_asynchronously(called)
+            handle = self.chain(called) if drives else (computation, instruction.name)
+            self.collective(run, one, handle=handle)
+        elif instruction.opcode != "fusion":  # what is computed on the side is taken to be computed where it starts
+            run.repeat(self.computation(called), 1, computation, instruction)
+        elif self.ends(called):
+            self.done(run, self.chain(called))
+        else:
+            run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
+
+    def collective(self, run: _Run, one: hlo.Collective, *, handle: Hashable) -> None:
+        """Starts a collective; a synchronous one ends at once."""
+        queue = one.source_target_pairs or frozenset(one.replica_groups)
+        flight = run.enqueue((one.computation, one.name), queue, handle, self.link_seconds(one))
+        if one.is_async:
+            run.in_flight.append(flight)
+        else:
+            run.wait(flight.finish)
+
+    def done(self, run: _Run, handle: Hashable) -> None:
+        """Waits for the oldest collective of a handle; it may be none, where the start was synchronous."""
+        flight = next((flight for flight in run.in_flight if flight.handle == handle), None)
+        if flight:
+            run.in_flight.remove(flight)
+            self.land(run, flight)
+
+    def land(self, run: _Run, flight: _Flight) -> None:
+        """Notes what a collective overlapped with when it has ended."""
+        waited = run.wait(flight.finish)
+        longest = sorted(flight.overlapped, key=lambda entry: -entry[0])[:_NUM_NAMES]
+        self.overlaps[flight.key] = Overlap(
+            seconds=run.compute_seconds - flight.compute_at_start,
+            collective_seconds=flight.seconds,
+            exposed_seconds=waited,
+            instructions=tuple(self.shown(one) for seconds, _, one in longest if seconds),
+        )
+
+    def shown(self, instruction: Instruction) -> str:
+        source = self.program.source(instruction.line)
+        return f"{instruction.name} ({source})" if source else instruction.name
+
+    def started_by(self, computation: str, done: Instruction) -> Hashable:
+        """The key of the start that a `-done` belongs to, through `-update`s."""
+        instructions = self.program.computations[computation]
+        name = done.operands[0]
+        while name in instructions and instructions[name].opcode == "async-update":
+            name = instructions[name].operands[0]
+        return computation, name
+
+    def chain(self, computation: str) -> Hashable:
+        """What the fusions that start, drive on and end one collective have in common: kind, channel and chain."""
+        for instruction in self.program.computations[computation].values():
+            if re.fullmatch(KINDS, instruction.opcode):
+                marks = re.findall(r'\b(?:channel_id=\d+|chain_id="\d+")', instruction.line)
+                return (instruction.opcode, *marks)
+        return computation
+
+    def ends(self, computation: str) -> bool:
+        """Whether XLA:TPU ends an asynchronous collective in a computation."""
+        return any('"AsyncCollectiveDone"' in one.line for one in self.program.computations[computation].values())

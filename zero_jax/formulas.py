@@ -172,6 +172,41 @@ def residual_bytes(
     return ResidualBytes(device_bytes=0 if offload else kept, host_bytes=kept if offload else 0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """The sizes that decide what a transformer keeps for the backward pass; `residual_bytes` has the rule.
+
+    Attributes:
+      num_layers: transformer blocks.
+      batch_size: examples of one device in one microbatch.
+      seq_len: tokens of an example.
+      d_model: width of the residual stream.
+      bytes_per_element: bytes of an element.
+      remat: whether blocks are recomputed in the backward pass.
+      model: devices that the saved residuals are sharded over (P_a).
+      offload: whether they are kept in host memory (P_a+cpu).
+    """
+
+    num_layers: int
+    batch_size: int
+    seq_len: int
+    d_model: int
+    bytes_per_element: int = 2
+    remat: bool = True
+    model: int = 1
+    offload: bool = False
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes in the memory of a device."""
+        return residual_bytes(**dataclasses.asdict(self)).device_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes in host memory, for each device."""
+        return residual_bytes(**dataclasses.asdict(self)).host_bytes
+
+
 def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: int | None = None) -> float:
     """Returns the elements that a device sends per step on behalf of the params (section 7).
 

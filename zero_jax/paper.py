@@ -199,8 +199,8 @@ def table3() -> PaperTable:
         columns=("", "ZeRO-DP", "ZeRO-R"),
         rows=tuple((name, parts[0], " + ".join(parts[1:])) for name, parts in _CONFIGS.items()),
         show=show_ratio,
-        note="P_a shards residuals over `model`, P_a+cpu keeps them in host memory; C_B: buffers of constant size; M_D: "
-        "no fragmentation.",
+        note="P_a shards residuals over `model`, P_a+cpu keeps them in host memory; C_B: buffers of constant size; "
+        "M_D: no fragmentation.",
     )
 
 

@@ -1,0 +1,299 @@
+"""The memory of a train step by formula: what each device holds, group by group, leaf by leaf.
+
+Nothing is compiled. The bytes of params, master params and optimizer state are exact, because shapes, dtypes and
+placements are those of the state itself; beside them stands the paper's formula, and what makes the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.formulas import Residuals, model_state_bytes
+from zero_jax.memory_groups import (
+    Difference,
+    Group,
+    WholeLeaf,
+    data_and_model_sizes,
+    grad_differences,
+    grad_group,
+    is_inexact,
+    needed_grads,
+    state_groups,
+    uneven_differences,
+    whole_leaves,
+)
+from zero_jax.mesh import axes_of, axis_size
+from zero_jax.precision import resolve_precision
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+
+
+def transformer_residuals(
+    model_config: Any,
+    *,
+    batch_size: int,
+    mesh: Mesh,
+    config: ZeroConfig,
+    remat: bool | None = None,
+    model: int = 1,
+    offload: bool = False,
+) -> Residuals:
+    """Returns the residuals of a transformer in a train step.
+
+    Args:
+      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` unless that is given.
+      batch_size: examples of a step, over all devices and microbatches.
+      mesh: the mesh.
+      config: microbatches and precision; a compute dtype of None counts as float32.
+      remat: whether blocks are recomputed.
+      model: devices that the saved residuals are sharded over (P_a).
+      offload: whether they are kept in host memory (P_a+cpu).
+
+    Raises:
+      ValueError: a batch that does not divide.
+    """
+    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    parts = axis_size(mesh, axes.batch) * config.num_microbatches
+    if batch_size < 1 or batch_size % parts:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "
+            f"{config.num_microbatches} microbatches: make it a multiple of {parts}"
+        )
+    return Residuals(
+        num_layers=model_config.num_layers,
+        batch_size=batch_size // parts,
+        seq_len=model_config.seq_len,
+        d_model=model_config.d_model,
+        bytes_per_element=np.dtype(resolve_precision(config.precision).compute or np.float32).itemsize,
+        remat=model_config.remat if remat is None else remat,
+        model=model,
+        offload=offload,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupEstimate:
+    """One group on one device.
+
+    Attributes:
+      name: `params`, `master`, `grads`, `opt_state`, `other` (counters, keys, the loss scale) or `residuals`.
+      device_bytes: bytes by the leaves of the state.
+      formula_bytes: bytes by the paper's formula.
+    """
+
+    name: str
+    device_bytes: float
+    formula_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes per device of a train step, by formula; prints as a table.
+
+    Attributes:
+      groups: the groups, as the state holds them.
+      differences: what makes each group differ from the formula; their sum is the whole difference.
+      whole: leaves left whole (or partly so) in groups that are sharded, largest first.
+      num_params: parameters that gradients are taken for (psi).
+      num_devices: devices of the `data` axes (N_d).
+      model: devices of the axes that are neither `data` nor `replica`.
+      sharded: the groups that the stage shards.
+      param_bytes: bytes a parameter of the params that the loss sees.
+      grad_bytes: bytes a parameter of their gradients.
+      optimizer_bytes: bytes a parameter of master params and optimizer state (the paper's K), from the state.
+      host_bytes: bytes in host memory for each device.
+    """
+
+    groups: tuple[GroupEstimate, ...]
+    differences: tuple[Difference, ...]
+    whole: tuple[WholeLeaf, ...]
+    num_params: int
+    num_devices: int
+    model: int
+    sharded: tuple[str, ...]
+    param_bytes: float
+    grad_bytes: float
+    optimizer_bytes: float
+    host_bytes: float
+
+    @property
+    def by_group(self) -> dict[str, float]:
+        """Bytes per device by the name of the group."""
+        return {group.name: group.device_bytes for group in self.groups}
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes per device of all groups; other temporaries, such as gathered params and logits, are not among them."""
+        return sum(group.device_bytes for group in self.groups)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes per device of the train state, which stay from step to step."""
+        return sum(self.by_group[name] for name in ("params", "master", "opt_state", "other"))
+
+    @property
+    def formula_bytes(self) -> float:
+        """Bytes per device of all groups by the paper's formula."""
+        return sum(group.formula_bytes for group in self.groups)
+
+    def __str__(self) -> str:
+        scale, unit = _unit(max(self.total_bytes, self.formula_bytes))
+        show = lambda x, sign="": f"{x / scale:{sign},.2f}"  # noqa: E731
+        over = f" over {self.num_devices} devices" + (f" x {self.model} of the model" if self.model > 1 else "")
+        lines = [
+            f"{self.num_params:,} params of {self.param_bytes:.4g} bytes, gradients of {self.grad_bytes:.4g}, "
+            f"K = {self.optimizer_bytes:.4g} (master params and optimizer state)",
+            f"sharded{over}: {', '.join(self.sharded) or 'nothing'}",
+            f"{'per device, ' + unit:<20}{'estimate':>12}{'formula':>12}{'difference':>12}",
+        ]
+        total = GroupEstimate(name="total", device_bytes=self.total_bytes, formula_bytes=self.formula_bytes)
+        for group in (*self.groups, total):
+            over_formula = group.device_bytes - group.formula_bytes
+            columns = (show(group.device_bytes), show(group.formula_bytes), show(over_formula, "+"))
+            lines.append(f"{group.name:<20}{columns[0]:>12}{columns[1]:>12}{columns[2]:>12}")
+        for why in self.differences:
+            if abs(why.device_bytes) < scale / 200:
+                continue  # a counter: nothing in this unit
+            lines.append(f"  {why.group}: {show(why.device_bytes, '+')} {unit}: {why.reason}")
+        if self.host_bytes:
+            lines.append(f"in host memory: {show(self.host_bytes)} {unit}")
+        if 2 * sum(leaf.device_bytes for leaf in self.whole if leaf.group != "grads") > self.state_bytes:
+            lines.append(
+                "warning: leaves left whole take more than half of the state; see zero.sharding_report for the reasons"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        sums = {name: getattr(self, name) for name in ("total_bytes", "state_bytes", "formula_bytes")}
+        return {**dataclasses.asdict(self), "sharded": list(self.sharded), **sums}
+
+
+def estimate(
+    state: TrainState,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+    residuals: Residuals | None = None,
+    tx: optax.GradientTransformation | None = None,
+) -> MemoryEstimate:
+    """Estimates the bytes that each device holds in a train step.
+
+    Gathered params, logits and what else lives for a moment are not counted: `zero.memory.measure` tells.
+
+    Args:
+      state: the state, or its shapes from `zero.abstract_state`.
+      mesh: the mesh.
+      config: the config that the state was made with.
+      residuals: what the model keeps for the backward pass; None leaves the group out.
+      tx: the optimizer; with it, params that it freezes count without gradients.
+
+    Raises:
+      ValueError: something else than a `TrainState`.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"memory.estimate takes a TrainState, not a {type(state).__name__}: "
+            "make its shapes with zero.abstract_state(init_fn, tx, mesh=mesh, config=config)"
+        )
+    placement = make_placement(state.params, mesh=mesh, config=config)
+    groups = state_groups(state, mesh=mesh, config=config)
+    groups["grads"] = grad_group(state, placement, config, needed_grads(tx, state))
+    sizes = _sizes(groups, state, placement)
+    formula = _formula(sizes, placement)
+    differences = [
+        *grad_differences(groups["grads"], placement, config),
+        *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
+        *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
+    ]
+    if residuals is not None:
+        formula["residuals"] = residuals.device_bytes
+    held: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
+    held["residuals"] = formula.get("residuals", 0)
+    order = ("params", "master", "grads", "opt_state", "other", *(["residuals"] if residuals else []))
+    num_devices, model = data_and_model_sizes(placement)
+    return MemoryEstimate(
+        groups=tuple(GroupEstimate(name=x, device_bytes=held[x], formula_bytes=formula.get(x, 0)) for x in order),
+        differences=tuple(difference for difference in differences if difference.device_bytes),
+        whole=whole_leaves(groups),
+        num_params=sizes.num_params,
+        num_devices=num_devices,
+        model=model,
+        sharded=tuple(name for name in order if name in placement.groups),
+        param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
+        grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
+        optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
+        host_bytes=0 if residuals is None else residuals.host_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StateSizes:
+    """Bytes of the whole state, before any sharding, as the formula counts them."""
+
+    num_params: int
+    params_bytes: int
+    grads_bytes: int
+    master_bytes: int
+    opt_state_bytes: int
+
+
+def _sizes(groups: dict[str, Group], state: TrainState, placement: Placement) -> _StateSizes:
+    counted = {name: sum(x.num_bytes for x in group.leaves if x.counted) for name, group in groups.items()}
+    params = [x for x in jax.tree.leaves(state.params) if is_inexact(x)]
+    masters_only = placement.precision.has_master and not placement.keeps_copy
+    low = placement.precision.param or placement.precision.compute
+    copied = sum(
+        x.size * jnp.dtype(low if low and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype).itemsize for x in params
+    )
+    grads = (*groups["grads"].leaves, *groups["grads"].skipped)
+    return _StateSizes(
+        num_params=sum(x.size for x in params),
+        params_bytes=copied if masters_only else counted["params"],
+        grads_bytes=sum(x.narrow_bytes for x in grads),
+        master_bytes=counted["params"] if masters_only else counted["master"],
+        opt_state_bytes=counted["opt_state"],
+    )
+
+
+def _formula(sizes: _StateSizes, placement: Placement) -> dict[str, float]:
+    """Returns the paper's bytes per device and group, with the bytes a parameter that the state has."""
+    num_devices, model = data_and_model_sizes(placement)
+    psi, optimizer = max(sizes.num_params, 1), sizes.master_bytes + sizes.opt_state_bytes
+    states = model_state_bytes(
+        sizes.num_params / model,
+        sharded=placement.groups,
+        num_devices=num_devices,
+        param_bytes=sizes.params_bytes / psi,
+        grad_bytes=sizes.grads_bytes / psi,
+        optimizer_bytes=optimizer / psi,
+    )
+    master_share = sizes.master_bytes / max(optimizer, 1)
+    return {
+        "params": states.params_bytes,
+        "grads": states.grads_bytes,
+        "master": states.opt_state_bytes * master_share,
+        "opt_state": states.opt_state_bytes * (1 - master_share),
+    }
+
+
+def _without_copy(formula: dict[str, float]) -> list[Difference]:
+    """Explains a state whose params are the master params: they are cast for each use, before they are gathered."""
+    params, master = formula["params"], formula["master"]
+    return [
+        Difference(group="params", device_bytes=-params, reason="no low-precision copy is kept between steps"),
+        Difference(group="params", device_bytes=master, reason="the params are the master params"),
+        Difference(group="master", device_bytes=-master, reason="kept as the params"),
+    ]
+
+
+def _unit(size: float) -> tuple[int, str]:
+    """Returns the unit that a table of sizes up to `size` is printed in, for people."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    return next(((scale, unit) for unit, scale in units.items() if size >= 10 * scale), (1, "bytes"))

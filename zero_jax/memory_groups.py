@@ -1,0 +1,216 @@
+"""The groups of a train step, leaf by leaf on one device: the state's own, and the gradients that the step makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.jaxprs import used_inputs
+from zero_jax.mesh import axis_size
+from zero_jax.sharding import to_shardings
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, state_shardings, trainable
+from zero_jax.tree import PyTree, leaf_names
+
+_FIELDS = dataclasses.fields(TrainState)
+_SHOWN_LEAVES = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A reason why a group is not what the formula says.
+
+    Attributes:
+      group: the group.
+      device_bytes: bytes on each device more than by the formula, negative if less.
+      reason: why.
+    """
+
+    group: str
+    device_bytes: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeLeaf:
+    """A leaf of a sharded group that is not cut into as many parts as there are devices."""
+
+    group: str
+    path: str
+    device_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A leaf as it lies; `counted` if the formula has it, `narrow_bytes` what the formula takes it for."""
+
+    path: str
+    num_bytes: int
+    narrow_bytes: int
+    device_bytes: int
+    counted: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """The leaves of a group and the number of parts that they are meant to be cut into."""
+
+    leaves: tuple[Leaf, ...]
+    ways: int
+    skipped: tuple[Leaf, ...] = ()  # gradients that are not taken
+
+
+def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
+    """Returns the devices of the `data` axes, and those of the model's own."""
+    mesh, axes = placement.mesh, placement.axes
+    return axis_size(mesh, axes.data), mesh.size // axis_size(mesh, axes.batch)
+
+
+def is_inexact(x: Any) -> bool:
+    """Tells whether an array is of a dtype that gradients are taken for."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, Group]:
+    """Returns the groups of a state; what is neither params nor optimizer state is `other`."""
+    placement = make_placement(state.params, mesh=mesh, config=config)
+    shardings = state_shardings(state, mesh=mesh, config=config)
+    trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
+    named = {name: trees.pop(name) for name in ("params", "master", "opt_state")}
+    named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
+    # K is what grows with the model: an optimizer's scalars do not, and what has no gradient is no parameter.
+    counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
+    num_devices, model = data_and_model_sizes(placement)
+    return {
+        name: Group(
+            leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
+            ways=(num_devices if name in placement.groups else 1) * (1 if name == "other" else model),
+        )
+        for name, (tree, placed) in named.items()
+    }
+
+
+def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[Leaf, ...]:
+    found = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return tuple(
+        Leaf(
+            path=path,
+            num_bytes=x.size * x.dtype.itemsize,
+            narrow_bytes=x.size * x.dtype.itemsize,
+            device_bytes=math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+            counted=counted(x),
+        )
+        for path, x, sharding in found
+    )
+
+
+def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> list[bool]:
+    """Tells which gradients the optimizer reads, as the train step does; all, where it is not known."""
+    params = trainable(state.params if state.master is None else state.master)
+    leaves, tree = jax.tree.flatten(params)
+    if tx is None:
+        return [True] * len(leaves)
+    opt_leaves, opt_tree = jax.tree.flatten(state.opt_state)
+    update = optax.with_extra_args_support(tx).update
+
+    def updated(flat: list[Any]) -> Any:
+        grads, opt, old = (flat[: len(leaves)], flat[len(leaves) : -len(leaves)], flat[-len(leaves) :])
+        return update(tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old), value=jnp.float32(0))
+
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
+    return used_inputs(updated, avals)[: len(leaves)]
+
+
+def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:
+    """Tells whether a step holds shards of gradients only.
+
+    With one microbatch each gradient is reduced to the optimizer's shard as soon as it is made (`scatter_grads`).
+    """
+    return "grads" in placement.groups or (config.num_microbatches == 1 and "master" in placement.groups)
+
+
+def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
+    """Returns the gradients that a step holds when the last one is made.
+
+    Several microbatches are summed in float32, sharded where gradients are, else in a whole copy on each device.
+    """
+    num_devices, model = data_and_model_sizes(placement)
+    cut = _cuts_grads(placement, config)
+    summed = config.num_microbatches > 1
+    shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, sharded=cut)
+    found = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
+    leaves = []
+    for path, x, sharding in found:
+        if not is_inexact(x):
+            continue
+        narrow = computed_dtype(x.dtype, placement)
+        dtype = jnp.promote_types(narrow, jnp.float32) if summed else narrow
+        local = x.shape if summed and not cut else sharding.shard_shape(x.shape)
+        leaves.append(
+            Leaf(
+                path=path,
+                num_bytes=x.size * dtype.itemsize,
+                narrow_bytes=x.size * narrow.itemsize,
+                device_bytes=math.prod(local) * dtype.itemsize,
+            )
+        )
+    taken = [(leaf, is_needed) for leaf, is_needed in zip(leaves, needed, strict=True)]
+    return Group(
+        leaves=tuple(leaf for leaf, is_needed in taken if is_needed),
+        skipped=tuple(leaf for leaf, is_needed in taken if not is_needed),
+        ways=model * (num_devices if cut else 1),
+    )
+
+
+def computed_dtype(dtype: Any, placement: Placement) -> Any:
+    """Returns the dtype in which the loss sees a param of `dtype`."""
+    compute = placement.precision.compute
+    return jnp.dtype(compute if compute is not None and jnp.issubdtype(dtype, jnp.floating) else dtype)
+
+
+def grad_differences(grads: Group, placement: Placement, config: ZeroConfig) -> list[Difference]:
+    """Explains gradients that are not what the formula takes them for."""
+    num_devices, model = data_and_model_sizes(placement)
+    ways = model * (num_devices if "grads" in placement.groups else 1)
+    narrow = sum(x.narrow_bytes for x in grads.leaves)
+    wide = sum(x.num_bytes for x in grads.leaves)
+    frozen = sum(x.narrow_bytes for x in grads.skipped)
+    early = narrow / grads.ways - narrow / ways
+    reasons = {
+        "the optimizer freezes these params, so their gradients are not taken": -frozen / ways,
+        "with one microbatch, each gradient is reduced to a shard as soon as it is made": early,
+        "several microbatches are summed in float32": (wide - narrow) / grads.ways,
+    }
+    return [Difference(group="grads", device_bytes=size, reason=reason) for reason, size in reasons.items()]
+
+
+def uneven_differences(name: str, group: Group) -> list[Difference]:
+    """Explains a group by its leaves that are not cut into all parts, and those that the formula does not have."""
+    counted = [x for x in group.leaves if x.counted]
+    whole = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in counted]
+    whole = sorted([(path, size) for path, size in whole if size], key=lambda item: -item[1])
+    shown = ", ".join(path for path, _ in whole[:_SHOWN_LEAVES])
+    more = f" and {len(whole) - _SHOWN_LEAVES} more" if len(whole) > _SHOWN_LEAVES else ""
+    rest = sum(x.device_bytes for x in group.leaves if not x.counted)
+    reasons = {
+        f"{len(whole)} leaves left whole, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in whole),
+        "counters, keys and other leaves that are no parameters or moments of them": rest,
+    }
+    return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
+
+
+def whole_leaves(groups: dict[str, Group]) -> tuple[WholeLeaf, ...]:
+    """Returns the leaves of sharded groups that are not cut into all parts, largest first."""
+    found = [
+        WholeLeaf(group=name, path=x.path, device_bytes=x.device_bytes)
+        for name, group in groups.items()
+        for x in group.leaves
+        if x.counted and x.device_bytes * group.ways > x.num_bytes
+    ]
+    return tuple(sorted(found, key=lambda leaf: -leaf.device_bytes))

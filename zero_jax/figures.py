@@ -1,0 +1,222 @@
+"""Pictures of memory and throughput, as PNG, SVG or PDF."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's palette, which most
+# colour-blind people can tell apart. Whatever is in none of them is drawn as `other temporaries`.
+_PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "params": (("params",), "#0072B2"),
+    "gradients": (("grads",), "#E69F00"),
+    "optimizer state": (("master", "opt_state"), "#009E73"),
+    "residuals": (("residuals",), "#CC79A7"),
+}
+_REST = ("other temporaries", "#999999")
+_SUFFIXES = (".png", ".svg", ".pdf")
+_BAR_WIDTH = 0.4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryBar:
+    """One stage on one number of devices.
+
+    Attributes:
+      label: what stands below the bar, such as `stage 2`.
+      num_devices: devices that the stage shards over; each number gets a panel of its own.
+      formula_bytes: bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
+      measured_bytes: bytes per device by group, from a compiled program; None where it was not measured. Groups of any
+        other name are drawn together as other temporaries.
+    """
+
+    label: str
+    num_devices: int
+    formula_bytes: Mapping[str, float]
+    measured_bytes: Mapping[str, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThroughputRow:
+    """A model on one number of devices.
+
+    Attributes:
+      num_devices: devices.
+      per_device_batch_size: examples of a device in a step, the most that fit.
+      per_device_tokens_per_second: estimated throughput of a device.
+    """
+
+    num_devices: int
+    per_device_batch_size: float
+    per_device_tokens_per_second: float
+
+
+def plot_memory(
+    path: pathlib.Path | str, bars: Sequence[MemoryBar], *, title: str = "", capacity_bytes: float | None = None
+) -> None:
+    """Draws stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
+
+    Args:
+      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      bars: the bars, from left to right.
+      title: what the model and the devices are.
+      capacity_bytes: memory of a device, drawn as a line.
+
+    Raises:
+      ValueError: no bars, or another suffix.
+    """
+    if not bars:
+        raise ValueError("plot_memory: there are no bars to draw")
+    sizes = list(dict.fromkeys(bar.num_devices for bar in bars))
+    most = max(sum(1 for bar in bars if bar.num_devices == size) for size in sizes)
+    figure = _figure(path, width=max(4.0, 1.1 * most * len(sizes) + 1.5), height=4.8)
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    shown: dict[str, str] = {}
+    for panel, size in zip(panels, sizes, strict=True):
+        shown |= _draw_panel(panel, [bar for bar in bars if bar.num_devices == size])
+        panel.set_title(f"N = {size:,}", fontsize="medium")
+        if capacity_bytes is not None:
+            panel.axhline(capacity_bytes / 1e9, color="#D55E00", linewidth=1, linestyle="--")
+    panels[0].set_ylabel("memory per device (GB = 10⁹ bytes)")
+    panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.06)
+    if title:
+        figure.suptitle(title)
+    handles = _memory_legend(bars, shown, capacity_bytes)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False)
+    _save(figure, path)
+
+
+def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
+    """Draws the bars of one number of devices; returns the parts that there were, with their colours."""
+    shown: dict[str, str] = {}
+    for i, bar in enumerate(bars):
+        both = bar.measured_bytes is not None
+        # The two bars of a stage touch; a stage of one bar has it in the middle.
+        sides = [(bar.formula_bytes, -_BAR_WIDTH / 2 if both else 0, {"alpha": 0.45, "hatch": "///"})]
+        if bar.measured_bytes is not None:
+            sides.append((bar.measured_bytes, _BAR_WIDTH / 2, {}))
+        for groups, offset, style in sides:
+            bottom = 0.0
+            for part, (size, color) in _stack(groups).items():
+                panel.bar(
+                    i + offset, size, _BAR_WIDTH * 0.94, bottom, color=color, edgecolor="white", linewidth=0.4, **style
+                )
+                bottom += size
+                shown[part] = color
+            text = _gb(bottom)
+            panel.annotate(
+                text, (i + offset, bottom), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5
+            )
+    panel.set_xticks(range(len(bars)), [bar.label for bar in bars])
+    panel.set_xlim(-0.6, len(bars) - 0.4)
+    _clean(panel)
+    panel.grid(axis="x", visible=False)
+    return shown
+
+
+def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    """Returns the parts of a bar, in GB, with their colours, from the bottom up."""
+    known = {name for names, _ in _PARTS.values() for name in names}
+    sums = {part: (sum(groups.get(name, 0) for name in names), color) for part, (names, color) in _PARTS.items()}
+    sums[_REST[0]] = (sum(size for name, size in groups.items() if name not in known), _REST[1])
+    return {part: (size / 1e9, color) for part, (size, color) in sums.items() if size}
+
+
+def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity_bytes: float | None) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    order = [*_PARTS, _REST[0]]
+    handles: list[Any] = [Patch(color=shown[part], label=part) for part in order if part in shown]
+    gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
+    handles.append(Patch(**gray, alpha=0.45, hatch="///", label="formula"))
+    if any(bar.measured_bytes is not None for bar in bars):
+        handles.append(Patch(**gray, label="measured"))
+    if capacity_bytes is not None:
+        label = f"memory of a device ({_gb(capacity_bytes / 1e9)} GB)"
+        handles.append(Line2D([], [], color="#D55E00", linewidth=1, linestyle="--", label=label))
+    return handles
+
+
+def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, title: str = "") -> None:
+    """Draws the largest batch that fits and the estimated throughput, both per device, against the number of devices.
+
+    A dashed line shows linear scaling, at which a device does as much on many devices as on the fewest.
+
+    Args:
+      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      rows: the numbers of devices, in any order.
+      title: what the model and the devices are.
+
+    Raises:
+      ValueError: no rows, or another suffix.
+    """
+    if not rows:
+        raise ValueError("plot_throughput: there are no rows to draw")
+    rows = sorted(rows, key=lambda row: row.num_devices)
+    figure = _figure(path, width=9, height=4)
+    panels = figure.subplots(1, 2)
+    devices = [row.num_devices for row in rows]
+    series = (
+        ("largest batch per device (examples)", [row.per_device_batch_size for row in rows], "#0072B2", "o"),
+        (
+            "estimated throughput per device (tokens/s)",
+            [row.per_device_tokens_per_second for row in rows],
+            "#D55E00",
+            "s",
+        ),
+    )
+    for panel, (label, values, color, marker) in zip(panels, series, strict=True):
+        panel.plot(devices, values, color=color, marker=marker, linewidth=1.5, markersize=5)
+        for x, y in zip(devices, values, strict=True):
+            text = f"{y:,.0f}" if y >= 100 else f"{y:.3g}"
+            panel.annotate(text, (x, y), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(devices, [f"{n:,}" for n in devices])
+        panel.minorticks_off()
+        panel.set_xlabel("devices (N)")
+        panel.set_ylabel(label)
+        panel.set_ylim(0, max(values) * 1.15)
+        panel.margins(x=0.08)
+        _clean(panel)
+    first = series[1][1][0]
+    panels[1].axhline(first, color="#666666", linestyle="--", linewidth=1, label="linear scaling")
+    panels[1].legend(frameon=False, loc="lower right")
+    if title:
+        figure.suptitle(title)
+    _save(figure, path)
+
+
+def _gb(size: float) -> str:
+    """Returns a number of GB with three digits or so."""
+    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
+
+
+def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+    # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    suffix = pathlib.Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _clean(panel: Any) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.25)
+    panel.set_axisbelow(True)
+
+
+def _save(figure: Any, path: pathlib.Path | str) -> None:
+    import matplotlib
+
+    # Text stays text in an SVG, and the same data give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
+        is_svg = pathlib.Path(path).suffix.lower() == ".svg"
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)

@@ -1,0 +1,110 @@
+"""Shapes in the text of an XLA program: arrays with their dims, layout, memory space and size in memory."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_COMMENT = re.compile(r"/\*.*?\*/")
+_TOKEN = re.compile(r"[()]|([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?|(token|opaque)(?:\[\])?(?:\{[^}]*\})?")
+_TILES = re.compile(r"T((?:\([^)]*\))+)")
+_NO_DATA = frozenset({"token", "opaque", "tuple"})
+
+
+class Array(NamedTuple):
+    """An array as a program lays it out; `space` is the memory space of its layout, 0 for the device's memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str
+    space: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        """The shape without its layout, such as bf16[8,128]."""
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+    @property
+    def unpadded_bytes(self) -> int:
+        """The bytes of its elements alone."""
+        return -(-math.prod(self.dims) * _bits(self.dtype, self.layout) // 8)
+
+
+Shape = Array | tuple["Shape", ...]
+
+
+@functools.lru_cache(maxsize=16384)
+def parse_shape(text: str) -> Shape:
+    """Reads a shape: an array, or a tuple of shapes.
+
+    Raises:
+      ValueError: The text is not a shape of a known form.
+    """
+    stack: list[list[Shape]] = [[]]
+    for match in _TOKEN.finditer(_COMMENT.sub("", text)):
+        if match[0] == "(":
+            stack.append([])
+        elif match[0] == ")":
+            done = tuple(stack.pop())
+            stack[-1].append(done)
+        else:
+            stack[-1].append(_array(match[1] or match[4], match[2] or "", match[3] or ""))
+    if len(stack) != 1 or len(stack[0]) != 1:
+        raise ValueError(f"unreadable shape in the HLO, please report it: {text!r}")
+    return stack[0][0]
+
+
+def arrays(shape: Shape) -> Iterator[Array]:
+    """Yields the arrays of a shape in order."""
+    if isinstance(shape, Array):
+        yield shape
+    else:
+        for part in shape:
+            yield from arrays(part)
+
+
+def _array(dtype: str, dims: str, layout: str) -> Array:
+    # A dynamic dim is printed as <=8, and takes the memory of 8.
+    sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
+    space = re.search(r"(?<![A-Z])S\((\d+)\)", layout)
+    elements = padded_elements(sizes, layout)
+    num_bytes = -(-elements * _bits(dtype, layout) // 8)
+    return Array(dtype=dtype, dims=sizes, layout=layout, space=int(space[1]) if space else 0, num_bytes=num_bytes)
+
+
+def padded_elements(dims: Sequence[int], layout: str) -> int:
+    """Counts the elements that an array has room for: `dims` cut into tiles, the last of which may be part empty.
+
+    The layout `1,0:T(8,128)(2,1)` names the dims from the minor one on, cuts the two minor ones into tiles of 8 x 128,
+    and each tile into tiles of 2 x 1; every cut rounds up. An array of lower rank than its tile gets dims of 1.
+    """
+    order, _, rest = layout.partition(":")
+    minor_to_major = [int(digits) for digits in re.findall(r"\d+", order)]
+    physical = [dims[dim] for dim in reversed(minor_to_major)] if len(minor_to_major) == len(dims) else list(dims)
+    tiles = _TILES.search(rest)
+    for tile_text in re.findall(r"\(([^)]*)\)", tiles[1]) if tiles else []:
+        tile = [part.strip() for part in tile_text.split(",")]
+        physical = [1] * (len(tile) - len(physical)) + physical
+        cut, place = [], len(physical) - 1
+        merged = 1
+        for size in reversed(tile):
+            merged *= physical[place]
+            place -= 1
+            if size != "*":  # a * joins its dim to the next major one before that is cut
+                cut.append((merged, int(size)))
+                merged = 1
+        outer = [*physical[: place + 1], *([merged] if merged > 1 else [])]
+        blocks = [-(-length // size) for length, size in reversed(cut)]
+        physical = [*outer, *blocks, *(size for _, size in reversed(cut))]
+    return math.prod(physical)
+
+
+def _bits(dtype: str, layout: str) -> int:
+    """The room that an element takes: whole bytes, unless the layout packs it, as E(4) does."""
+    if packed := re.search(r"E\((\d+)\)", layout):
+        return int(packed[1])
+    if dtype in _NO_DATA:
+        return 0
+    width = re.match(r"[a-z]+(\d+)", dtype)
+    return max(int(width[1]), 8) if width else 8

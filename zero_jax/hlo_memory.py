@@ -1,0 +1,241 @@
+"""What a scheduled XLA program holds in memory: the buffers that are alive at the peak of its temporaries.
+
+The TPU compiler tells how large its heap is, and not what is in it. This works it out from the text of the program.
+"""
+
+import bisect
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from zero_jax.hlo_program import Instruction, Program
+from zero_jax.hlo_values import Value, Values
+
+# Memory spaces of a layout: 0 is the device's memory, 5 the host's; the others of a TPU are on the chip (1 is VMEM).
+# Those of a GPU are parts of its memory.
+_DEVICE, _HOST = 0, 5
+_PASSES_NAME_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "get-tuple-element", "reshape", "transpose")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """A buffer that is alive at the peak.
+
+    Attributes:
+      name: The instruction that wrote it last.
+      computation: The computation of that instruction.
+      opcode: What that instruction does.
+      shape: Its dtype and dims, such as bf16[8,128].
+      num_bytes: Its size, padding included.
+      op_name: The JAX name stack of the instruction, or of what it copies; '' if the program has none.
+      source: 'file:line', or ''.
+    """
+
+    name: str
+    computation: str
+    opcode: str
+    shape: str
+    num_bytes: int
+    op_name: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heap:
+    """The memory of a program, in bytes per device.
+
+    A temporary that fits into the memory of a donated argument, between the last time that this is read and the first
+    time that the result is written over it, takes no memory of its own. Which ones the compiler places there is
+    worked out by its rule, the largest first, into the smallest argument that is free.
+
+    Attributes:
+      peak_bytes: The most that temporaries take at one time in the device's memory, beside the arguments and were they
+        packed without gaps.
+      live: The temporaries that are alive then, largest first, without those in donated arguments.
+      in_arguments: The temporaries that lie in donated arguments then, largest first.
+      peak_name: The instruction that runs then.
+      peak_op_name: Its JAX name stack, or that of the nearest instruction before it that has one.
+      argument_bytes: All arguments in the device's memory.
+      output_bytes: All results in the device's memory.
+      output_alias_bytes: Results that are written over donated arguments.
+      constant_bytes: Constants, which are part of the program.
+      host_argument_bytes: Arguments in the host's memory.
+      host_peak_bytes: The most that temporaries take at one time in the host's memory.
+      on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
+    """
+
+    peak_bytes: int
+    live: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    in_arguments: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    peak_name: str
+    peak_op_name: str
+    argument_bytes: int
+    output_bytes: int
+    output_alias_bytes: int
+    constant_bytes: int
+    host_argument_bytes: int
+    host_peak_bytes: int
+    on_chip_peak_bytes: int
+
+    def __str__(self) -> str:
+        """Names the peak and its largest buffers."""
+        lines = [f"{self.peak_bytes:,} bytes of temporaries at {self.peak_name} ({self.peak_op_name or 'no name'})"]
+        for buffer in self.live[:10]:
+            lines.append(f"{buffer.num_bytes:>15,}  {buffer.shape}  {buffer.op_name or buffer.name}  {buffer.source}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Allocation:
+    """A buffer with its size and the spans of the schedule in which it is in use."""
+
+    values: Sequence[Value]
+    num_bytes: int
+    spans: tuple[tuple[int, int], ...]
+
+    def is_live(self, step: int) -> bool:
+        return any(start <= step <= end for start, end in self.spans)
+
+
+def peak(hlo_text: str) -> Heap:
+    """Finds the peak of a program's temporaries, and what is alive then.
+
+    Args:
+      hlo_text: What `compiled.as_text()` returns; `is_scheduled=true` in its first line.
+
+    Raises:
+      ValueError: The program is not scheduled, so that its text does not tell the order of execution.
+    """
+    header = re.search(r"^HloModule.*", hlo_text, re.MULTILINE)
+    if not header or "is_scheduled=true" not in header[0]:
+        raise ValueError(
+            "the HLO is not scheduled, and its order tells nothing of memory: pass the text of a compiled program, "
+            "compiled.as_text(), and not lowered.as_text()"
+        )
+    program = Program(hlo_text)
+    values = Values(program, header=header[0])
+    has_tiles = any(":T(" in one.shape for one in program.computations[program.entry].values())
+    arguments, outputs = ({values.buffer_of(n) for n in numbers} for numbers in (values.arguments, values.outputs))
+    fixed = arguments | outputs | {values.buffer_of(number) for number in values.constants}
+    temporaries: dict[str, list[_Allocation]] = {"device": [], "host": [], "chip": []}
+    donated = []
+    for number, found in values.buffers().items():
+        place = _place(found[0].array.space, has_tiles)
+        if number not in fixed:
+            temporaries[place].append(_allocation(found))
+        elif number in arguments and number in outputs and place == "device":
+            donated.append(_allocation(found))
+    heap, hosted = _reuse(temporaries["device"], donated)
+    peak_bytes, step = _top(heap)
+    live, in_arguments = (
+        sorted((_describe(program, one) for one in group if one.is_live(step)), key=lambda one: -one.num_bytes)
+        for group in ([_until(one, step) for one in heap], [_until(one, step) for one in hosted])
+    )
+
+    def total(numbers: Iterable[int], place: str) -> int:
+        picked = (values.items[number].array for number in numbers)
+        return sum(array.num_bytes for array in picked if _place(array.space, has_tiles) == place)
+
+    before = reversed(values.steps[max(step - 50, 0) : step + 1])
+    return Heap(
+        peak_bytes=peak_bytes,
+        live=tuple(one for one in live if one.num_bytes),
+        in_arguments=tuple(one for one in in_arguments if one.num_bytes),
+        peak_name=values.steps[step][1].name if values.steps else "",
+        peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
+        argument_bytes=total(values.arguments, "device"),
+        output_bytes=total(values.outputs, "device"),
+        output_alias_bytes=total((n for n in values.outputs if values.buffer_of(n) in arguments), "device"),
+        constant_bytes=total(values.constants, "device"),
+        host_argument_bytes=total(values.arguments, "host"),
+        host_peak_bytes=_top(temporaries["host"])[0],
+        on_chip_peak_bytes=_top(temporaries["chip"])[0],
+    )
+
+
+def _place(space: int, has_tiles: bool) -> str:
+    if space == _HOST:
+        return "host"
+    return "chip" if has_tiles and space != _DEVICE else "device"
+
+
+def _allocation(values: Sequence[Value]) -> _Allocation:
+    spans: list[tuple[int, int]] = []
+    for value in sorted(values, key=lambda value: value.start):
+        if spans and value.start <= spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], value.end))
+        else:
+            spans.append((value.start, value.end))
+    return _Allocation(values=values, num_bytes=max(one.array.num_bytes for one in values), spans=tuple(spans))
+
+
+def _until(one: _Allocation, step: int) -> _Allocation:
+    """The allocation without the values that are written after a step."""
+    values = [value for value in one.values if value.start <= step]
+    return dataclasses.replace(one, values=values)
+
+
+def _reuse(
+    temporaries: Sequence[_Allocation], donated: Iterable[_Allocation]
+) -> tuple[list[_Allocation], list[_Allocation]]:
+    """Splits temporaries into those with memory of their own and those that lie in donated arguments."""
+    free = [(one.num_bytes, list(one.spans)) for one in sorted(donated, key=lambda one: one.num_bytes)]
+    sizes = [size for size, _ in free]
+    heap, hosted = [], []
+    smallest = _top(temporaries)[0] / 1024  # what is smaller hardly counts, and there may be many
+    for one in sorted(temporaries, key=lambda one: (-one.num_bytes, one.spans[0][0] - one.spans[-1][1])):
+        first = bisect.bisect_left(sizes, one.num_bytes) if one.num_bytes >= smallest else len(free)
+        for _, taken in free[first:]:
+            if all(end < start or last < begin for start, last in taken for begin, end in one.spans):
+                taken += one.spans
+                hosted.append(one)
+                break
+        else:
+            heap.append(one)
+    return heap, hosted
+
+
+def _top(allocations: Iterable[_Allocation]) -> tuple[int, int]:
+    """The most bytes that are alive at one step, and the first such step."""
+    changes: collections.Counter = collections.Counter()
+    for one in allocations:
+        for start, end in one.spans:
+            changes[start] += one.num_bytes
+            changes[end + 1] -= one.num_bytes
+    most = now = at = 0
+    for step in sorted(changes):
+        now += changes[step]
+        if now > most:
+            most, at = now, step
+    return most, at
+
+
+def _describe(program: Program, one: _Allocation) -> Buffer:
+    """Names a buffer after the last instruction that wrote it; a loop only carries it."""
+    written = sorted(one.values, key=lambda value: value.start)
+    real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
+    named = [value for value in real if _op_name(program, value.computation, value.instruction)]
+    last = (named or real)[-1]
+    return Buffer(
+        name=last.instruction.name,
+        computation=last.computation,
+        opcode=last.instruction.opcode,
+        shape=str(last.array),
+        num_bytes=one.num_bytes,
+        op_name=_op_name(program, last.computation, last.instruction),
+        source=program.source(last.instruction.line),
+    )
+
+
+def _op_name(program: Program, computation: str, instruction: Instruction) -> str:
+    """The JAX name stack of an instruction, or of what it copies."""
+    for _ in range(8):
+        if match := re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.line):
+            return match[1].replace("\\'", "'")
+        operands = instruction.operands
+        found = program.computations[computation].get(operands[0]) if operands else None
+        if instruction.opcode not in _PASSES_NAME_ON or found is None:
+            return ""
+        instruction = found
+    return ""

@@ -1,0 +1,297 @@
+"""The values that a scheduled XLA program writes to memory: when each is alive, and which of them share a buffer.
+
+A scheduled program lists its instructions in the order of execution. A loop's state, a dynamic-update-slice and a
+donated argument are updated in place, so several values are one buffer, which is free between the lives of its values.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from zero_jax.hlo_layout import Array, Shape, arrays, parse_shape
+from zero_jax.hlo_program import Instruction, Program, integers
+
+Tree = int | tuple["Tree", ...]
+
+_FORWARDS = frozenset({"bitcast", "opt-barrier", "domain", "add-dependency"})
+_ELEMENTWISE = frozenset(
+    "abs add and atan2 bitcast cbrt ceil clamp compare complex convert cosine divide erf exponential "
+    "exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate not or power "
+    "real reduce-precision remainder round-nearest-afz round-nearest-even rsqrt select shift-left "
+    "shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh tuple xor".split()
+)
+_IN_PLACE = frozenset({"dynamic-update-slice", "scatter", "all-reduce", "all-reduce-start", "sort"})
+_ALIASING_LISTS = re.compile(r'"aliasing_operands":\{"lists":\[((?:\{[^}]*\},?)*)\]')
+_OUTPUT_ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\)\s*)\}(?:,|$)")
+_ALIAS_ENTRY = re.compile(r"\{([\d, ]*)\}:\s*\((\d+),\s*\{([\d, ]*)\}")
+_HEADER_ALIASING = re.compile(r"input_output_alias=\{(.*?\)\s*)\}")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Value:
+    """An array that an instruction writes; alive from `start` to `end`, in steps of the schedule, ends included."""
+
+    array: Array
+    computation: str
+    instruction: Instruction
+    start: int
+    end: int
+
+
+class Values:
+    """The values of a program, and the classes of them that share a buffer.
+
+    Attributes:
+      items: The values, in the order in which they are written.
+      arguments: The numbers of the values that are arguments of the program.
+      outputs: The numbers of the values that it returns.
+      constants: The numbers of the values that are constants, which are part of the program.
+      steps: For each step of the schedule, the computation and the instruction that runs.
+    """
+
+    def __init__(self, program: Program, *, header: str = ""):
+        self.program = program
+        self.items: list[Value] = []
+        self.steps: list[tuple[str, Instruction]] = []
+        self.constants: list[int] = []
+        self._parents: list[int] = []
+        self._maybe_shared: list[tuple[int, int]] = []
+        entry = program.computations[program.entry]
+        parameters = {_number(one): one for one in entry.values() if one.opcode == "parameter"}
+        trees = {n: self._new(parse_shape(one.shape), program.entry, one) for n, one in parameters.items()}
+        self.arguments = [value for number in sorted(trees) for value in leaves(trees[number])]
+        root = self._visit(program.entry, trees)
+        self._use(root, len(self.steps))
+        self.outputs = list(leaves(root))
+        donated = _HEADER_ALIASING.search(header)
+        for out_path, number, path in _ALIAS_ENTRY.findall(donated[1] if donated else ""):
+            self._unite(_at(root, integers(out_path)), _at(trees[int(number)], integers(path)))
+        self._share()
+
+    def buffer_of(self, value: int) -> int:
+        """Returns the number of the first of the values that share a buffer with this one."""
+        while self._parents[value] != value:
+            self._parents[value] = self._parents[self._parents[value]]
+            value = self._parents[value]
+        return value
+
+    def buffers(self) -> dict[int, list[Value]]:
+        """The values by buffer."""
+        found: dict[int, list[Value]] = {}
+        for number, value in enumerate(self.items):
+            found.setdefault(self.buffer_of(number), []).append(value)
+        return found
+
+    def _new(
+        self, shape: Shape, computation: str, instruction: Instruction, forwarded: tuple[int, Tree] | None = None
+    ) -> Tree:
+        """Makes a value of each array of a shape, but for a part that is something else passed on."""
+        if not isinstance(shape, Array):
+            place, given = forwarded or (-1, ())
+            return tuple(
+                given if number == place else self._new(part, computation, instruction)
+                for number, part in enumerate(shape)
+            )
+        now = max(len(self.steps) - 1, 0)
+        self.items.append(Value(array=shape, computation=computation, instruction=instruction, start=now, end=now))
+        self._parents.append(len(self.items) - 1)
+        return len(self.items) - 1
+
+    def _use(self, tree: Tree, now: int) -> None:
+        for value in leaves(tree):
+            self.items[value].end = max(self.items[value].end, now)
+
+    def _unite(self, one: Tree, other: Tree) -> None:
+        for a, b in zip(leaves(one), leaves(other), strict=True):
+            first, second = sorted((self.buffer_of(a), self.buffer_of(b)))
+            self._parents[second] = first
+
+    def _visit(self, computation: str, arguments: dict[int, Tree]) -> Tree:
+        """Goes through a computation in order; returns the values of its root."""
+        trees: dict[str, Tree] = {}
+        root: Tree = ()
+        for instruction in self.program.computations[computation].values():
+            opcode = instruction.opcode
+            operands = [trees[name] for name in instruction.operands if name in trees]
+            if opcode == "parameter":
+                tree = arguments[_number(instruction)]
+            elif opcode == "tuple":
+                tree = tuple(operands)
+            elif opcode == "get-tuple-element":
+                tree = _at(operands[0], [int(re.findall(r"\bindex=(\d+)", instruction.line)[-1])])
+            elif opcode in _FORWARDS:
+                tree = operands[0]
+            else:
+                tree = self._execute(computation, instruction, operands)
+            trees[instruction.name] = tree
+            if instruction.line.lstrip().startswith("ROOT "):  # which need not be the last to run
+                root = tree
+        return root
+
+    def _execute(self, computation: str, instruction: Instruction, operands: list[Tree]) -> Tree:
+        """Lets an instruction read its operands and write its results."""
+        opcode, called = instruction.opcode, instruction.called
+        self._step(computation, instruction, operands)
+        if opcode == "while":
+            return self._loop(computation, instruction, operands[0])
+        if opcode == "conditional":
+            return self._branches(computation, instruction, operands)
+        if opcode == "call":
+            return self._visit(next(iter(called.values())), dict(enumerate(operands)))
+        if opcode.endswith(("-done", "-update")):
+            return _finished(opcode, instruction, operands[0])
+        forwarded = _forwarded(opcode, parse_shape(instruction.shape), operands)
+        result = self._new(parse_shape(instruction.shape), computation, instruction, forwarded)
+        if opcode == "constant":
+            self.constants += leaves(result)
+        self._alias(instruction, operands, result)
+        return result
+
+    def _step(self, computation: str, instruction: Instruction, operands: list[Tree]) -> None:
+        for operand in operands:
+            self._use(operand, len(self.steps))
+        self.steps.append((computation, instruction))
+
+    def _loop(self, computation: str, instruction: Instruction, operand: Tree) -> Tree:
+        """A loop's state stays in place: its operand, the body's parameter and root, and its result are one buffer."""
+        state = self._new(parse_shape(instruction.shape), computation, instruction)
+        self._unite(state, operand)
+        self._visit(instruction.called["condition"], {0: state})
+        root = self._visit(instruction.called["body"], {0: state})
+        self._step(computation, instruction, [root])
+        result = self._new(parse_shape(instruction.shape), computation, instruction)
+        self._unite(root, state)
+        self._unite(result, state)
+        return result
+
+    def _branches(self, computation: str, instruction: Instruction, operands: list[Tree]) -> Tree:
+        """The branches of a conditional write their results to one buffer, and only one of them runs."""
+        names = re.search(r"\b(true|false)_computation=", instruction.line)
+        called = instruction.called
+        roles = ["true_computation", "false_computation"] if names else sorted(called, key=int)
+        roots = [self._visit(called[role], {0: operand}) for role, operand in zip(roles, operands[1:], strict=True)]
+        for operand in operands[1:]:
+            self._use(operand, len(self.steps))
+        self._step(computation, instruction, roots)
+        result = self._new(parse_shape(instruction.shape), computation, instruction)
+        for root in roots:
+            self._unite(root, result)
+        return result
+
+    def _alias(self, instruction: Instruction, operands: list[Tree], result: Tree) -> None:
+        """Notes which operands the results are written over."""
+        line = instruction.line
+        if given := _OUTPUT_ALIASING.search(line):
+            for out_path, number, path in _ALIAS_ENTRY.findall(given[1]):
+                self._unite(_at(result, integers(out_path)), _at(operands[int(number)], integers(path)))
+        if lists := _ALIASING_LISTS.search(line):
+            # XLA:TPU numbers the operands, and goes on with the results.
+            numbered: list[Tree] = [*operands, *leaves(result)]
+            for pair in re.findall(r"\[([^\]]*)\]", lists[1]):
+                first, *rest = (numbered[number] for number in integers(pair) if number < len(numbered))
+                for other in rest:
+                    if isinstance(first, int) and isinstance(other, int):
+                        self._unite(other, first)
+            return
+        reusable = self._reusable(instruction, len(operands))
+        for value in leaves(result):
+            for number in reusable:
+                self._maybe_shared += [(value, given) for given in leaves(operands[number])]
+
+    def _reusable(self, instruction: Instruction, num_operands: int) -> list[int]:
+        """The operands that the results may be written over, if nobody needs them any more."""
+        if instruction.opcode in _IN_PLACE:
+            return [0] if instruction.opcode in ("dynamic-update-slice", "scatter") else list(range(num_operands))
+        if instruction.opcode == "fusion":
+            numbers = _reused_in_fusion(self.program, instruction.called["calls"])
+            return [number for number in numbers if number < num_operands]
+        return list(range(num_operands)) if instruction.opcode in _ELEMENTWISE else []
+
+    def _share(self) -> None:
+        """Writes a result over an operand of its size, where no value of the operand's buffer is needed later."""
+        groups = {number: [number] for number in range(len(self.items))}
+        for number in range(len(self.items)):
+            if (first := self.buffer_of(number)) != number:
+                groups[first] += groups.pop(number)
+        fixed = {self.buffer_of(number) for number in (*self.arguments, *self.constants)}
+        taken: set[int] = set()
+        for value, given in self._maybe_shared:
+            one, other = self.buffer_of(value), self.buffer_of(given)
+            mine, theirs = self.items[value], self.items[given]
+            fits = mine.array.num_bytes == theirs.array.num_bytes and mine.array.space == theirs.array.space
+            if one == other or value in taken or not fits or {one, other} & fixed:
+                continue
+            pairs = ((self.items[a], self.items[b]) for a in groups[one] for b in groups[other])
+            # The instruction reads the operand as it writes the result.
+            if all(a.start >= b.end or b.start > a.end for a, b in pairs):
+                self._unite(value, given)
+                kept = self.buffer_of(value)
+                groups[kept] = groups.pop(one) + groups.pop(other)
+                taken.add(value)
+
+
+def leaves(tree: Tree) -> Iterator[int]:
+    """Yields the numbers of a tree of values in order."""
+    if isinstance(tree, int):
+        yield tree
+    else:
+        for part in tree:
+            yield from leaves(part)
+
+
+def _number(instruction: Instruction) -> int:
+    return int(instruction.operands[0])
+
+
+def _at(tree: Tree, path: list[int]) -> Tree:
+    for place in path:
+        assert not isinstance(tree, int)
+        tree = tree[place]
+    return tree
+
+
+def _forwarded(opcode: str, shape: Shape, operands: list[Tree]) -> tuple[int, Tree] | None:
+    """The part of the result of a `-start` that is its operands as they are; the others are written, or contexts."""
+    if not opcode.endswith("-start") or isinstance(shape, Array) or opcode == "all-reduce-start":
+        return None
+    if opcode == "copy-start":
+        return 1, operands[0]
+    given = operands[0] if isinstance(shape[0], Array) else tuple(operands)
+    return (0, given) if len(list(leaves(given))) == len(list(arrays(shape[0]))) else None
+
+
+def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
+    """The results of a `-done`: the part of its `-start` that was written."""
+    if isinstance(started, int) or opcode in ("all-reduce-done", "send-done") or opcode.endswith("-update"):
+        return started
+    if opcode == "recv-done":
+        return (started[0], started[-1])
+    result = started[0 if opcode == "copy-done" else 1]
+    num_arrays = len(list(arrays(parse_shape(instruction.shape))))
+    return result if len(list(leaves(result))) == num_arrays else started
+
+
+def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
+    """The operands that a fusion may write over: the target of an update in place, or those it maps element by element.
+
+    One element of the result must need no other element of the operand.
+    """
+    instructions = program.computations[computation]
+    users: dict[str, list[Instruction]] = {name: [] for name in instructions}
+    for one in instructions.values():
+        for name in one.operands:
+            if name in users:
+                users[name].append(one)
+
+    @functools.cache
+    def maps(name: str) -> bool:
+        ok = all(user.opcode in _ELEMENTWISE or _updates(user, name) for user in users[name])
+        return ok and all(maps(user.name) for user in users[name])
+
+    parameters = [one for one in instructions.values() if one.opcode == "parameter"]
+    return tuple(sorted(_number(one) for one in parameters if maps(one.name)))
+
+
+def _updates(user: Instruction, name: str) -> bool:
+    return user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name

@@ -1,0 +1,280 @@
+"""The search, on a model of memory and time that is simple enough to work out by hand."""
+
+import itertools
+import json
+
+import pytest
+
+from zero_jax.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.ranking import Estimated, Outcome, Setting, shortage, show_gb
+from zero_jax.search import candidates, search
+
+STAGES = dict(enumerate(PAPER_CASES.values()))
+
+
+def estimate(setting):
+    """1.6 billion params: 25.6 GB unsharded; 0.5 GB an example of a microbatch; microbatches and gathers take time."""
+    states = model_state_bytes(1.6e9, sharded=STAGES[setting.stage], num_devices=setting.data)
+    residuals = 0.5e9 * setting.per_device_microbatch_size
+    seconds = 1 + 0.1 * setting.num_microbatches + (0.5 if setting.stage == 3 else 0)
+    return Estimated(
+        bytes=states.total_bytes + residuals,
+        seconds=seconds,
+        note=f"{show_gb(states.total_bytes)} of model state",
+    )
+
+
+def as_estimated(setting):
+    got = estimate(setting)
+    return Outcome(fits=True, bytes=got.bytes, seconds=got.seconds)
+
+
+class Compiler:
+    """Compiles by a function of settings and takes down what it was asked for."""
+
+    def __init__(self, outcome=as_estimated):
+        self.asked, self.outcome = [], outcome
+
+    def __call__(self, setting):
+        self.asked.append(setting)
+        return self.outcome(setting)
+
+
+def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate, **options):
+    settings = candidates(num_devices=8, batch_size=32) if settings is None else settings
+    return search(settings, estimate=estimate, compile=compiler or Compiler(), capacity_bytes=capacity_bytes, **options)
+
+
+# Candidates.
+
+
+def test_candidates_multiply_up_and_divide():
+    found = candidates(num_devices=8, batch_size=48, remats=("full", "dots"), max_num_microbatches=4)
+    assert len(set(found)) == len(found)
+    for s in found:
+        assert s.replica * s.data * s.model == 8 and 48 % (s.replica * s.data * s.num_microbatches) == 0
+        assert s.num_microbatches in (1, 2, 3)  # the divisors of 6 up to 4
+    # Stage 0 has no replicas; the others shard over 2, 4 or 8 devices; 3 counts of microbatches, 2 policies.
+    assert len(found) == (1 + 3 * 3) * 3 * 2
+
+
+def test_candidates_of_one_device_and_of_the_model_axis():
+    assert {(s.replica, s.data) for s in candidates(num_devices=1, batch_size=1)} == {(1, 1)}
+    found = candidates(num_devices=8, batch_size=8, models=(1, 2, 3, 4, 8), num_heads=12, d_model=48, stages=(3,))
+    assert {s.model for s in found} == {1, 2, 4, 8} - {8}  # 12 heads do not split over 8, nor 8 devices into 3
+    assert {s.data * s.replica for s in found if s.model == 4} == {2}
+
+
+def test_gathered_params_are_kept_only_where_params_are_sharded():
+    found = candidates(num_devices=8, batch_size=8, keep_gathered=(False, True), replicas=(1,))
+    assert {(s.stage, s.keep_gathered) for s in found} == {(0, False), (1, False), (2, False), (3, False), (3, True)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_devices": 8, "batch_size": 12}, "batch_size=8 or 16"),
+        ({"num_devices": 8, "batch_size": 4}, "try batch_size=8$"),
+        ({"num_devices": 8, "batch_size": 8, "models": (3,)}, "try model=1"),
+        ({"num_devices": 0, "batch_size": 8}, "positive"),
+        ({"num_devices": 8, "batch_size": 8, "stages": (4,)}, "unknown ZeRO stage"),
+        ({"num_devices": 8, "batch_size": 8, "replicas": (3,)}, r"with replica in \(3,\)"),
+    ],
+)
+def test_candidates_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        candidates(**fields)
+
+
+# Search.
+
+
+def test_prunes_by_estimate_and_says_by_how_much():
+    compiler = Compiler()
+    got = run(compiler=compiler, capacity_bytes=16e9)
+    reasons = {entry.setting: entry.reason for entry in got.rejected}
+    # Stage 0: 16 bytes x 1.6e9 + 4 examples of 0.5 GB.
+    assert reasons[Setting(stage=0, data=8, batch_size=32)] == (
+        "needs 27.6 GB (25.6 GB of model state), 16.0 GB usable: short of 11.6 GB"
+    )
+    assert not any(setting in reasons for setting in compiler.asked)
+    everything = {entry.setting for entry in (*got.ranked, *got.rejected)}
+    assert everything == set(candidates(num_devices=8, batch_size=32))
+    assert all(estimate(entry.setting).bytes <= 16e9 for entry in got.ranked)
+    assert all(estimate(entry.setting).bytes > 16e9 for entry in got.rejected)
+
+
+def test_compiles_the_fastest_and_ranks_by_the_compiler():
+    # The compiler finds what looks second best to be the fastest.
+    compiled_seconds = itertools.chain([3.0, 2.0], itertools.repeat(4.0))
+    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=next(compiled_seconds)))
+    got = run(compiler=compiler, max_compiles=3)
+    asked = [estimate(setting).seconds for setting in compiler.asked]
+    assert asked == sorted(asked) and len(asked) == 3
+    assert asked[-1] <= min(entry.seconds for entry in got.ranked if not entry.outcome)
+    assert got.best == compiler.asked[1]
+    assert [entry.seconds for entry in got.ranked[:3]] == [2.0, 3.0, 4.0]
+    rest = [entry.seconds for entry in got.ranked[3:]]
+    assert rest == sorted(rest) and all(entry.outcome is None for entry in got.ranked[3:])
+    assert got.num_compiled == 3
+
+
+def test_goes_on_when_the_compiler_says_no():
+    # The fastest, stage 2 over 8 devices in one microbatch, needs 3.2 + 2.8 + 2.0 = 8 GB by estimate, and 17.6 really.
+    def outcome(setting):
+        needed = 2.2 * estimate(setting).bytes
+        return Outcome(fits=needed <= 16e9, bytes=needed, seconds=1.0)
+
+    compiler = Compiler(outcome)
+    got = run(compiler=compiler, max_compiles=6)
+    assert got.best is not None and 2.2 * estimate(got.best).bytes <= 16e9
+    first = compiler.asked[0]
+    reason = next(entry.reason for entry in got.rejected if entry.setting == first)
+    assert reason.startswith("compiled, needs ") and "16.0 GB usable: short of" in reason
+    # After a setting that is too large, none is compiled that needs more by estimate.
+    sizes = [estimate(setting).bytes for setting in compiler.asked]
+    failed = [size for size in sizes if 2.2 * size > 16e9]
+    assert failed == sorted(set(failed), reverse=True)
+    passed = [entry for entry in got.rejected if entry.kind == "passed over"]
+    assert passed and all("needs no less by estimate than" in entry.reason for entry in passed)
+    assert len({*got.ranked, *got.rejected}) == len(candidates(num_devices=8, batch_size=32))
+
+
+def test_the_last_compile_goes_to_the_smallest():
+    compiler = Compiler(lambda s: Outcome(fits=False, error="crashed"))
+    got = run(compiler=compiler, max_compiles=3)
+    fitting = [estimate(s).bytes for s in candidates(num_devices=8, batch_size=32) if estimate(s).bytes <= 16e9]
+    assert estimate(compiler.asked[-1]).bytes == min(fitting)
+    assert got.best is None and got.nearest is None and got.ranked
+    assert "none of 3 compiled settings came out" in str(got) and "allow more compiles" in str(got)
+
+
+def test_a_crash_is_an_outcome():
+    def outcome(setting):
+        if setting.num_microbatches == 1:
+            raise RuntimeError("INTERNAL: segfault in a pass")
+        return as_estimated(setting)
+
+    got = run(compiler=Compiler(outcome))
+    assert got.best is not None and got.best.num_microbatches > 1
+    (crashed, *_) = [entry for entry in got.rejected if entry.kind == "failed"]
+    assert crashed.reason == "compiling failed: RuntimeError: INTERNAL: segfault in a pass"
+    with pytest.raises(KeyboardInterrupt):
+        run(compiler=Compiler(lambda s: (_ for _ in ()).throw(KeyboardInterrupt)))
+
+
+def test_without_compiling():
+    compiler = Compiler()
+    got = run(compiler=compiler, max_compiles=0)
+    assert not compiler.asked and got.num_compiled == 0
+    assert got.best == min(got.ranked, key=lambda entry: entry.seconds).setting
+    assert "(by estimate, not compiled)" in str(got)
+
+
+def test_estimates_that_refuse():
+    def refuse(setting):
+        if setting.stage < 3:
+            raise ValueError("the flux capacitor needs stage 3")
+        return estimate(setting)
+
+    got = run(estimate=refuse)
+    assert got.best is not None and got.best.stage == 3
+    assert {entry.reason for entry in got.rejected if entry.kind == "invalid"} == {"the flux capacitor needs stage 3"}
+    text = str(got)
+    # One line for all, then one for each.
+    assert text.count("the flux capacitor needs stage 3") == 1
+    with pytest.raises(ValueError, match="has to be in bytes and seconds"):
+        run(estimate=lambda s: Estimated(bytes=float("nan"), seconds=1))
+
+
+def test_nothing_fits():
+    got = run(capacity_bytes=2.5e9)
+    assert got.best is None and not got.ranked and got.num_compiled == 0
+    # Least: stage 3 over 8 devices, 25.6 / 8 = 3.2 GB and one example of 0.5 GB.
+    assert got.nearest.setting == Setting(stage=3, data=8, batch_size=32, num_microbatches=4)
+    assert got.nearest.missing_bytes == pytest.approx(1.2e9)
+    # With twice the devices 1.6 + 0.5 GB, in 2 microbatches of one example.
+    devices, memory = got.nearest.remedies
+    assert devices == "8 devices more (16 in all)"
+    assert memory == "devices with at least 3.7 GB of usable memory"
+    text = str(got)
+    assert text.startswith("nothing fits; nearest: stage 3 data=8 microbatches=4 remat=full, short of 1.2 GB.")
+    assert "  - 8 devices more" in text
+
+
+def test_more_devices_may_need_a_larger_batch():
+    # An example a device already: the next size is 16 devices, of which 8 examples leave half without any.
+    got = run(candidates(num_devices=8, batch_size=8), capacity_bytes=2.5e9)
+    assert got.nearest.remedies[0] == "8 devices more (16 in all, with a batch of 16)"
+
+
+def test_nearest_miss_names_smaller_microbatches_and_batches():
+    # Only one microbatch is tried: 3.2 + 4 x 0.5 GB.
+    settings = candidates(num_devices=8, batch_size=32, max_num_microbatches=1)
+    got = run(settings, capacity_bytes=4.5e9)
+    assert got.nearest.missing_bytes == pytest.approx(0.7e9)
+    remedies = got.nearest.remedies
+    assert remedies[1] == "2 microbatches" and remedies[2] == "a batch of 16 in 1 microbatch"
+    for words, setting in (
+        ("2 microbatches", Setting(stage=3, data=8, batch_size=32, num_microbatches=2)),
+        ("a batch of 16", Setting(stage=3, data=8, batch_size=16)),
+    ):
+        assert estimate(setting).bytes <= 4.5e9, words
+
+
+def test_nearest_miss_of_the_compiler_counts_what_the_estimate_missed():
+    # 10 GB that no estimate knows of: nothing fits on 13 GB, though 3.7 GB are estimated.
+    compiler = Compiler(lambda s: Outcome(fits=False, bytes=estimate(s).bytes + 10e9))
+    got = run(compiler=compiler, capacity_bytes=13e9)
+    assert got.best is None
+    assert got.nearest.missing_bytes == pytest.approx(0.7e9)
+    assert got.nearest.setting == Setting(stage=3, data=8, batch_size=32, num_microbatches=4)
+    # 25.6 / 16 + 0.5 x 2 + 10 GB fit.
+    assert got.nearest.remedies[0] == "8 devices more (16 in all)"
+    assert got.nearest.remedies[-1] == "devices with at least 13.7 GB of usable memory"
+
+
+def test_prints_ranking_and_every_rejected_setting():
+    got = run(capacity_bytes=16e9)
+    text = str(got)
+    assert text.startswith(f"best: {got.best}\n")
+    for entry in got.ranked:
+        assert str(entry.setting) in text
+    assert text.count("compiler") == 6
+    rejected = text[text.index("rejected (") :]
+    # Settings that differ in microbatches share a line: 4, 2 and 1 examples beside 25.6 GB.
+    assert (
+        "  stage 0 data=8 microbatches=1,2,4 remat=full: "
+        "needs 26.1 GB to 27.6 GB, 16.0 GB usable: short of 10.1 GB at least" in rejected
+    )
+    for entry in got.rejected:
+        s = entry.setting
+        line = next(line for line in rejected.splitlines() if f"stage {s.stage} " in line and f"data={s.data} " in line)
+        assert str(s.num_microbatches) in line
+    data = json.loads(json.dumps(got.to_json()))
+    assert data["best"]["stage"] == got.best.stage and len(data["rejected"]) == len(got.rejected)
+
+
+def test_tells_how_it_goes():
+    lines = []
+    got = run(log=lines.append, max_compiles=2)
+    assert lines[0].startswith(f"{len(got.ranked) + len(got.rejected)} settings: {len(got.ranked)} may fit")
+    assert lines[1].startswith("compiling 1 of at most 2: stage ") and "fits: " in lines[2]
+
+
+def test_sizes_for_people():
+    assert [show_gb(x) for x in (31.24e9, 0.3e9, 5e7, 1500, 12)] == [
+        "31.2 GB",
+        "0.3 GB",
+        "50.0 MB",
+        "1.5 KB",
+        "12 bytes",
+    ]
+    assert shortage(31.2e9, 24e9, note="of model state") == (
+        "needs 31.2 GB (of model state), 24.0 GB usable: short of 7.2 GB"
+    )
+
+
+def test_search_refuses():
+    with pytest.raises(ValueError, match="give settings"):
+        run(())

@@ -1,0 +1,235 @@
+"""What a search for settings has found: the settings, how they rank, why the others are out; prints as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to train a model on some devices.
+
+    Attributes:
+      stage: the ZeRO stage.
+      replica: size of the `replica` axis.
+      data: devices that the stage shards over.
+      model: size of the `model` axis.
+      batch_size: examples of a step.
+      num_microbatches: forward passes of a step.
+      remat: name of the remat policy.
+      offload: name of the offload policy.
+      keep_gathered: whether gathered params are kept for the backward pass.
+    """
+
+    stage: int
+    data: int
+    batch_size: int
+    replica: int = 1
+    model: int = 1
+    num_microbatches: int = 1
+    remat: str = "full"
+    offload: str = "none"
+    keep_gathered: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole mesh."""
+        return self.replica * self.data * self.model
+
+    @property
+    def per_device_microbatch_size(self) -> int:
+        """Examples of one device in one forward pass."""
+        return self.batch_size // (self.replica * self.data * self.num_microbatches)
+
+    def __str__(self) -> str:
+        return self.describe(str(self.num_microbatches))
+
+    def describe(self, num_microbatches: str) -> str:
+        """Returns the setting in words, with the microbatches as given."""
+        axes = {"replica": self.replica, "data": self.data, "model": self.model}
+        parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
+        parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
+        parts += [f"offload={self.offload}"] if self.offload != "none" else []
+        parts += ["keep_gathered"] if self.keep_gathered else []
+        return f"stage {self.stage} {' '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimated:
+    """What a setting needs by formula.
+
+    Attributes:
+      bytes: bytes on each device.
+      seconds: seconds of a step.
+      note: what the bytes are made of, such as `31.2 GB of model state`.
+    """
+
+    bytes: float
+    seconds: float
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the compiler says of a setting.
+
+    Attributes:
+      fits: whether the program fits on a device.
+      bytes: bytes on each device, if known.
+      seconds: seconds of a step, estimated from the compiled program, if known.
+      error: why there is no program, or none that fits.
+    """
+
+    fits: bool
+    bytes: float | None = None
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A setting and what became of it.
+
+    Attributes:
+      setting: the setting.
+      estimated: by formula, None where that was refused.
+      outcome: by the compiler, None where it was not compiled.
+      kind: why it was rejected, in a word: `invalid`, `estimate`, `compiled`, `failed` or `passed over`.
+      reason: why it was rejected, in a line; empty where it was not.
+    """
+
+    setting: Setting
+    estimated: Estimated | None = None
+    outcome: Outcome | None = None
+    kind: str = ""
+    reason: str = ""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes on each device, by the compiler where it told."""
+        told = self.outcome.bytes if self.outcome else None
+        return told if told is not None else self.estimated.bytes if self.estimated else float("inf")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, from the compiled program where there is one."""
+        told = self.outcome.seconds if self.outcome else None
+        return told if told is not None else self.estimated.seconds if self.estimated else float("inf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Miss:
+    """The setting that is nearest to fitting, and what would make it fit.
+
+    Attributes:
+      setting: the setting.
+      missing_bytes: bytes by which a device is too small.
+      remedies: changes, each of which is enough by estimate.
+    """
+
+    setting: Setting
+    missing_bytes: float
+    remedies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"nothing fits; nearest: {self.setting}, short of {show_gb(self.missing_bytes)}. Each of these would do:"
+        ]
+        return "\n".join([*lines, *(f"  - {remedy}" for remedy in self.remedies)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The result of a search.
+
+    Attributes:
+      ranked: settings that fit: those compiled, fastest first, then those that fit by estimate only.
+      rejected: settings that are out, each with its reason.
+      best: the fastest setting that compiled and fits (by estimate, if nothing was to be compiled), or None.
+      nearest: where none fits, the one that misses by least.
+      capacity_bytes: usable memory of a device.
+      num_compiled: settings compiled.
+    """
+
+    ranked: tuple[Ranked, ...]
+    rejected: tuple[Ranked, ...]
+    best: Setting | None
+    nearest: Miss | None
+    capacity_bytes: float
+    num_compiled: int
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.ranked:
+            width = max(len(str(entry.setting)) for entry in self.ranked)
+            lines += ["", f"{'rank':>4}  {'setting':<{width}}  {'GB':>7}  {'s/step':>9}  by"]
+            for i, entry in enumerate(self.ranked, start=1):
+                by = "compiler" if entry.outcome else "estimate"
+                size = f"{entry.bytes / 1e9:.1f}"
+                lines.append(f"{i:>4}  {entry.setting!s:<{width}}  {size:>7}  {entry.seconds:>9.4g}  {by}")
+        if self.rejected:
+            lines += ["", f"rejected ({len(self.rejected)}, {show_gb(self.capacity_bytes)} usable)"]
+            lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.best:
+            return f"best: {self.best}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
+        if self.ranked:
+            return (
+                f"none of {self.num_compiled} compiled settings came out, but {len(self.ranked)} more fit by estimate: "
+                "allow more compiles"
+            )
+        return str(self.nearest or "no setting came out, and not for want of memory: the reasons are below")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        return dataclasses.asdict(self)
+
+
+def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
+    """Returns a line for each rejected setting; those that differ in microbatches only, or in nothing said, share."""
+    groups: dict[tuple[Any, ...], list[Ranked]] = {}
+    for entry in rejected:
+        alike = dataclasses.replace(entry.setting, num_microbatches=1)
+        is_size = entry.kind in ("estimate", "compiled")
+        groups.setdefault((alike, entry.kind, "" if is_size else entry.reason), []).append(entry)
+    by_reason: dict[str, list[str]] = {}
+    for (alike, _, _), entries in groups.items():
+        counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
+        by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(alike.describe(counts))
+    lines = []
+    for reason, settings in by_reason.items():
+        if len(settings) == 1:
+            lines.append(f"{settings[0]}: {reason}")
+        else:
+            lines += [f"{len(settings)} alike: {reason}", *(f"  {setting}" for setting in settings)]
+    return lines
+
+
+def _shared_reason(entries: Sequence[Ranked], capacity_bytes: float) -> str:
+    sizes = [entry.bytes for entry in entries]
+    if len(set(entry.reason for entry in entries)) == 1:
+        return entries[0].reason
+    compiled = "compiled, " if entries[0].kind == "compiled" else ""
+    return f"{compiled}{shortage(min(sizes), capacity_bytes, most=max(sizes))}"
+
+
+def shortage(needed_bytes: float, capacity_bytes: float, *, most: float | None = None, note: str = "") -> str:
+    """Returns the line that says how much a setting lacks; `most` makes it one for settings up to that size."""
+    upto = f" to {show_gb(most)}" if most is not None else ""
+    least = " at least" if most is not None else ""
+    made_of = f" ({note})" if note else ""
+    return (
+        f"needs {show_gb(needed_bytes)}{upto}{made_of}, {show_gb(capacity_bytes)} usable: "
+        f"short of {show_gb(needed_bytes - capacity_bytes)}{least}"
+    )
+
+
+def show_gb(num_bytes: float) -> str:
+    """Returns a size in GB of 1e9 bytes, in smaller units where that would be nothing."""
+    units = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
+    unit, scale = next(((unit, scale) for unit, scale in units if abs(num_bytes) >= scale / 10), ("bytes", 1))
+    return f"{num_bytes / scale:,.{0 if scale == 1 else 1}f} {unit}"

@@ -1,5 +1,6 @@
 """Estimated bytes are those of live arrays, for every stage, precision and optimizer."""
 
+import dataclasses
 import json
 
 import jax
@@ -156,6 +157,11 @@ def test_leaves_over_another_axis_count_as_they_lie():
     assert got.by_group["master"] == 4 * (a // 8 + b // 4)
     assert (got.num_devices, got.model) == (4, 2)
     assert {leaf.path for leaf in got.whole if leaf.group == "params"} == {"b"}
+    assert_explained(got)
+    # Each device sums its own gradients of several microbatches, whole over every axis.
+    config = dataclasses.replace(config, num_microbatches=2)
+    got = estimate(state, mesh=mesh, config=config)
+    assert got.by_group["grads"] == 4 * (a + b)
     assert_explained(got)
 
 

@@ -22,6 +22,7 @@ from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.passthrough import is_float
+from zero_jax.scopes import gather_scope
 from zero_jax.spec import carries, dims_of, named
 from zero_jax.tree import PyTree, leaf_names
 from zero_jax.walk import Frame, GatherEvent, Options, Walk
@@ -191,7 +192,8 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
         if carries(dims, options.axes.data) and is_float(aval):
             # Whatever the uses are, their cotangents add up to a shard.
             shard = Chain((named(options.mesh, dims),))
-            root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
+            with gather_scope(name):
+                root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
             marked.append(Lazy((root,), lambda x: x, aval, name, dims))
         else:
             marked.append(Value(leaf, pure=True))

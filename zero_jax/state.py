@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.jaxprs import Chain, reshard
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
+from zero_jax.scopes import gather_scope
 from zero_jax.sharding import (
     LeafPlacement,
     ShardingReport,
@@ -139,7 +140,8 @@ class Placement:
             if "master" not in self.groups:
                 return x
             steps = [named(self.mesh, dims) for dims in gather_steps(placement.dims, self.axes.data)]
-            return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
+            with gather_scope(placement.path):
+                return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
 
         return jax.tree.map(gather_leaf, self.params, tree, is_leaf=lambda x: isinstance(x, LeafPlacement))
 

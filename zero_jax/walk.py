@@ -22,6 +22,7 @@ from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
+from zero_jax.scopes import gather_scope
 from zero_jax.spec import Dims, gather_steps, named, scatter_steps
 
 # Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
@@ -113,7 +114,8 @@ class Walk:
             return array
         steps = scatter_steps(value.dims, self.options.axes.data)
         backward = Chain(tuple(named(self.options.mesh, dims) for dims in steps), dtype=self.options.reduce_dtype)
-        return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
+        with gather_scope(value.path):
+            return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
 
     def gathering(self, dims: Dims) -> Chain:
         """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
@@ -330,12 +332,13 @@ class Walk:
                 continue
             self.note(value, eqn, f"once before {length} iterations that use it", early=False)
             if only_multiplied(jaxpr, var, self.batch_sizes, num_blocks):
-                array = jaxprs.reshard(
-                    value.build(*value.roots),
-                    forward=self.gathering(value.dims),
-                    backward=Chain((named(mesh, value.dims),)),
-                )
-                consts.append(Copies(copy_per_device(array, value.dims, mesh=mesh, axes=axes), pure=True))
+                with gather_scope(value.path):
+                    array = jaxprs.reshard(
+                        value.build(*value.roots),
+                        forward=self.gathering(value.dims),
+                        backward=Chain((named(mesh, value.dims),)),
+                    )
+                    consts.append(Copies(copy_per_device(array, value.dims, mesh=mesh, axes=axes), pure=True))
             else:
                 consts.append(Value(self.whole(value, *value.roots), pure=True))
         return consts
@@ -360,14 +363,16 @@ class Walk:
         stored_whole = self.options.stored_whole
         if plan.feature is not None:
             array = table.build(*table.roots)
-            return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]
+            with gather_scope(table.path):
+                return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]
         self.note(table, eqn, "lookup", early=False)
-        whole = jaxprs.reshard(
-            table.build(*table.roots),
-            forward=self.gathering(plan.dims),
-            backward=Chain((named(plan.mesh, plan.dims),)),
-        )
-        return [Value(move_table(eqn, plan, whole, indices.array), pure=False)]
+        with gather_scope(table.path):
+            whole = jaxprs.reshard(
+                table.build(*table.roots),
+                forward=self.gathering(plan.dims),
+                backward=Chain((named(plan.mesh, plan.dims),)),
+            )
+            return [Value(move_table(eqn, plan, whole, indices.array), pure=False)]
 
 
 def _last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:

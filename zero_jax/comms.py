@@ -1,0 +1,260 @@
+"""Communication of a train step: estimated by formula, measured on the compiled program, and the two compared."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax.comms_estimate import CommsEstimate, EstimateRow, estimate, sharded_residual_bytes
+from zero_jax.comms_findings import Finding, find
+from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
+from zero_jax.comms_rows import Row, ScheduledOverlap, axes_name, read_rows, sum_by
+from zero_jax.hlo_program import Program
+from zero_jax.tree import PyTree, leaf_names
+
+__all__ = [
+    "CommsEstimate",
+    "CommsReport",
+    "Comparison",
+    "EstimateRow",
+    "Finding",
+    "Row",
+    "ScheduledOverlap",
+    "compare",
+    "estimate",
+    "measure",
+    "sharded_residual_bytes",
+]
+
+_MAX_LINES = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommsReport:
+    """What one device sends in a run of a compiled program; prints as a table.
+
+    Attributes:
+      rows: The collectives, one for each operation of the program.
+      num_params: Elements of the params that the program takes; 0 if its arguments have no such names.
+      findings: What is off, most bytes first.
+    """
+
+    rows: tuple[Row, ...]
+    num_params: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """All bytes that one device sends."""
+        return sum(row.total_sent_bytes for row in self.rows)
+
+    @property
+    def by_axes(self) -> Mapping[str, float]:
+        """Bytes by mesh axes, `a+b` for a collective over both."""
+        return sum_by(self.rows, lambda row: axes_name(row.axes))
+
+    @property
+    def by_phase(self) -> Mapping[str, float]:
+        """Bytes by phase of the step."""
+        return sum_by(self.rows, lambda row: row.phase)
+
+    @property
+    def by_dtype(self) -> Mapping[str, float]:
+        """Bytes by HLO dtype, `a+b` for combined collectives of both."""
+        return sum_by(self.rows, lambda row: row.dtype)
+
+    @property
+    def by_kind(self) -> Mapping[str, float]:
+        """Bytes by kind of collective."""
+        return sum_by(self.rows, lambda row: row.kind)
+
+    @property
+    def largest_buffer(self) -> Row | None:
+        """The collective with the largest buffer, or None where there are none."""
+        return max(self.rows, key=lambda row: row.full_bytes, default=None)
+
+    @property
+    def largest_buffer_bytes(self) -> int:
+        """Bytes of the largest buffer of a collective (the paper's C_B: it should not grow with depth)."""
+        return self.largest_buffer.full_bytes if self.largest_buffer else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as plain dicts, lists and numbers."""
+        rows = []
+        for row in self.rows:
+            overlap = row.overlap and {"instructions": list(row.overlap.instructions), "cycles": row.overlap.cycles}
+            entry = dataclasses.asdict(row) | {"axes": list(row.axes), "dtypes": list(row.dtypes), "overlap": overlap}
+            rows.append(entry | {"total_sent_bytes": row.total_sent_bytes})
+        return {
+            "num_params": self.num_params,
+            "sent_bytes": self.sent_bytes,
+            "by_axes": dict(self.by_axes),
+            "by_phase": dict(self.by_phase),
+            "by_dtype": dict(self.by_dtype),
+            "by_kind": dict(self.by_kind),
+            "largest_buffer_bytes": self.largest_buffer_bytes,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "rows": rows,
+        }
+
+    def __str__(self) -> str:
+        groups: dict[tuple, list[Row]] = {}
+        for row in self.rows:
+            key = (row.kind, row.axes, row.dtype, row.phase, row.param, row.op_name, row.source)
+            groups.setdefault(key, []).append(row)
+        ordered = sorted(groups.values(), key=lambda rows: -_total(rows))
+        table = [("kind", "axes", "dtype", "phase", "param", "times", "MB", "overlaps with", "where")]
+        table += [_cells(rows) for rows in ordered[:_MAX_LINES]]
+        lines = _aligned(table, right={5, 6})
+        if len(ordered) > _MAX_LINES:
+            left = sum(_total(rows) for rows in ordered[_MAX_LINES:])
+            lines.append(f"... {len(ordered) - _MAX_LINES} more, {left / 1e6:.3f} MB")
+        per_param = f", {self.sent_bytes / self.num_params:.3f} bytes a param" if self.num_params else ""
+        lines.append(f"a device sends {self.sent_bytes / 1e6:.3f} MB{per_param}")
+        for name in ("axes", "phase", "dtype", "kind"):
+            totals = getattr(self, f"by_{name}").items()
+            lines.append(f"by {name}: " + ", ".join(f"{key} {sent / 1e6:.3f} MB" for key, sent in totals))
+        if self.largest_buffer:
+            one = self.largest_buffer
+            what = f" of {one.param!r}" if one.param else ""
+            where = f" ({one.source})" if one.source else ""
+            lines.append(f"largest buffer: {one.full_bytes / 1e6:.3f} MB, {one.kind}{what}{where}")
+        lines += [f"warning: {finding}" for finding in self.findings]
+        return "\n".join(lines)
+
+
+def measure(
+    compiled: Any, *, mesh: Mesh | None = None, param_shapes: PyTree = None, unknown_trip_count: int | None = None
+) -> CommsReport:
+    """Reads what a compiled step sends: kinds, bytes, mesh axes, phases, params, and what is off.
+
+    Params are known by the names of the program's arguments (`state.params[...]`), and collectives by the names of the
+    gathers that they come from; where XLA dropped those, by shape, which may leave a choice.
+
+    Args:
+      compiled: A `jax.stages.Compiled`, anything else with `as_text()`, or the text; of XLA:CPU, XLA:GPU or XLA:TPU.
+      mesh: The mesh that it was compiled for; None takes it from the shardings of its arguments. Without one, axes
+        show as '?'.
+      param_shapes: The params (arrays or `ShapeDtypeStruct`s), where the names of the arguments do not tell.
+      unknown_trip_count: Iterations of loops whose trip count the program does not settle.
+
+    Raises:
+      ValueError: The text is no compiled program, or a trip count is unknown.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = Program(text)
+    leaves = state_leaves(program)
+    if param_shapes is not None:
+        given = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
+        leaves = tuple(leaf for leaf in leaves if leaf.group != "params") + tuple(
+            ProgramLeaf(
+                group="params", path=name, dtype=str(x.dtype), shape=tuple(x.shape), local_shape=_local_shape(x)
+            )
+            for name, x in given
+        )
+    mesh = _mesh_of(compiled) if mesh is None else mesh
+    rows = read_rows(text, mesh=mesh, leaves=leaves, program=program, unknown_trip_count=unknown_trip_count)
+    num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
+    return CommsReport(rows=rows, num_params=num_params, findings=find(rows, leaves))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparedRow:
+    """Bytes that one device sends over some mesh axes in one phase."""
+
+    axes: str
+    phase: str
+    estimated_bytes: float
+    measured_bytes: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over estimated; None where nothing was estimated."""
+        return self.measured_bytes / self.estimated_bytes if self.estimated_bytes else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """An estimate beside a measurement, by mesh axes and phase; prints as a table."""
+
+    rows: tuple[ComparedRow, ...]
+
+    @property
+    def total(self) -> ComparedRow:
+        """All axes and phases together."""
+        return ComparedRow(
+            axes="total",
+            phase="",
+            estimated_bytes=sum(row.estimated_bytes for row in self.rows),
+            measured_bytes=sum(row.measured_bytes for row in self.rows),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as plain dicts, lists and numbers."""
+        entries = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in (*self.rows, self.total)]
+        return {"rows": entries[:-1], "total": entries[-1]}
+
+    def __str__(self) -> str:
+        table = [("axes", "phase", "estimate MB", "measured MB", "ratio")]
+        for row in (*self.rows, self.total):
+            ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+            table.append(
+                (row.axes, row.phase, f"{row.estimated_bytes / 1e6:.3f}", f"{row.measured_bytes / 1e6:.3f}", ratio)
+            )
+        return "\n".join(_aligned(table, right={2, 3, 4}))
+
+
+def compare(estimated: CommsEstimate, report: CommsReport) -> Comparison:
+    """Puts an estimate and a measurement side by side, most estimated bytes first."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for place, rows in enumerate((estimated.rows, report.rows)):
+        for row in rows:
+            sums.setdefault((axes_name(row.axes), row.phase), [0.0, 0.0])[place] += row.total_sent_bytes
+    rows = [
+        ComparedRow(axes=axes, phase=phase, estimated_bytes=ideal, measured_bytes=found)
+        for (axes, phase), (ideal, found) in sums.items()
+    ]
+    return Comparison(rows=tuple(sorted(rows, key=lambda row: (-row.estimated_bytes, -row.measured_bytes))))
+
+
+def _mesh_of(compiled: Any) -> Mesh | None:
+    """The mesh of the first argument that has one."""
+    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
+    found = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    return next((mesh for mesh in found if isinstance(mesh, Mesh) and mesh.size > 1), None)
+
+
+def _local_shape(x: Any) -> tuple[int, ...]:
+    sharding = getattr(x, "sharding", None)
+    return tuple(sharding.shard_shape(x.shape)) if sharding is not None else tuple(x.shape)
+
+
+def _total(rows: list[Row]) -> float:
+    return sum(row.total_sent_bytes for row in rows)
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    row = rows[0]
+    times = str(sum(one.num_executions for one in rows))
+    overlap = next((one.overlap for one in rows if one.overlap), None)
+    shown = ""
+    if overlap:
+        cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles of "
+        shown = f"{cycles}{overlap.instructions[0].split(' ')[0]}" if overlap.instructions else "nothing"
+    where = row.source.rpartition("/")[2]
+    sent = f"{_total(rows) / 1e6:.3f}"
+    axes = f"{axes_name(row.axes)} ({row.group_size})"
+    return (row.kind, axes, row.dtype, row.phase, row.param, times, sent, shown, where)
+
+
+def _aligned(table: list[tuple[str, ...]], *, right: set[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in table
+    ]

@@ -1,0 +1,241 @@
+"""What a ZeRO train step should send, by formula: section 7 of the paper, with the axes that `data` is spread over."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zero_jax.comms_rows import axes_name, sum_by
+from zero_jax.mesh import axis_size
+from zero_jax.sharding import LeafPlacement
+from zero_jax.spec import Dims, gather_steps, scatter_steps
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+
+_HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimateRow:
+    """What one device sends in a step, over some mesh axes, for one purpose.
+
+    Attributes:
+      kind: 'all-gather', 'reduce-scatter', 'all-reduce' or 'all-to-all'.
+      axes: The mesh axes.
+      dtype: HLO dtype name.
+      phase: 'forward', 'backward' or 'update'.
+      total_sent_bytes: Bytes per device and step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    phase: str
+    total_sent_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommsEstimate:
+    """The ideal traffic of a step, per device; prints as a table.
+
+    Attributes:
+      rows: The traffic by kind, axes, dtype and phase.
+      num_params: The params that have gradients (the paper's psi), of one share of the `model` axis.
+    """
+
+    rows: tuple[EstimateRow, ...]
+    num_params: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """All bytes that one device sends in a step."""
+        return sum(row.total_sent_bytes for row in self.rows)
+
+    @property
+    def by_axes(self) -> Mapping[str, float]:
+        """Bytes by mesh axes."""
+        return sum_by(self.rows, lambda row: axes_name(row.axes))
+
+    @property
+    def by_phase(self) -> Mapping[str, float]:
+        """Bytes by phase of the step."""
+        return sum_by(self.rows, lambda row: row.phase)
+
+    @property
+    def by_dtype(self) -> Mapping[str, float]:
+        """Bytes by HLO dtype."""
+        return sum_by(self.rows, lambda row: row.dtype)
+
+    @property
+    def by_kind(self) -> Mapping[str, float]:
+        """Bytes by kind of collective."""
+        return sum_by(self.rows, lambda row: row.kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as plain dicts, lists and numbers."""
+        return {
+            "num_params": self.num_params,
+            "sent_bytes": self.sent_bytes,
+            "by_axes": dict(self.by_axes),
+            "by_phase": dict(self.by_phase),
+            "by_dtype": dict(self.by_dtype),
+            "by_kind": dict(self.by_kind),
+            "rows": [dataclasses.asdict(row) | {"axes": list(row.axes)} for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        rows = [f"{'kind':<16}{'axes':<24}{'dtype':<8}{'phase':<10}{'MB':>12}"]
+        for row in self.rows:
+            name = axes_name(row.axes)
+            rows.append(f"{row.kind:<16}{name:<24}{row.dtype:<8}{row.phase:<10}{row.total_sent_bytes / 1e6:>12.3f}")
+        per_param = self.sent_bytes / self.num_params if self.num_params else 0.0
+        rows.append(f"{'total':<58}{self.sent_bytes / 1e6:>12.3f}, {per_param:.3f} bytes a param")
+        return "\n".join(rows)
+
+
+def estimate(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> CommsEstimate:
+    """Estimates what one device sends in a train step at best (paper section 7).
+
+    2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n. Over several mesh axes the stages of a
+    gather add up to the same. Only what params and gradients cost: a lookup that moves rows, or a last use that is
+    gathered once, costs less, activations over `model` cost more. Params that are no floats are not counted; what an
+    optimizer freezes is.
+
+    Args:
+      state: The train state; abstract leaves will do.
+      mesh: The mesh.
+      config: Stage, precision, microbatches.
+    """
+    placement = make_placement(state.params, mesh=mesh, config=config)
+    totals: dict[tuple, float] = {}
+    num_params = 0
+    for leaf in jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement)):
+        if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact):
+            continue
+        num_params += _num_elements(leaf, placement)
+        for row in _leaf_rows(leaf, placement, config):
+            key = row.kind, row.axes, row.dtype, row.phase
+            totals[key] = totals.get(key, 0) + row.total_sent_bytes
+    rows = [
+        EstimateRow(kind=kind, axes=axes, dtype=str(dtype), phase=phase, total_sent_bytes=sent)
+        for (kind, axes, dtype, phase), sent in totals.items()
+        if sent
+    ]
+    return CommsEstimate(rows=tuple(sorted(rows, key=lambda row: -row.total_sent_bytes)), num_params=num_params)
+
+
+def sharded_residual_bytes(
+    *, num_layers: int, batch: int, seq: int, hidden: int, model: int, bytes_per_element: int = 2
+) -> float:
+    """Returns what a device sends more in a step when residuals are sharded over `model` (P_a, paper section 8).
+
+    One more all-gather of `[seq, hidden]` for each block and sample, before the block is recomputed.
+
+    Args:
+      num_layers: Blocks whose inputs are saved.
+      batch: Samples that one model replica holds in a step.
+      seq: Length of a sample.
+      hidden: Features.
+      model: Size of the `model` axis.
+      bytes_per_element: Of a residual.
+    """
+    return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model
+
+
+def _num_elements(leaf: LeafPlacement, placement: Placement) -> int:
+    """The elements of a leaf in one share of the axes that are not `data`."""
+    others = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
+    return math.prod(leaf.shape) // axis_size(placement.mesh, others)
+
+
+def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
+    precision, groups, k = placement.precision, placement.groups, config.num_microbatches
+    stored = precision.master or leaf.dtype
+    compute = precision.compute or (stored if "params" in groups else precision.param or leaf.dtype)
+    gathers = list(_gathers(leaf, placement))
+    if "params" in groups:
+        yield from _rows("all-gather", gathers, compute, "forward", k)
+        if not config.keep_gathered:
+            yield from _rows("all-gather", gathers, compute, "backward", k)
+    elif "master" in groups:
+        yield from _rows("all-gather", gathers, precision.param or stored, "update", 1)
+    # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls.
+    once = k > 1 and "grads" not in groups
+    phase, times = ("update", 1) if once else ("backward", k)
+    kind = "all-to-all" if once else "reduce-scatter"
+    reduced = precision.reduce or ("float32" if once else compute)
+    scatters, rest = _scatters(leaf, placement, one_by_one=once)
+    yield from _rows(kind, scatters, reduced, phase, times)
+    yield from _rows("all-reduce", rest, reduced, phase, times)
+
+
+def _rows(
+    kind: str, moves: list[tuple[tuple[str, ...], float]], dtype: Any, phase: str, times: int
+) -> Iterator[EstimateRow]:
+    dtype = jnp.dtype(dtype)
+    for axes, elements in moves:
+        yield EstimateRow(
+            kind=kind,
+            axes=axes,
+            dtype=_HLO_DTYPES.get(dtype.name) or dtype.name,
+            phase=phase,
+            total_sent_bytes=times * elements * dtype.itemsize,
+        )
+
+
+def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:
+    """The dims of a leaf where its group is sharded; whole over `data` at stage 0."""
+    if "master" in placement.groups:
+        return leaf.dims
+    return tuple(tuple(axis for axis in dim if axis not in placement.axes.data) for dim in leaf.dims)
+
+
+def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The elements that a device sends in each step of a gather: shards grow on the way."""
+    dims = _sharded_dims(leaf, placement)
+    elements = _num_elements(leaf, placement) / axis_size(placement.mesh, _on_data(dims, placement))
+    for after in gather_steps(dims, placement.axes.data):
+        axes = _taken(dims, after, placement)
+        size = axis_size(placement.mesh, axes)
+        elements *= size
+        if size > 1:
+            yield axes, elements * (size - 1) / size
+        dims = after
+
+
+def _scatters(
+    leaf: LeafPlacement, placement: Placement, *, one_by_one: bool
+) -> tuple[list[tuple[tuple[str, ...], float]], list[tuple[tuple[str, ...], float]]]:
+    """The elements sent to scatter a gradient, and to sum the shards over the axes that the leaf is not cut over."""
+    mesh, axes = placement.mesh, placement.axes
+    dims = _sharded_dims(leaf, placement)
+    elements, scatters = float(_num_elements(leaf, placement)), []
+    if one_by_one:
+        steps = [(axis,) for axis in axes.data if axis in _on_data(dims, placement)]
+    else:
+        whole = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
+        states = [whole, *scatter_steps(dims, axes.data)]
+        steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
+    for step in steps:
+        named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
+        size = axis_size(mesh, named)
+        if size > 1:
+            scatters.append((named, elements * (size - 1) / size))
+            elements /= size
+    rest = tuple(axis for axis in axes.batch if mesh.shape[axis] > 1 and axis not in _on_data(dims, placement))
+    size = axis_size(mesh, rest)
+    return scatters, [(rest, 2 * elements * (size - 1) / size)] if size > 1 else []
+
+
+def _on_data(dims: Dims, placement: Placement) -> tuple[str, ...]:
+    return tuple(axis for dim in dims for axis in dim if axis in placement.axes.data)
+
+
+def _taken(before: Dims, after: Dims, placement: Placement) -> tuple[str, ...]:
+    """The `data` axes that are in one spec and no longer in another, in the mesh's order."""
+    gone = set(_on_data(before, placement)) - set(_on_data(after, placement))
+    return tuple(axis for axis in placement.mesh.axis_names if axis in gone)

@@ -1,0 +1,144 @@
+"""What is off in the traffic of a compiled step: collectives that ZeRO does not need, or that move too much."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+
+from zero_jax.comms_names import ProgramLeaf, num_elements
+from zero_jax.comms_rows import UNKNOWN_AXES, Row, axes_name
+
+_WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
+# Of a model of unknown size, this is what counts as large.
+_LARGE_BYTES = 1e6
+_LARGE_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something in a program's traffic that ZeRO does not call for.
+
+    Attributes:
+      kind: 'all-reduced gradient', 'emulated gather', 'wide', 'gathered often' or 'moved activations'.
+      message: What it is, where, and what was expected.
+      param: The path of the leaf, or ''.
+      source: 'file:line', or ''.
+      extra_bytes: What a device sends too much in a step.
+    """
+
+    kind: str
+    message: str
+    param: str
+    source: str
+    extra_bytes: float
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf]) -> tuple[Finding, ...]:
+    """Looks for what is off, most bytes first.
+
+    Args:
+      rows: The collectives of a step.
+      leaves: The leaves of its train state; where there are none, nothing is known of the model's size and stage.
+    """
+    params = [leaf for leaf in leaves if leaf.group == "params"]
+    large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
+    sharded = not leaves or any(leaf.shape != leaf.local_shape for leaf in leaves)
+    found = [*_wide(rows, large / 10), *_gathered_often(rows, large)]
+    if sharded:
+        found += [*_all_reduced(rows, large), *_moved_activations(rows, large, has_params=bool(params))]
+    return tuple(sorted(_merged(found), key=lambda finding: -finding.extra_bytes))
+
+
+def carries_data(axes: Sequence[str]) -> bool:
+    """Tells whether `data` is, or may be, among mesh axes."""
+    return tuple(axes) == UNKNOWN_AXES or any(axis not in ("replica", "model") for axis in axes)
+
+
+def _all_reduced(rows: Sequence[Row], large: float) -> Iterator[Finding]:
+    for row in rows:
+        if row.kind != "all-reduce" or not carries_data(row.axes) or row.full_bytes < large:
+            continue
+        gathers = row.phase != "backward" or "rematted_computation" in row.op_name
+        expected = (
+            "expected an all-gather, which sends half (XLA emulates one over three torus dims at once: "
+            "zero.make_mesh gives `data` a mesh axis for each)"
+            if gathers
+            else "expected a reduce-scatter, which sends half"
+        )
+        yield _finding("emulated gather" if gathers else "all-reduced gradient", row, expected, extra=0.5)
+
+
+def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
+    moved = [row for row in rows if row.param and row.full_bytes >= large]
+    if not any(_NARROW & set(row.dtypes) for row in moved):
+        return
+    for row in moved:
+        if _WIDE & set(row.dtypes) and row.kind != "all-to-all":
+            yield _finding("wide", row, "other params move in 16 bits: cast before the gather, not after", extra=0.5)
+
+
+def _gathered_often(rows: Sequence[Row], large: float) -> Iterator[Finding]:
+    """Counts the gathers of the params whose gathers are named, against twice what is usual among them."""
+    gathers: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.is_named and row.kind.startswith("all-gather") and row.full_bytes >= large / 10:
+            gathers.setdefault(row.param, []).append(row)
+    # Of gathers in stages, the last one makes the leaf whole.
+    largest = {param: max(row.full_bytes for row in found) for param, found in gathers.items()}
+    times = {
+        param: sum(row.num_executions for row in found if row.full_bytes == largest[param])
+        for param, found in gathers.items()
+    }
+    usual = statistics.median(times.values()) if times else 0
+    for param, count in times.items():
+        extra = (count - usual) * largest[param]
+        if count > 2 * usual and extra >= large:
+            row = max(gathers[param], key=lambda row: row.full_bytes)
+            message = (
+                f"{param!r} is gathered {count} times in a step ({row.full_bytes / 1e6:.1f} MB each), others "
+                f"{usual:g} times: expected one gather in the forward and one in the backward pass"
+            )
+            yield Finding(kind="gathered often", message=message, param=param, source=row.source, extra_bytes=extra)
+
+
+def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:
+    for row in rows:
+        exchange = row.kind in ("collective-permute", "all-to-all")
+        gather = row.kind == "all-gather" and has_params and set(row.dtypes) <= _WIDE | _NARROW
+        if not (exchange or gather) or row.is_named or row.phase == "update" or not carries_data(row.axes):
+            continue
+        if row.total_sent_bytes >= large and not (gather and row.param):
+            yield _finding(
+                "moved activations",
+                row,
+                "it moves no param, and activations need not move over `data`: constrain them to the batch's sharding",
+                extra=1,
+            )
+
+
+def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
+    where = f" of {row.param!r}" if row.param else ""
+    place = f" ({row.source.rpartition('/')[2]})" if row.source else ""
+    times = f", {row.num_executions} times" if row.num_executions > 1 else ""
+    phase = "update" if row.phase == "update" else f"{row.phase} pass"
+    size = f"{row.full_bytes / 1e6:.1f} MB ({row.dtype})"
+    message = f"{row.kind} of {size} over {axes_name(row.axes)} in the {phase}{where}{place}{times}: {expected}"
+    return Finding(
+        kind=kind,
+        message=message,
+        param=row.param,
+        source=row.source,
+        extra_bytes=extra * row.total_sent_bytes,
+    )
+
+
+def _merged(found: Sequence[Finding]) -> list[Finding]:
+    """Joins findings of the same words, as of the permutes of one ring."""
+    merged: dict[str, Finding] = {}
+    for finding in found:
+        before = merged.get(finding.message)
+        extra = finding.extra_bytes + (before.extra_bytes if before else 0)
+        merged[finding.message] = dataclasses.replace(finding, extra_bytes=extra)
+    return list(merged.values())

@@ -1,0 +1,192 @@
+"""The collectives of a compiled train step with what they are for: mesh axes, phase of the step, and param."""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from zero_jax import hlo, hlo_cost, hlo_schedule
+from zero_jax.comms_names import Names, Phases, ProgramLeaf
+from zero_jax.hlo_program import Instruction, Program
+
+UNKNOWN_AXES = ("?",)
+_WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduledOverlap:
+    """What an asynchronous collective overlaps with, in the order that the program is scheduled in.
+
+    Attributes:
+      instructions: The longest instructions between its start and its done, as 'name (file:line)'.
+      cycles: The compiler's estimate of all that is in between; None where it makes none (XLA:GPU).
+    """
+
+    instructions: tuple[str, ...]
+    cycles: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A collective of a compiled program.
+
+    Attributes:
+      kind: As of `hlo.Collective`; or 'reduce-scatter (windowed)' or 'all-gather (windowed)' for the permutes that XLA
+        makes of one to overlap it with a matrix product.
+      name: The instruction's name.
+      axes: The smallest set of mesh axes whose groups contain those of the collective; ('?',) without a mesh.
+      group_size: The devices of a group.
+      dtypes: HLO dtype names.
+      phase: 'forward', 'backward' or 'update'.
+      param: The path of the leaf that it moves; several, joined by ' | ', where shapes leave a choice; '' if unknown.
+      is_named: Whether `param` comes from the name of a gather, rather than from the shape.
+      sent_bytes: What one device sends in one execution.
+      num_executions: Executions in a step.
+      full_bytes: The bytes of the whole buffer, as of `hlo.Collective`.
+      is_async: Whether other work may run meanwhile.
+      overlap: What runs meanwhile, for an asynchronous collective of a scheduled program.
+      op_name: JAX's name stack, or ''.
+      source: 'file:line', or ''.
+    """
+
+    kind: str
+    name: str
+    axes: tuple[str, ...]
+    group_size: int
+    dtypes: tuple[str, ...]
+    phase: str
+    param: str
+    is_named: bool
+    sent_bytes: float
+    num_executions: int
+    full_bytes: int
+    is_async: bool
+    overlap: ScheduledOverlap | None
+    op_name: str
+    source: str
+
+    @property
+    def total_sent_bytes(self) -> float:
+        """What one device sends in a step."""
+        return self.sent_bytes * self.num_executions
+
+    @property
+    def dtype(self) -> str:
+        """The dtypes in one word."""
+        return "+".join(sorted(set(self.dtypes)))
+
+
+def sum_by(rows: Iterable[Any], key: Callable[[Any], str]) -> dict[str, float]:
+    """Adds up `total_sent_bytes` by a key, most bytes first."""
+    totals: dict[str, float] = collections.defaultdict(float)
+    for row in rows:
+        totals[key(row)] += row.total_sent_bytes
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def axes_name(axes: Sequence[str]) -> str:
+    """Returns mesh axes as they are printed."""
+    return "+".join(axes) or "-"
+
+
+@functools.lru_cache(maxsize=4096)
+def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the devices of a group differ.
+
+    Args:
+      groups: Indices into the mesh's flat devices.
+      shape: The (name, size) of the mesh's axes.
+    """
+    sizes = [size for _, size in shape]
+    varies = np.zeros(len(sizes), bool)
+    for group in groups:
+        coords = np.stack(np.unravel_index(group, sizes))
+        varies |= (coords != coords[:, :1]).any(axis=1)
+    return tuple(name for (name, _), differs in zip(shape, varies, strict=True) if differs)
+
+
+def read_rows(
+    text: str,
+    *,
+    mesh: Mesh | None,
+    leaves: Sequence[ProgramLeaf],
+    program: Program,
+    unknown_trip_count: int | None = None,
+) -> tuple[Row, ...]:
+    """Lists the collectives of a program with what they are for.
+
+    Args:
+      text: The text of the program.
+      mesh: The mesh that it was compiled for, if known.
+      leaves: The leaves of the train state, to be found again in the collectives.
+      program: The program, parsed from the text.
+      unknown_trip_count: As for `hlo.collectives`.
+    """
+    found = hlo.collectives(text, unknown_trip_count=unknown_trip_count)
+    phases, names = Phases(program), Names(leaves)
+    overlaps = _overlaps(program, found) if "is_scheduled=true" in text[:2000] else {}
+    shape = tuple((str(name), size) for name, size in mesh.shape.items()) if mesh is not None else ()
+    known = mesh is not None and mesh.size == program.num_devices
+    rows = []
+    for one in found:
+        op_name = one.op_name or phases.op_name_before(one.computation, one.name)
+        phase = phases.of(one.computation, one.name, op_name)
+        kind = _label(one, phase, op_name)
+        param, is_named = names.of(one, program, op_name, kind)
+        axes = spanned_axes(one.replica_groups, shape) if known else UNKNOWN_AXES
+        rows.append(
+            Row(
+                kind=kind,
+                name=one.name,
+                axes=axes,
+                group_size=one.group_size,
+                dtypes=one.dtypes,
+                phase=phase,
+                param=param,
+                is_named=is_named,
+                sent_bytes=one.sent_bytes,
+                num_executions=one.num_executions,
+                full_bytes=one.full_bytes,
+                is_async=one.is_async,
+                overlap=overlaps.get((one.computation, one.name)),
+                op_name=one.op_name,
+                source=one.source,
+            )
+        )
+    return tuple(rows)
+
+
+def _label(one: hlo.Collective, phase: str, op_name: str) -> str:
+    """Tells a windowed collective by the loop that it is in, else by the product that it belongs to."""
+    if one.kind != "collective-permute":
+        return one.kind
+    loop = _WINDOWED.search(one.computation)
+    if not loop and not re.search(r"(dot_general|conv_general_dilated)[^/]*$", op_name):
+        return one.kind
+    scatters = loop[1] == "rs" if loop else phase == "backward" and "rematted_computation" not in op_name
+    return "reduce-scatter (windowed)" if scatters else "all-gather (windowed)"
+
+
+def _overlaps(program: Program, found: Sequence[hlo.Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
+    """Plays the schedule in cycles, or where the compiler estimates none in bytes, with collectives that take none."""
+    has_cycles = any(
+        hlo_cost.cycles(one) is not None for inner in program.computations.values() for one in inner.values()
+    )
+
+    def weight(program: Program, computation: str, instruction: Instruction) -> float:
+        if has_cycles:
+            return hlo_cost.cycles(instruction) or 0
+        work = hlo_cost.roofline(program, computation, instruction)
+        return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
+
+    # What matters is what lies between a start and its done, so that an unknown trip count may be anything.
+    timeline = hlo_schedule.play(program, found, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
+    return {
+        key: ScheduledOverlap(instructions=one.instructions, cycles=round(one.seconds) if has_cycles else None)
+        for key, one in timeline.overlaps.items()
+    }

@@ -1,5 +1,6 @@
 """Schedules played by hand, and costs counted by hand."""
 
+import pathlib
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from zero_jax import hlo, hlo_cost, hlo_schedule
 from zero_jax.hlo_program import Program
 
+DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}"
 
@@ -239,6 +241,15 @@ def test_collectives_driven_on_inside_fusions_overlap_with_them():
     assert timeline.overlaps["begin", "gather.1"].instructions == ("x",)
 
 
+def test_fusions_of_the_same_channel_end_in_the_order_of_their_starts():
+    start, done = (line for line in DRIVEN.split("\n") if "calls=%begin" in line or "calls=%end" in line)
+    again = DRIVEN.replace(start, f"{start}\n{start.replace('%start', '%second')}")
+    again = again.replace(done, f"{done.replace('ROOT %done', '%first')}\n  %y = f32[4] negate(%p)\n{done}")
+    # Both take 5 on one link; the first done waits until 5, y runs until 9, the second waits until 10.
+    timeline = play(again, {"x": 2.0, "y": 4.0}, {"gather.1": 5.0})
+    assert (timeline.total_seconds, timeline.compute_seconds, timeline.exposed_seconds) == (10, 6, 4)
+
+
 def work_of(name, body):
     program = Program(HEADER + body)
     found = [(c, i[name]) for c, i in program.computations.items() if name in i]
@@ -339,3 +350,21 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
     instructions = Program(HEADER + body).computations["main"]
     assert hlo_cost.cycles(instructions["c"]) == 2123
     assert hlo_cost.cycles(instructions["x"]) is None
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.txt")), ids=lambda path: path.stem)
+def test_real_programs_take_what_their_parts_take(path):
+    """Of all compilers: every collective is played as often as it runs, and no time is lost."""
+    text = path.read_text(encoding="utf-8")
+    found = hlo.collectives(text, unknown_trip_count=2)
+    timeline = hlo_schedule.play(
+        Program(text),
+        found,
+        seconds_of=lambda *instruction: hlo_cost.roofline(*instruction).bytes + 1.0,
+        link_seconds=lambda one: one.sent_bytes,
+        unknown_trip_count=2,
+    )
+    assert timeline.collective_seconds == pytest.approx(hlo.sent_bytes(found))
+    assert timeline.total_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
+    assert timeline.exposed_seconds <= timeline.collective_seconds * (1 + 1e-9)
+    assert set(timeline.overlaps) == {(one.computation, one.name) for one in found if one.is_async}

@@ -13,10 +13,11 @@ from zero_jax import hlo
 from zero_jax.hlo_program import KINDS, Instruction, Program
 
 Key = tuple[str, str]
-_DONE = re.compile(rf"({KINDS}|async)-done")
-_LAUNCH = re.compile(rf"({KINDS}|async)-start")
+_DONE = re.compile(rf"({KINDS}|async|call|fusion)-done")
+_LAUNCH = re.compile(rf"({KINDS}|async|call|fusion)-start")
+_COLLECTIVE = re.compile(KINDS)
 # Prefetches between HBM and VMEM run on engines of their own; the `-update`s and `-done`s have no work of their own.
-_FREE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|async-update|parameter|constant")
+_FREE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|[a-z-]+-update|parameter|constant")
 _NUM_NAMES = 3
 
 
@@ -85,7 +86,7 @@ def play(
 
     Args:
       program: The program, as scheduled (`is_scheduled=true`).
-      found: Its collectives, of `hlo.collectives`.
+      found: Its collectives, of `hlo.collectives`; others take no time (it leaves out those of rarer branches).
       seconds_of: The time of an instruction in a computation that is no collective; it is asked about whole fusions,
         never about what is inside them.
       link_seconds: The time of one execution of a collective with its links to itself.
@@ -175,7 +176,9 @@ class _Player:
         self.program, self.seconds_of, self.link_seconds = program, seconds_of, link_seconds
         self.unknown_trip_count = unknown_trip_count
         self.found = {(one.computation, one.name): one for one in found}
-        self.inside = {one.computation: one for one in found}
+        self.by_computation: dict[str, list[hlo.Collective]] = collections.defaultdict(list)
+        for one in found:
+            self.by_computation[one.computation].append(one)
         self.played: dict[str, _Run] = {}
         self.overlaps: dict[Key, Overlap] = {}
 
@@ -208,7 +211,7 @@ class _Player:
                 self.wrapped(run, computation, instruction)
             elif _DONE.fullmatch(opcode):
                 self.done(run, self.started_by(computation, instruction))
-            elif not _FREE.fullmatch(opcode):
+            elif not (_FREE.fullmatch(opcode) or _COLLECTIVE.fullmatch(opcode)):
                 run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
 
     def num_trips(self, computation: str, loop: Instruction, body: _Run) -> int:
@@ -224,16 +227,26 @@ class _Player:
     def wrapped(self, run: _Run, computation: str, instruction: Instruction) -> None:
         """A fusion, or an asynchronous call: a collective may be in it, begin in it or end in it."""
         called = next(iter(instruction.called.values()), "")
-        if one := self.inside.get(called):
+        inside = self.inside(called)
+        if inside:
             drives = self.program.starts_asynchronously(called)
             handle = self.chain(called) if drives else (computation, instruction.name)
-            self.collective(run, one, handle=handle)
-        elif instruction.opcode != "fusion":  # what is computed on the side is taken to be computed where it starts
-            run.repeat(self.computation(called), 1, computation, instruction)
-        elif self.ends(called):
-            self.done(run, self.chain(called))
-        else:
+            for one in inside:
+                self.collective(run, one, handle=handle)
+        elif instruction.opcode == "fusion" and self.ends(called):
+            self.done(run, self.chain(called), first_only=True)
+        elif instruction.opcode == "fusion":
             run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
+        elif called:  # what is computed on the side is taken to be computed where it starts
+            run.repeat(self.computation(called), 1, computation, instruction)
+
+    def inside(self, computation: str) -> list[hlo.Collective]:
+        """The collectives in a computation and in what it calls."""
+        found = list(self.by_computation.get(computation, ()))
+        for instruction in self.program.computations.get(computation, {}).values():
+            if instruction.opcode in ("call", "fusion") or _LAUNCH.fullmatch(instruction.opcode):
+                found += [one for called in instruction.called.values() for one in self.inside(called)]
+        return found
 
     def collective(self, run: _Run, one: hlo.Collective, *, handle: Hashable) -> None:
         """Starts a collective; a synchronous one ends at once."""
@@ -244,10 +257,10 @@ class _Player:
         else:
             run.wait(flight.finish)
 
-    def done(self, run: _Run, handle: Hashable) -> None:
-        """Waits for the oldest collective of a handle; it may be none, where the start was synchronous."""
-        flight = next((flight for flight in run.in_flight if flight.handle == handle), None)
-        if flight:
+    def done(self, run: _Run, handle: Hashable, *, first_only: bool = False) -> None:
+        """Waits for what was started under a handle; it may be nothing, where the start was synchronous."""
+        flights = [flight for flight in run.in_flight if flight.handle == handle]
+        for flight in flights[:1] if first_only else flights:
             run.in_flight.remove(flight)
             self.land(run, flight)
 
@@ -270,7 +283,7 @@ class _Player:
         """The key of the start that a `-done` belongs to, through `-update`s."""
         instructions = self.program.computations[computation]
         name = done.operands[0]
-        while name in instructions and instructions[name].opcode == "async-update":
+        while name in instructions and instructions[name].opcode.endswith("-update"):
             name = instructions[name].operands[0]
         return computation, name
 

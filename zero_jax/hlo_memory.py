@@ -29,6 +29,8 @@ class Buffer:
       shape: Its dtype and dims, such as bf16[8,128].
       num_bytes: Its size, padding included.
       op_name: The JAX name stack of the instruction, or of what it copies; '' if the program has none.
+      last_read_by: The JAX name stack of the last instruction that reads it; where that only copies, of the next
+        instruction that has one; or ''.
       source: 'file:line', or ''.
     """
 
@@ -38,7 +40,13 @@ class Buffer:
     shape: str
     num_bytes: int
     op_name: str
+    last_read_by: str
     source: str
+
+    @property
+    def name_and_source(self) -> str:
+        """What to call it to a person."""
+        return f"{self.op_name or self.name} {self.source}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,7 @@ class Heap:
         """Names the peak and its largest buffers."""
         lines = [f"{self.peak_bytes:,} bytes of temporaries at {self.peak_name} ({self.peak_op_name or 'no name'})"]
         for buffer in self.live[:10]:
-            lines.append(f"{buffer.num_bytes:>15,}  {buffer.shape}  {buffer.op_name or buffer.name}  {buffer.source}")
+            lines.append(f"{buffer.num_bytes:>15,}  {buffer.shape}  {buffer.name_and_source}")
         return "\n".join(lines)
 
 
@@ -129,7 +137,10 @@ def peak(hlo_text: str) -> Heap:
     heap, hosted = _reuse(temporaries["device"], donated)
     peak_bytes, step = _top(heap)
     live, in_arguments = (
-        sorted((_describe(program, one) for one in group if one.is_live(step)), key=lambda one: -one.num_bytes)
+        sorted(
+            (_describe(program, one, values.steps) for one in group if one.is_live(step)),
+            key=lambda one: -one.num_bytes,
+        )
         for group in ([_until(one, step) for one in heap], [_until(one, step) for one in hosted])
     )
 
@@ -211,12 +222,13 @@ def _top(allocations: Iterable[_Allocation]) -> tuple[int, int]:
     return most, at
 
 
-def _describe(program: Program, one: _Allocation) -> Buffer:
+def _describe(program: Program, one: _Allocation, steps: Sequence[tuple[str, Instruction]]) -> Buffer:
     """Names a buffer after the last instruction that wrote it; a loop only carries it."""
     written = sorted(one.values, key=lambda value: value.start)
     real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
     named = [value for value in real if _op_name(program, value.computation, value.instruction)]
     last = (named or real)[-1]
+    readers = (_own_name(instruction) for _, instruction in steps[one.spans[-1][1] :][:50])
     return Buffer(
         name=last.instruction.name,
         computation=last.computation,
@@ -224,6 +236,7 @@ def _describe(program: Program, one: _Allocation) -> Buffer:
         shape=str(last.array),
         num_bytes=one.num_bytes,
         op_name=_op_name(program, last.computation, last.instruction),
+        last_read_by=next(filter(None, readers), ""),
         source=program.source(last.instruction.line),
     )
 
@@ -231,11 +244,16 @@ def _describe(program: Program, one: _Allocation) -> Buffer:
 def _op_name(program: Program, computation: str, instruction: Instruction) -> str:
     """The JAX name stack of an instruction, or of what it copies."""
     for _ in range(8):
-        if match := re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.line):
-            return match[1].replace("\\'", "'")
+        if name := _own_name(instruction):
+            return name
         operands = instruction.operands
         found = program.computations[computation].get(operands[0]) if operands else None
         if instruction.opcode not in _PASSES_NAME_ON or found is None:
             return ""
         instruction = found
     return ""
+
+
+def _own_name(instruction: Instruction) -> str:
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.line)
+    return match[1].replace("\\'", "'") if match else ""

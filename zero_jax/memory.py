@@ -1,0 +1,118 @@
+"""Memory of a device: measured on a compiled program, measured on live arrays, and beside an estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zero_jax.hlo_memory import Buffer
+from zero_jax.memory_arrays import ArraysReport, measure_arrays
+from zero_jax.memory_estimate import MemoryEstimate, Residuals, estimate, transformer_residuals
+from zero_jax.memory_leaves import ArgumentLeaf, aligned, readable_bytes
+from zero_jax.memory_measure import MemoryReport, Temporary, measure
+
+__all__ = [
+    "ArgumentLeaf",
+    "ArraysReport",
+    "Buffer",
+    "Comparison",
+    "ComparisonRow",
+    "MemoryEstimate",
+    "MemoryReport",
+    "Residuals",
+    "Temporary",
+    "compare",
+    "estimate",
+    "measure",
+    "measure_arrays",
+    "transformer_residuals",
+]
+_FLOATS = ("f", "bf", "c")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """A group as estimated and as measured; a figure that there is none of is None."""
+
+    group: str
+    estimated_bytes: float | None
+    measured_bytes: int | None
+    explanation: str
+
+    @property
+    def difference_bytes(self) -> float | None:
+        """Measured less estimated."""
+        if self.estimated_bytes is None or self.measured_bytes is None:
+            return None
+        return self.measured_bytes - self.estimated_bytes
+
+    @property
+    def difference(self) -> float | None:
+        """The difference as a part of the estimate."""
+        if self.difference_bytes is None or not self.estimated_bytes:
+            return None
+        return self.difference_bytes / self.estimated_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Estimate and measurement side by side, in bytes per device; prints as a table."""
+
+    rows: tuple[ComparisonRow, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the rows as plain values."""
+        return [dataclasses.asdict(row) | {"difference_bytes": row.difference_bytes} for row in self.rows]
+
+    def __str__(self) -> str:
+        """Lays the rows out as a table."""
+        table: list[tuple[str, ...]] = [("bytes per device", "estimate", "measured", "difference", "", "of which")]
+        for row in self.rows:
+            figures = (row.estimated_bytes, row.measured_bytes, row.difference_bytes)
+            share = "" if row.difference is None else f"{100 * row.difference:+.1f}%"
+            cells = ("-" if figure is None else readable_bytes(figure) for figure in figures)
+            table.append((row.group, *cells, share, row.explanation))
+        return aligned(table)
+
+
+def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport) -> Comparison:
+    """Sets an estimate beside what was measured, with what may make the difference.
+
+    Args:
+      estimate: Bytes per device by group: `params`, `master`, `opt_state`, `grads`, `residuals` and so on.
+      measured: What `measure` or `measure_arrays` returned.
+    """
+    if isinstance(measured, MemoryReport):
+        found = {**measured.arguments, **measured.temporaries}
+    else:
+        found = dict(measured.groups)
+    groups = [*estimate, *(group for group in found if group not in estimate)]
+    return Comparison(
+        rows=tuple(
+            ComparisonRow(
+                group=group,
+                estimated_bytes=estimate.get(group),
+                measured_bytes=found.get(group),
+                explanation=_explanation(group, measured),
+            )
+            for group in groups
+        )
+    )
+
+
+def _explanation(group: str, measured: MemoryReport | ArraysReport) -> str:
+    """What a group holds that a formula in parameters leaves out."""
+    leaves = [leaf for leaf in measured.leaves if leaf.group == group and not leaf.on_host]
+    numbers = [leaf for leaf in leaves if group != "batch" and not leaf.dtype.startswith(_FLOATS)]
+    padding = sum(leaf.num_bytes - leaf.unpadded_bytes for leaf in leaves)
+    whole = sum(leaf.num_bytes for leaf in measured.left_whole if leaf.group == group)
+    parts = [
+        (padding, "padding to tiles"),
+        (whole, "leaves left whole"),
+        (sum(leaf.unpadded_bytes for leaf in numbers), "integers, counters and keys"),
+    ]
+    told = [f"{readable_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes]
+    if isinstance(measured, MemoryReport) and group in measured.temporaries:
+        told.append(f"alive at the peak, in the {measured.peak_phase} pass")
+    return ", ".join(told)

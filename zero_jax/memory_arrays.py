@@ -1,0 +1,132 @@
+"""The memory of live arrays: what each device holds of a train state, group by group."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.memory_leaves import (
+    GROUPS,
+    ArgumentLeaf,
+    aligned,
+    group_of,
+    left_whole,
+    readable_bytes,
+    sum_by_group,
+    whole_warning,
+)
+from zero_jax.tree import PyTree, path_name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraysReport:
+    """Bytes of live arrays per device; prints as a table. It knows the devices of this process alone.
+
+    Attributes:
+      groups: Bytes by group, on the device that holds most of the group.
+      per_device: Bytes by device and group.
+      host: Bytes in host memory by group, on the device that has most of them there.
+      leaves: The leaves, with the most bytes that a device holds of each.
+      left_whole: Leaves that are whole in groups of the state that are otherwise sharded.
+      warnings: What is off.
+    """
+
+    groups: Mapping[str, int]
+    per_device: Mapping[str, Mapping[str, int]]
+    host: Mapping[str, int]
+    leaves: tuple[ArgumentLeaf, ...] = dataclasses.field(repr=False)
+    left_whole: tuple[ArgumentLeaf, ...] = dataclasses.field(repr=False)
+    warnings: tuple[str, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes on the device that holds most."""
+        return max((sum(groups.values()) for groups in self.per_device.values()), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as plain values."""
+        return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
+
+    def __str__(self) -> str:
+        """Lays the groups out as a table, with the leaves left whole and the warnings below."""
+        rows: list[tuple[str, ...]] = [("bytes per device", "most", "least", "host", "")]
+        for group in GROUPS:
+            held = [groups.get(group, 0) for groups in self.per_device.values()]
+            if any(held) or group in self.host:
+                figures = (max(held, default=0), min(held, default=0), self.host.get(group, 0))
+                rows.append((f"  {group}", *map(readable_bytes, figures), ""))
+        totals = [sum(groups.values()) for groups in self.per_device.values()]
+        figures = (max(totals, default=0), min(totals, default=0), sum(self.host.values()))
+        rows.append(("total", *map(readable_bytes, figures), f"on {len(totals)} devices"))
+        lines = [aligned(rows)]
+        if self.left_whole:
+            taken = sum(leaf.num_bytes for leaf in self.left_whole)
+            lines.append(f"{len(self.left_whole)} leaves left whole, {readable_bytes(taken)}")
+        return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
+
+
+def measure_arrays(tree: PyTree) -> ArraysReport:
+    """Adds up what each device of this process holds of the arrays of a tree.
+
+    Args:
+      tree: A `TrainState` or any pytree; leaves that are no `jax.Array` take no memory of a device. The group of a leaf
+        is the first component of its path that is `params`, `master`, `opt_state` or `batch`.
+
+    Raises:
+      ValueError: An array that was donated and is gone.
+    """
+    per_device: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    host: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array):
+            continue
+        name = path_name(path)
+        if leaf.is_deleted():
+            raise ValueError(f"{name} was donated to a step and is gone: measure the state that the step returned")
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        data = jax.random.key_data(leaf) if is_key else leaf
+        group = group_of(name)
+        on_host = _on_host(data)
+        held: collections.Counter = collections.Counter()
+        for shard in data.addressable_shards:
+            held[str(shard.device)] += shard.data.nbytes
+        for device, num_bytes in held.items():
+            per_device[device][group] += 0 if on_host else num_bytes
+            host[device][group] += num_bytes if on_host else 0
+        most = max(held.values(), default=0)
+        leaves.append(
+            ArgumentLeaf(
+                path=name,
+                group=group,
+                dtype=str(leaf.dtype),
+                dims=tuple(data.sharding.shard_shape(data.shape)),
+                num_bytes=most,
+                unpadded_bytes=most,
+                whole_dims=tuple(data.shape) if len(data.sharding.device_set) > 1 else None,
+                on_host=on_host,
+            )
+        )
+    on_devices = [leaf for leaf in leaves if not leaf.on_host]
+    whole = left_whole(on_devices)
+    warning = whole_warning(on_devices, whole)
+    return ArraysReport(
+        groups=sum_by_group(on_devices),
+        per_device={device: dict(+groups) for device, groups in sorted(per_device.items())},
+        host=sum_by_group(leaf for leaf in leaves if leaf.on_host),
+        leaves=tuple(leaves),
+        left_whole=whole,
+        warnings=(warning,) if warning else (),
+    )
+
+
+def _on_host(array: jax.Array) -> bool:
+    """Tells whether an array lies in host memory, and is not that of a CPU device, whose own memory that is."""
+    kind = array.sharding.memory_kind
+    device = next(iter(array.sharding.device_set))
+    return kind is not None and kind != device.default_memory().kind and "host" in kind

@@ -1,16 +1,24 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
+from zero_jax import comms, memory
+from zero_jax.compile_process import CompilerCrash
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.mesh import batch_sharding, make_mesh
+from zero_jax.plan import plan
+from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_report import PlanReport
 from zero_jax.precision import LossScaleConfig, Precision
 from zero_jax.sharding import ShardingReport
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state, sharding_report, state_shardings
 from zero_jax.step import Metrics, TrainStep, make_eval_step, make_train_step, shard_batch
 
 __all__ = [
+    "AutoPlan",
+    "CompilerCrash",
     "GatherReport",
     "LossScaleConfig",
     "Metrics",
+    "PlanReport",
     "Precision",
     "ShardingReport",
     "TrainState",
@@ -18,12 +26,16 @@ __all__ = [
     "ZeroConfig",
     "abstract_state",
     "batch_sharding",
+    "comms",
     "gather_on_use",
     "gather_report",
     "init_state",
     "make_eval_step",
     "make_mesh",
     "make_train_step",
+    "memory",
+    "plan",
+    "plan_auto",
     "shard_batch",
     "sharding_report",
     "state_shardings",

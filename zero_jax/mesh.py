@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.topology import devices as topology_devices
 
 # From this many chips on, a slice of a 3-D torus has wrap-around links, and XLA:TPU turns a gather over all three
 # torus dims at once into an all-reduce of the whole array: twice the bytes (docs/gather_on_use.md).
@@ -96,7 +98,7 @@ def make_mesh(
       replica: copies of the sharded state (HSDP); 1 for plain ZeRO.
       model: size of the tensor-parallel axis.
       devices: the devices; None takes all of `jax.devices()`.
-      topology: name of hardware to compile for without having it, such as `v5p:2x2x4`; excludes `devices`.
+      topology: name of hardware to compile for without having it, as in `v5p:2x2x4` or `h100:2x8`; excludes `devices`.
       data_layout: sizes of the mesh axes that carry `data`, major first; overrides the choice made from the hardware.
 
     Raises:
@@ -105,7 +107,7 @@ def make_mesh(
     if topology is not None:
         if devices is not None:
             raise ValueError("make_mesh takes `devices` or `topology`, not both: leave one out")
-        devices = _topology_devices(topology)
+        devices = topology_devices(topology)
     devices = list(jax.devices() if devices is None else devices)
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
     layout, grid = _layout(devices, sizes, data_layout)
@@ -132,17 +134,6 @@ def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> d
             f"`devices=jax.devices()[:{replica * data * model}]`"
         )
     return {"replica": replica, "data": data, "model": model}
-
-
-def _topology_devices(topology: str) -> Sequence[Any]:
-    try:
-        return topologies.get_topology_desc(topology, platform="tpu").devices
-    except Exception as error:
-        raise ValueError(
-            f"unknown topology {topology!r} ({str(error).splitlines()[0]}). A TPU topology is `generation:AxBxC` in "
-            "chips, for example v4:2x2x2, v5e:4x4, v5p:2x2x4, v6e:4x8; it needs the TPU compiler, which "
-            '`pip install "jax[tpu]"` brings to any machine'
-        ) from error
 
 
 def _layout(

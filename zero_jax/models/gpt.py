@@ -80,6 +80,10 @@ class GPTConfig:
         return self.num_layers * per_block + rows * self.d_model
 
 
+def _paper(*, vocab_size: int = 50304, **shape: int) -> GPTConfig:
+    return GPTConfig(vocab_size=vocab_size, seq_len=1024, position="learned", **shape)
+
+
 PRESETS: dict[str, GPTConfig] = {
     "gpt-tiny": GPTConfig(),
     "gpt-mini": GPTConfig(seq_len=256, num_layers=6, d_model=384, num_heads=6),
@@ -89,9 +93,14 @@ PRESETS: dict[str, GPTConfig] = {
     "gpt-large": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=36, d_model=1280, num_heads=20),
     "gpt-xl": GPTConfig(vocab_size=50304, seq_len=1024, num_layers=48, d_model=1600, num_heads=25),
     "gpt-7b": GPTConfig(vocab_size=50304, seq_len=2048, num_layers=32, d_model=4096, num_heads=32),
-    "gpt-1t": GPTConfig(
-        vocab_size=51200, seq_len=2048, num_layers=128, d_model=25600, num_heads=160, position="learned"
-    ),
+    # The ZeRO paper's models: layers x width of its section 10, sequences of 1024 tokens; heads of 128 (gpt-4b: 96).
+    "gpt-4b": _paper(num_layers=64, d_model=2304, num_heads=24),
+    "gpt-8b": _paper(num_layers=72, d_model=3072, num_heads=24),
+    "gpt-13b": _paper(num_layers=62, d_model=4096, num_heads=32),
+    "gpt-60b": _paper(num_layers=75, d_model=8192, num_heads=64),
+    "gpt-100b": _paper(num_layers=125, d_model=8192, num_heads=64),
+    "gpt-170b": _paper(num_layers=212, d_model=8192, num_heads=64),
+    "gpt-1t": _paper(num_layers=128, d_model=25600, num_heads=160, vocab_size=51200),
 }
 
 

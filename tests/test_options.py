@@ -1,0 +1,76 @@
+"""Config files: strict to the last key, and what one command writes another reads."""
+
+import json
+
+import pytest
+
+from zero_jax import cli
+from zero_jax.optimizers import OptimizerConfig
+from zero_jax.options import read_file, write_file
+from zero_jax.state import ZeroConfig
+
+SECTIONS = {"zero": ZeroConfig, "optimizer": OptimizerConfig}
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "config.toml"
+    written = {
+        "zero": {"stage": 2, "clip_norm": None, "precision": "bf16", "keep_gathered": True},
+        "optimizer": {"learning_rate": 0.5, "optimizer": "lion"},
+    }
+    write_file(path, written, title='with "quotes"')
+    assert read_file(path, SECTIONS) == {
+        "ZeroConfig.stage": 2,
+        "ZeroConfig.clip_norm": None,
+        "ZeroConfig.precision": "bf16",
+        "ZeroConfig.keep_gathered": True,
+        "OptimizerConfig.learning_rate": 0.5,
+        "OptimizerConfig.optimizer": "lion",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[zer0]\nstage = 3", "section 'zer0' is unknown: did you mean 'zero'?"),
+        ("[zero]\nstge = 3", r"key of \[zero\] 'stge' is unknown: did you mean 'stage'?"),
+        ("[zero]\nstage = '3'", "zero.stage = '3': give a value of type int"),
+        ("[zero]\nstage = true", "zero.stage = True: give a value of type int"),
+        ("[zero]\nparam_specs = 3", "'param_specs' is unknown"),
+        ("zero = 3", r"write a section \[zero\]"),
+        ("[zero\n", "is no TOML"),
+    ],
+)
+def test_what_a_file_may_not_say(text, message, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_file(path, SECTIONS)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="cannot read the config file"):
+        read_file(tmp_path / "none.toml", SECTIONS)
+
+
+def test_train_takes_a_file_and_the_command_line_has_the_last_word(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[model]\npreset = "gpt-tiny"\nseq_len = 16\nnum_layers = 1\nd_model = 32\nnum_heads = 2\n'
+        "[zero]\nstage = 1\nnum_microbatches = 2\n"
+        "[run]\nsteps = 9\nbatch_size = 16\neval_batches = 1\nsample_tokens = 0\n[optimizer]\nwarmup_steps = 1\n"
+    )
+    out = str(tmp_path / "runs")
+    assert cli.main(["train", "--config", str(path), "--out", out, "--name", "a", "--steps", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] == 2
+    saved = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert (saved["zero"]["stage"], saved["zero"]["num_microbatches"], saved["batch_size"]) == (1, 2, 16)
+    assert saved["model"]["d_model"] == 32
+
+
+def test_a_wrong_file_is_an_error_of_the_command(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("[zero]\nstge = 3")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--config", str(path)])
+    assert "did you mean 'stage'?" in capsys.readouterr().err

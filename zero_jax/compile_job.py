@@ -1,0 +1,213 @@
+"""One train step compiled for a topology: what a compiler's process is given, does, and leaves in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.mesh import make_mesh
+from zero_jax.state import TrainState, ZeroConfig, abstract_state
+from zero_jax.step import make_train_step
+from zero_jax.topology import parse
+from zero_jax.tree import PyTree
+
+_STATS = (
+    "argument_size_in_bytes",
+    "output_size_in_bytes",
+    "alias_size_in_bytes",
+    "temp_size_in_bytes",
+    "peak_memory_in_bytes",
+    "generated_code_size_in_bytes",
+    "host_argument_size_in_bytes",
+    "host_output_size_in_bytes",
+    "host_alias_size_in_bytes",
+    "host_temp_size_in_bytes",
+)
+# Of what these packages decide, the lowered program does not tell everything.
+_COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A train step to compile.
+
+    Attributes:
+      loss_fn: as for `make_train_step`.
+      init_fn: as for `init_state`; it is never run.
+      tx: the optimizer.
+      batch: the global batch as `ShapeDtypeStruct`s.
+      config: stage, precision, microbatches.
+      topology: name of the hardware.
+      replica: size of the axis `replica`.
+      model: size of the axis `model`.
+      data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses.
+      compiler_options: passed to `Lowered.compile`.
+    """
+
+    loss_fn: Callable[..., Any]
+    init_fn: Callable[[jax.Array], PyTree]
+    tx: optax.GradientTransformation
+    batch: PyTree
+    config: ZeroConfig
+    topology: str
+    replica: int = 1
+    model: int = 1
+    data_layout: Sequence[int] | None = None
+    compiler_options: Mapping[str, Any] | None = None
+
+    def mesh(self) -> Mesh:
+        """Returns the mesh, of compile-only devices."""
+        return make_mesh(replica=self.replica, model=self.model, topology=self.topology, data_layout=self.data_layout)
+
+    def state(self, mesh: Mesh) -> TrainState:
+        """Returns the abstract train state."""
+        return abstract_state(self.init_fn, self.tx, mesh=mesh, config=self.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledText:
+    """What is kept of a compiled program: its text and the compiler's own figures.
+
+    It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
+
+    Attributes:
+      text: the HLO, as `as_text()` gave it.
+      stats: the figures of `memory_analysis()`, by name.
+      compile_seconds: what compiling took, when it was done.
+      from_cache: whether it was done before.
+    """
+
+    text: str
+    stats: Mapping[str, int]
+    compile_seconds: float
+    from_cache: bool
+
+    def as_text(self) -> str:
+        """Returns the program's text."""
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        """Returns the compiler's figures as attributes."""
+        return types.SimpleNamespace(**self.stats)
+
+
+class OutOfMemory(Exception):
+    """The compiler refused a program because it needs more device memory than there is.
+
+    Attributes:
+      message: what the compiler said.
+      needed_bytes: what the program needs, where the compiler tells.
+      compile_seconds: what the compiler took to find out.
+      from_cache: whether it was found out before.
+    """
+
+    def __init__(self, *, message: str, needed_bytes: int | None, compile_seconds: float, from_cache: bool):
+        super().__init__(message)
+        self.message, self.needed_bytes = message, needed_bytes
+        self.compile_seconds, self.from_cache = compile_seconds, from_cache
+
+
+def compile_job(
+    job: Job, mesh: Mesh, state: TrainState, *, cache: pathlib.Path | None, on_phase: Callable[[str], None]
+) -> CompiledText:
+    """Lowers and compiles a job, or takes the program from the cache.
+
+    Args:
+      job: the job.
+      mesh: its mesh.
+      state: its abstract state.
+      cache: folder of compiled programs, or None.
+      on_phase: told what is being done.
+
+    Raises:
+      OutOfMemory: the program does not fit, says the compiler.
+    """
+    on_phase("lowering")
+    lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
+    folder = None if cache is None else cache / _key(lowered, job, mesh)
+    saved = None if folder is None else _load(folder)
+    if saved is None:
+        on_phase("compiling")
+        start = time.perf_counter()
+        try:
+            compiled = lowered.compile(compiler_options=dict(job.compiler_options or {}) or None)
+        except jax.errors.JaxRuntimeError as error:
+            needed = _needed_bytes(str(error))
+            if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
+                raise
+            saved = {"needed_bytes": needed, "message": str(error).split("\n\n")[0][:2000]}
+        else:
+            analysis = compiled.memory_analysis()
+            stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
+            saved = {"stats": stats, "text": compiled.as_text()}
+        saved["compile_seconds"] = time.perf_counter() - start
+        if folder is not None:
+            _save(folder, saved)
+        saved["from_cache"] = False
+    if "message" in saved:
+        raise OutOfMemory(**saved)
+    return CompiledText(**saved)
+
+
+def _key(lowered: Any, job: Job, mesh: Mesh) -> str:
+    """Returns a hash of everything that the compiled program depends on."""
+    digest = hashlib.sha256(lowered.as_text().encode())
+    installed = [f"{one.metadata['Name']}={one.version}" for one in map(_distribution, _COMPILERS) if one]
+    layout = [getattr(device, "coords", device.id) for device in mesh.devices.flat]
+    options = sorted((job.compiler_options or {}).items())
+    digest.update(repr((parse(job.topology), installed, layout, options, os.environ.get("LIBTPU_INIT_ARGS"))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _distribution(name: str) -> Any:
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _needed_bytes(message: str) -> int | None:
+    """Reads how much memory a program needs from the compiler's error."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    match = re.search(r"(?:Used|HLO temporaries \(|required[^(]*\()\s*([\d.]+)([KMGT])", message)
+    return int(float(match[1]) * units[match[2]]) if match else None
+
+
+def _save(folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
+    """Writes a result in one move, so that a process that ends in between leaves nothing half written."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        path = pathlib.Path(name) / "result.json.gz"
+        path.write_bytes(gzip.compress(json.dumps(saved).encode(), compresslevel=3))
+        path.replace(folder.with_suffix(".json.gz"))
+
+
+def _load(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Reads a result; one that cannot be read is as good as none."""
+    try:
+        saved = json.loads(gzip.decompress(folder.with_suffix(".json.gz").read_bytes()))
+    except (OSError, ValueError, EOFError):
+        return None
+    return {**saved, "from_cache": True}
+
+
+def batch_of(shapes: PyTree, batch_size: int) -> PyTree:
+    """Returns a batch's shapes with another leading dim; leaves without one stay as they are."""
+    resize = lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]) if np.ndim(x) else (), x.dtype)  # noqa: E731
+    return jax.tree.map(resize, shapes)

@@ -1,0 +1,59 @@
+"""The floating-point operations of a function, counted on its jaxpr: what MFU is measured against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zero_jax.jaxprs import inner_jaxprs, open_jaxpr, scan_parts
+
+
+def forward_flops(fn: Callable[..., Any], *args: Any) -> int:
+    """Counts the operations of a function's matrix products and convolutions, two for each multiply-add.
+
+    Nothing else is counted, as is the custom for MFU (Chowdhery et al., "PaLM", appendix B). A training step has three
+    times as many (twice the forward pass's in the backward pass); what rematerialization repeats is no progress.
+
+    Args:
+      fn: the function.
+      *args: arrays or `ShapeDtypeStruct`s.
+
+    Returns:
+      Operations of one call, over all devices. A `while_loop`'s body counts once, of `cond` the costliest branch.
+    """
+    return _count(jax.make_jaxpr(fn)(*args))
+
+
+def _count(jaxpr: Any) -> int:
+    total = 0
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            total += _dot(eqn)
+        elif name == "conv_general_dilated":
+            total += _convolution(eqn)
+        elif name == "scan":
+            parts = scan_parts(eqn)
+            total += parts.length * _count(parts.jaxpr)
+        elif name == "cond":
+            total += max(map(_count, eqn.params["branches"]))
+        elif name.startswith(("custom_jvp_call", "custom_vjp_call")):
+            total += max(map(_count, inner_jaxprs(eqn)), default=0)
+        else:
+            total += sum(map(_count, inner_jaxprs(eqn)))
+    return total
+
+
+def _dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+
+
+def _convolution(eqn: Any) -> int:
+    numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+    out_features = kernel[numbers.rhs_spec[0]]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features

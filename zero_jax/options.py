@@ -1,0 +1,188 @@
+"""Command-line options made of the fields of config dataclasses, and config files of the same fields."""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import pathlib
+import re
+import shutil
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors name the nearest valid option, and that takes no abbreviations."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown options here, where the command's own options are known."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(rest[0].split("=")[0], options, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            self.error(f"unknown argument {rest[0]!r}: {hint}`{self.prog} --help` lists the options")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the error alone, without the long list of options, and ends the program."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Gives the options' names room."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=34, width=min(120, shutil.get_terminal_size().columns))
+
+
+def add_fields(group: Any, config_class: type, *, default_of: Any, without: Collection[str] = ()) -> None:
+    """Adds an option for each field that is a number, a word or a switch; without `default_of`, None is not given."""
+    for name, kind in option_fields(config_class).items():
+        if name in without:
+            continue
+        default = None if default_of is None else getattr(default_of, name)
+        shown = "the preset's" if default_of is None else "none" if default is None else default
+        text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
+        option = "--" + name.replace("_", "-")
+        destination = f"{config_class.__name__}.{name}"
+        settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
+        if kind.base is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
+        elif kind.choices:
+            group.add_argument(option, choices=kind.choices, **settings)
+        else:
+            parse = functools.partial(_parse_optional, kind.base) if kind.is_optional else kind.base
+            group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
+
+
+# Fields that the command line does not offer: the roles of mesh axes, which the commands name themselves, and what is no
+# number or word or has no use for the shipped models.
+_NOT_OPTIONS = frozenset({"zero", "data_axes", "replica_axes", "param_specs", "overrides", "loss_weight"})
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The type of an option: a base type, whether None is a value, and the words it is limited to."""
+
+    base: type
+    is_optional: bool
+    choices: tuple[str, ...] = ()
+
+
+def option_fields(config_class: type) -> dict[str, Kind]:
+    """Returns the fields of a config that the command line offers."""
+    hints = typing.get_type_hints(config_class)
+    kinds = {
+        field.name: _kind(hints[field.name])
+        for field in dataclasses.fields(config_class)
+        if field.name not in _NOT_OPTIONS
+    }
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def _kind(hint: Any) -> Kind | None:
+    if typing.get_origin(hint) is typing.Literal:
+        return Kind(base=str, is_optional=False, choices=typing.get_args(hint))
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if is_union else (hint,)
+    simple = [member for member in members if member in (bool, int, float, str)]
+    return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
+
+
+def _parse_optional(base: type, text: str) -> Any:
+    return None if text.lower() == "none" else base(text)
+
+
+@functools.cache
+def _field_help(config_class: type) -> dict[str, str]:
+    """Reads what the `Attributes:` section of a config's docstring says of each field."""
+    section = inspect.cleandoc(config_class.__doc__ or "").partition("Attributes:\n")[2]
+    entries = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)[1:]
+    told = {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}
+    return {field.name: told.get(field.name, "") for field in dataclasses.fields(config_class)}
+
+
+def given(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of a config as they were given, those that the command does not offer left out."""
+    names = {name: f"{config_class.__name__}.{name}" for name in option_fields(config_class)}
+    return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
+
+
+def read_file(path: str | pathlib.Path, sections: Mapping[str, type], extra: Collection[str] = ()) -> dict[str, Any]:
+    """Reads a config file in TOML; returns its values by the names that the options of the same fields have.
+
+    Args:
+      path: the file.
+      sections: its sections, and the config class that each holds fields of.
+      extra: further keys of the section `model`, returned by their own names.
+
+    Raises:
+      ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
+    """
+    try:
+        found = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the config file {path} ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the config file {path} is no TOML: {error}") from error
+    values: dict[str, Any] = {}
+    for section, entries in found.items():
+        _check_known(f"{path}: section", section, sections)
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path}: {section!r} is a value: write a section [{section}] of values")
+        kinds = option_fields(sections[section])
+        own = tuple(extra) if section == "model" else ()
+        for name, value in entries.items():
+            _check_known(f"{path}: key of [{section}]", name, [*kinds, *own])
+            if name in own:
+                values[name] = value
+            else:
+                values[f"{sections[section].__name__}.{name}"] = _checked(
+                    f"{path}: {section}.{name}", value, kinds[name]
+                )
+    return values
+
+
+def _check_known(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{what} {name!r} is unknown: {hint}Known are {', '.join(known)}")
+
+
+def _checked(what: str, value: Any, kind: Kind) -> Any:
+    if kind.is_optional and value == "none":
+        return None
+    if kind.base is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind.base or (kind.choices and value not in kind.choices):
+        wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
+        raise ValueError(f"{what} = {value!r}: give {wanted}")
+    return value
+
+
+def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
+    """Writes a config file that `read_file` takes; None is written as "none"."""
+    lines = [f"# {title}"]
+    for section, entries in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {json.dumps('none' if value is None else value)}" for name, value in entries.items()]
+    pathlib.Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """Replaces what JSON has no number for by null."""
+    return {
+        name: None if isinstance(value, float) and not abs(value) < float("inf") else value
+        for name, value in record.items()
+    }

@@ -1,0 +1,264 @@
+"""What a plan tells: whether the compiled step fits, what it holds and sends, and how long it may take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero_jax import comms, memory
+from zero_jax.compile_job import CompiledText, Job, OutOfMemory, compile_job
+from zero_jax.flops import forward_flops
+from zero_jax.grads import normalize_loss
+from zero_jax.plan_time import TimeEstimate, estimate_time
+from zero_jax.precision import cast_floating, resolve_precision
+from zero_jax.topology import parse
+
+# JAX gives a GPU program this share of the memory unless it is told otherwise.
+_DEFAULT_GPU_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A train step compiled for hardware that need not be there; prints as a page.
+
+    Attributes:
+      name: what the plan is called.
+      topology: name of the hardware.
+      device_kind: what JAX calls a device of it.
+      mesh: sizes of the mesh axes.
+      stage: the ZeRO stage.
+      precision: name of the precision policy, or `custom`.
+      num_params: parameters.
+      batch_size: examples of a step, over all devices and microbatches.
+      num_microbatches: forward passes of a step.
+      fits: whether a device's usable memory holds it.
+      needed_bytes: memory that a device needs: arguments, new outputs, the heap of temporaries, and code; None if the
+        compiler did not tell.
+      usable_bytes: memory of a device that a program may use.
+      memory: the memory by group, or None where the compiler refused the program.
+      comms: what a device sends, likewise.
+      memory_estimate: the memory by formula.
+      comms_estimate: what is sent by formula.
+      time: the estimated time of a step, or None.
+      compile_seconds: what compiling took when it was done.
+      from_cache: whether it was done before.
+      refusal: what the compiler said where it refused the program for its memory, else ''.
+      notes: further things to know.
+    """
+
+    name: str
+    topology: str
+    device_kind: str
+    mesh: Mapping[str, int]
+    stage: int
+    precision: str
+    num_params: int
+    batch_size: int
+    num_microbatches: int
+    fits: bool
+    needed_bytes: int | None
+    usable_bytes: int
+    memory: memory.MemoryReport | None
+    comms: comms.CommsReport | None
+    memory_estimate: Any
+    comms_estimate: comms.CommsEstimate
+    time: TimeEstimate | None
+    compile_seconds: float
+    from_cache: bool
+    refusal: str
+    notes: tuple[str, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def traffic_ratio(self) -> float | None:
+        """Bytes sent over the ideal of the estimate."""
+        ideal = self.comms_estimate.sent_bytes
+        return self.comms.sent_bytes / ideal if self.comms and ideal else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all of it as plain data."""
+        plain = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("memory", "comms", "memory_estimate", "comms_estimate", "time")
+        }
+        parts = {"memory": self.memory, "comms": self.comms, "memory_estimate": self.memory_estimate}
+        parts |= {"comms_estimate": self.comms_estimate}
+        return {
+            **plain,
+            "mesh": dict(self.mesh),
+            "num_devices": self.num_devices,
+            "traffic_ratio": self.traffic_ratio,
+            **{name: part.to_json() if part else None for name, part in parts.items()},
+            "time": dataclasses.asdict(self.time) if self.time else None,
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join(part for part in (self.summary(), self._memory_text(), self._comms_text()) if part)
+
+    def summary(self) -> str:
+        """Returns the answer in some lines, without the tables."""
+        axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
+        microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        needed = "an unknown amount" if self.needed_bytes is None else _gb(self.needed_bytes)
+        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'}: needs {needed} of {_gb(self.usable_bytes)} a device"
+        done = "compiled before, in" if self.from_cache else "compiled in"
+        rows = {
+            "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
+            "hardware": f"{self.topology}: {self.num_devices} x {self.device_kind}, {axes}",
+            "batch": f"{self.batch_size} examples a step{microbatches}",
+            "verdict": verdict,
+        }
+        if self.comms and self.traffic_ratio is not None:
+            rows["traffic"] = f"{_gb(self.comms.sent_bytes)} a device and step, {self.traffic_ratio:.3f} x the ideal"
+        if self.time:
+            rows["time"] = f"{self.time} (an estimate)"
+        rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
+        if self.refusal:
+            rows["it says"] = self.refusal.splitlines()[0]
+        width = max(map(len, rows))
+        lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.time:
+            lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
+        return "\n".join(lines)
+
+    def _memory_text(self) -> str:
+        measured = str(self.memory) if self.memory else ""
+        return f"memory of a device, measured on the program\n{measured}" if measured else (
+            f"memory of a device, by formula\n{self.memory_estimate}"
+        )  # fmt: skip
+
+    def _comms_text(self) -> str:
+        if self.comms is None:
+            return f"communication of a device and step, by formula\n{self.comms_estimate}"
+        compared = comms.compare(self.comms_estimate, self.comms)
+        findings = "".join(f"\nwarning: {finding}" for finding in self.comms.findings)
+        return f"communication of a device and step\n{compared}{findings}"
+
+
+def make_report(
+    job: Job,
+    *,
+    name: str,
+    cache: pathlib.Path | None = None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> PlanReport:
+    """Compiles a job in this process and reads the program.
+
+    Args:
+      job: the job.
+      name: what to call it.
+      cache: folder of compiled programs, or None.
+      on_phase: told what is being done.
+
+    Raises:
+      ValueError: a job that contradicts itself, or hardware that there is no compiler for.
+    """
+    mesh = job.mesh()
+    state = job.state(mesh)
+    topology = parse(job.topology)
+    usable = topology.hardware.usable_bytes
+    estimated = memory.estimate(state, mesh=mesh, config=job.config)
+    batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
+    precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
+    common: dict[str, Any] = {
+        "name": name,
+        "topology": job.topology,
+        "device_kind": topology.hardware.device_kind,
+        "mesh": dict(mesh.shape),
+        "stage": job.config.stage,
+        "precision": precision,
+        "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
+        "batch_size": batch_size,
+        "num_microbatches": job.config.num_microbatches,
+        "usable_bytes": usable,
+        "memory_estimate": estimated,
+        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config),
+    }
+    try:
+        program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
+    except OutOfMemory as error:
+        return PlanReport(
+            fits=False,
+            needed_bytes=error.needed_bytes,
+            memory=None,
+            comms=None,
+            time=None,
+            compile_seconds=error.compile_seconds,
+            from_cache=error.from_cache,
+            refusal=error.message,
+            notes=(),
+            **common,
+        )
+    on_phase("reading the program")
+    measured = memory.measure(program)
+    num_tokens, unit = _tokens(job.batch, batch_size)
+    needed = _needed_bytes(program)
+    return PlanReport(
+        fits=needed <= usable,
+        needed_bytes=needed,
+        memory=measured,
+        comms=comms.measure(program, mesh=mesh),
+        time=estimate_time(
+            program.text,
+            mesh=mesh,
+            topology=topology,
+            forward_flops=_forward_flops(job, state.params),
+            num_tokens=num_tokens,
+            unit=unit,
+        ),
+        compile_seconds=program.compile_seconds,
+        from_cache=program.from_cache,
+        refusal="",
+        notes=_notes(topology, needed),
+        **common,
+    )
+
+
+def _needed_bytes(program: CompiledText) -> int:
+    """Returns what a device must hold: the heap of temporaries is as large as the compiler laid it out."""
+    stats = program.stats
+    new_outputs = max(stats["output_size_in_bytes"] - stats["alias_size_in_bytes"], 0)
+    heap = max(stats["temp_size_in_bytes"], stats["peak_memory_in_bytes"] - stats["argument_size_in_bytes"])
+    return stats["argument_size_in_bytes"] + new_outputs + heap + stats["generated_code_size_in_bytes"]
+
+
+def _forward_flops(job: Job, params: Any) -> float:
+    """Counts the forward pass on the params as the loss function sees them."""
+    compute = resolve_precision(job.config.precision).compute
+    loss_fn, key = normalize_loss(job.loss_fn), jax.eval_shape(lambda: jax.random.key(0))
+    return forward_flops(
+        lambda params, batch, key: loss_fn(cast_floating(params, compute), batch, key), params, job.batch, key
+    )
+
+
+def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
+    """Returns the tokens of a batch, where it has leaves of integers `[batch, tokens]`, else its examples."""
+    tokens = [x.size for x in jax.tree.leaves(batch) if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
+    return (max(tokens), "tokens") if tokens else (batch_size, "examples")
+
+
+def _notes(topology: Any, needed: int) -> tuple[str, ...]:
+    hardware = topology.hardware
+    if hardware.platform != "cuda":
+        return ()
+    whole = hardware.usable_bytes * 10 / 9
+    if needed <= _DEFAULT_GPU_SHARE * whole or needed > hardware.usable_bytes:
+        return ()
+    share = math.ceil(100 * needed / whole) / 100
+    return (f"JAX uses 75% of a GPU's memory unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION={max(share, 0.76):.2f}",)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"

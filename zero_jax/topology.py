@@ -1,0 +1,238 @@
+"""Hardware by name: its figures, and compile-only devices of it for machines that do not have it.
+
+`v5p:8x8x16` is a TPU slice in chips, `2xv5e:16x16` two such slices, `h100:2x8` two hosts of eight GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+import importlib.util
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.experimental import topologies
+
+_GIB = 2**30
+_INSTALL_TPU = 'pip install "jax[tpu]"'
+_INSTALL_GPU = 'pip install "zero-jax[gpu-compiler]"'
+_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The figures of one device, as its maker and the compiler give them.
+
+    Attributes:
+      name: what a topology's name begins with.
+      platform: `tpu` or `cuda`.
+      device_kind: what JAX calls such a device.
+      usable_bytes: device memory that a program may use. TPU: what the compiler itself allows; GPU: nine tenths of the
+        memory, which takes XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 (JAX's own default is 0.75).
+      flops_per_second: dense bfloat16 multiply-adds, two operations each, at the nominal clock.
+      memory_bytes_per_second: bandwidth of the device memory.
+      clock_hz: the clock that the TPU compiler's cycles count; None where it gives none.
+      link_bytes_per_second: one direction of one link of a TPU's torus, or of all NVLinks of a GPU together.
+      network_bytes_per_second: one direction of a device's share of the network between slices or hosts.
+      wraps_at: how a torus closes: `cubes` where all extents are multiples of 4, a number where a dim has that extent.
+      topology_options: further options of the TPU compiler's topology.
+      example: a topology of it.
+    """
+
+    name: str
+    platform: str
+    device_kind: str
+    usable_bytes: int
+    flops_per_second: float
+    memory_bytes_per_second: float
+    clock_hz: float | None = None
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    wraps_at: str | int | None = None
+    topology_options: tuple[tuple[str, str], ...] = ()
+    example: str
+
+
+def _tpu(name: str, kind: str, gib: float, tflops: float, gb_per_s: float, ghz: float, **rest: Any) -> Hardware:
+    return Hardware(
+        name=name,
+        platform="tpu",
+        device_kind=kind,
+        usable_bytes=int(gib * _GIB),
+        flops_per_second=tflops * 1e12,
+        memory_bytes_per_second=gb_per_s * 1e9,
+        clock_hz=ghz * 1e9,
+        **rest,
+    )
+
+
+def _gpu(
+    name: str, kind: str, memory_bytes: int, tflops: float, gb_per_s: float, nvlink: float, nic: float
+) -> Hardware:
+    return Hardware(
+        name=name,
+        platform="cuda",
+        device_kind=kind,
+        usable_bytes=memory_bytes * 9 // 10,
+        flops_per_second=tflops * 1e12,
+        memory_bytes_per_second=gb_per_s * 1e9,
+        link_bytes_per_second=nvlink * 1e9,
+        network_bytes_per_second=nic * 1e9,
+        example=f"{name}:1x8",
+    )
+
+
+# Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
+# architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPU
+# memory and bandwidth: XLA's target configurations; FLOPs and links: NVIDIA's data sheets; a NIC of 400 Gb/s a GPU
+# (A100: 200).
+_TPUS = (
+    _tpu("v3", "TPU v3", 15.48, 61.5, 450, 0.94, link_bytes_per_second=5e10, network_bytes_per_second=3.1e9,
+         wraps_at=16, example="v3:4x4"),
+    _tpu("v4", "TPU v4", 30.75, 275, 1229, 1.05, link_bytes_per_second=4.5e10, network_bytes_per_second=6.25e9,
+         wraps_at="cubes", topology_options=(("chip_config_name", "megacore"),), example="v4:2x2x4"),
+    _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 1.5, link_bytes_per_second=4.5e10, network_bytes_per_second=3.1e9,
+         wraps_at=16, example="v5e:4x4"),
+    _tpu("v5p", "TPU v5", 95.74, 459, 2765, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
+         wraps_at="cubes", example="v5p:2x2x4"),
+    _tpu("v6e", "TPU v6 lite", 31.25, 918, 1640, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=12.5e9,
+         wraps_at=16, example="v6e:4x4"),
+    _tpu("tpu7x", "TPU7x", 94.75, 1153, 3690, 2.2, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
+         wraps_at="cubes", example="tpu7x:2x2x2"),
+)  # fmt: skip
+_GPUS = (
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312, 2039, 300, 25),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50),
+    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50),
+    _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50),
+)
+HARDWARE: Mapping[str, Hardware] = {one.name: one for one in (*_TPUS, *_GPUS)}
+
+# What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, clock, major
+# compute capability.
+_GPU_CORES: Mapping[str, tuple[int, int, int, int, float, int]] = {
+    "a100": (108, 64, 167_936, 41_943_040, 1.41, 8),
+    "h100": (132, 128, 233_472, 52_428_800, 1.98, 9),
+    "h200": (132, 128, 233_472, 52_428_800, 1.98, 9),
+    "b200": (148, 128, 233_472, 132_644_864, 1.965, 10),
+}
+_NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A topology's name, read.
+
+    Attributes:
+      name: as given.
+      hardware: the kind of device.
+      num_slices: TPU slices, or GPU hosts.
+      shape: the extents of a TPU slice in chips, or the GPUs of a host.
+    """
+
+    name: str
+    hardware: Hardware
+    num_slices: int
+    shape: tuple[int, ...]
+
+
+def parse(name: str) -> Topology:
+    """Reads a topology's name.
+
+    Raises:
+      ValueError: no such hardware, or a shape that it does not come in.
+    """
+    match = _NAME.fullmatch(name.strip().lower())
+    kind = match[2] if match else re.split(r"[:\d-]", name.strip().lower().lstrip("0123456789"))[0]
+    if not match or match[2] not in HARDWARE:
+        near = difflib.get_close_matches(match[2] if match else name.lower(), HARDWARE, n=1, cutoff=0.5)
+        hint = f"did you mean {HARDWARE[near[0]].example!r}? " if near else ""
+        raise ValueError(
+            f"unknown topology {name!r}: {hint}a TPU slice is named by its shape in chips, as in v5p:2x2x4 or "
+            f"2xv5e:16x16 (two slices), GPUs by hosts x GPUs, as in h100:2x8; known are {', '.join(HARDWARE)}"
+        )
+    slices, kind, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
+    hardware = HARDWARE[kind]
+    if hardware.platform == "cuda":
+        if len(shape) > 2 or match[1]:
+            raise ValueError(f"topology {name!r}: name GPUs by hosts x GPUs a host, as in {hardware.example}")
+        slices, shape = (shape[0] if len(shape) == 2 else 1), shape[-1:]
+    if min(*shape, slices, math.prod(shape)) < 1:
+        raise ValueError(f"topology {name!r} has no devices: give extents of at least 1, as in {hardware.example}")
+    return Topology(name=name, hardware=hardware, num_slices=slices, shape=shape)
+
+
+def missing_compiler(hardware: Hardware) -> str | None:
+    """Returns what to install before this hardware can be compiled for, or None if nothing is missing."""
+    if hardware.platform == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            return f"the TPU compiler is not installed: {_INSTALL_TPU} brings it to any machine, no TPU needed"
+        return _mismatched_libtpu()
+    if not any(map(importlib.util.find_spec, _GPU_PLUGINS)):
+        return f"the GPU compiler is not installed: {_INSTALL_GPU} brings it to any Linux machine, no GPU needed"
+    return None
+
+
+def _mismatched_libtpu() -> str | None:
+    """Tells if libtpu is not the release that jax pins: such a pair compiles, and its programs cannot be read."""
+    pins = [one for one in importlib.metadata.requires("jax") or () if one.replace(" ", "").startswith("libtpu==")]
+    pinned = re.search(r"==\s*([\d.]+)", pins[0]) if pins else None
+    have = importlib.metadata.version("libtpu")
+    if pinned and not f"{have}.".startswith(pinned[1].rstrip(".") + "."):
+        jax_version = importlib.metadata.version("jax")
+        return (
+            f"libtpu {have} is not the release that jax {jax_version} needs ({pinned[1]}): {_INSTALL_TPU} brings that"
+        )
+    return None
+
+
+def devices(name: str) -> Sequence[Any]:
+    """Returns compile-only devices of a topology.
+
+    Raises:
+      ValueError: an unknown topology, one that the hardware does not come in, or no compiler for it is installed.
+    """
+    topology = parse(name)
+    hardware = topology.hardware
+    missing = missing_compiler(hardware)
+    if missing:
+        raise ValueError(f"topology {name!r}: {missing}")
+    try:
+        if hardware.platform == "tpu":
+            options: dict[str, Any] = dict(hardware.topology_options)
+            if topology.num_slices > 1:
+                options["num_slices"] = topology.num_slices
+            shape = f"{hardware.name}:{'x'.join(map(str, topology.shape))}"
+            return topologies.get_topology_desc(shape, platform="tpu", **options).devices
+        shape = f"1x{topology.num_slices}x{topology.shape[0]}"
+        config = _target_config(hardware)
+        return topologies.get_topology_desc(shape, platform="cuda", topology=shape, target_config=config).devices
+    except Exception as error:
+        raise ValueError(
+            f"topology {name!r}: the compiler refuses it ({str(error).splitlines()[0]}). A shape that it knows is "
+            f"{hardware.example}"
+        ) from error
+
+
+def _target_config(hardware: Hardware) -> str:
+    """Returns the text of XLA's GpuTargetConfigProto for a GPU."""
+    cores, fpus, shared, l2, clock, version = _GPU_CORES[hardware.name]
+    memory = hardware.usable_bytes * 10 // 9
+    return (
+        "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 "
+        f"shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared - 1024} threads_per_core_limit: 2048 "
+        f"core_count: {cores} fpus_per_core: {fpus} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
+        f"block_dim_limit_z: 65535 memory_bandwidth: {int(hardware.memory_bytes_per_second)} l2_cache_size: {l2} "
+        f"clock_rate_ghz: {clock} device_memory_size: {memory} cuda_compute_capability {{ major: {version} minor: 0 }} "
+        "registers_per_core_limit: 65536 registers_per_block_limit: 65536 } "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } '
+        f'device_description_str: "{hardware.device_kind}"'
+    )
+
+
+def hardware_of(device: Any) -> Hardware | None:
+    """Returns the figures of a device, real or compile-only, or None if they are not known."""
+    return next((one for one in HARDWARE.values() if one.device_kind == device.device_kind), None)

@@ -136,8 +136,8 @@ PERMUTE = (
     ("op_name", "kind", "param"),
     [
         (STEP + "dot_general", "reduce-scatter (windowed)", "w"),
-        (STEP + "checkpoint/rematted_computation/dot_general", "all-gather (windowed)", ""),
-        ("jit(step)/jvp()/dot_general", "all-gather (windowed)", ""),
+        (STEP + "checkpoint/rematted_computation/dot_general", "all-gather (windowed)", "w"),
+        ("jit(step)/jvp()/dot_general", "all-gather (windowed)", "w"),
         (STEP + "roll", "collective-permute", ""),
     ],
 )
@@ -399,6 +399,19 @@ def test_a_program_of_the_gpu_compiler():
     assert largest.full_bytes == 2 * (32768 + 1) * width  # the gradients of `e` and `nf`, combined
     assert largest.param.startswith("e | nf")
     assert all(row.overlap is not None and row.overlap.cycles is None for row in report.rows)
+
+
+def test_of_many_findings_the_costliest_are_printed():
+    move = (
+        "  %a.N = bf16[8,4,N] negate(%p)\n"
+        "  %t.N = bf16[8,4,N] all-to-all(%a.N), replica_groups={{0,1,2,3}}, dimensions={0}, "
+        'metadata={source_file="gpt.py" source_line=N}'
+    )
+    lines = "\n".join(move.replace("N", str(size)) for size in range(100, 115))
+    report = comms.measure(program(lines), mesh=mesh_of_4())
+    assert len(report.findings) == 15
+    assert str(report).count("warning: ") == 11
+    assert str(report).splitlines()[-1] == "warning: 5 more, of 0.024 MB"  # 32 x 2 bytes x 3 / 4 x (100 + ... + 104)
 
 
 def test_bad_text_is_refused():

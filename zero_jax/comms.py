@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _MAX_LINES = 40
+_MAX_WARNINGS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,10 @@ class CommsReport:
             what = f" of {one.param!r}" if one.param else ""
             where = f" ({one.source})" if one.source else ""
             lines.append(f"largest buffer: {one.full_bytes / 1e6:.3f} MB, {one.kind}{what}{where}")
-        lines += [f"warning: {finding}" for finding in self.findings]
+        lines += [f"warning: {finding}" for finding in self.findings[:_MAX_WARNINGS]]
+        if rest := self.findings[_MAX_WARNINGS:]:
+            extra = sum(finding.extra_bytes for finding in rest)
+            lines.append(f"warning: {len(rest)} more, of {extra / 1e6:.3f} MB")
         return "\n".join(lines)
 
 

@@ -113,7 +113,7 @@ def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -
             yield _finding(
                 "moved activations",
                 row,
-                "it moves no param, and activations need not move over `data`: constrain them to the batch's sharding",
+                "it moves no param, and activations need not move over `data`: zero.gather_on_use moves params instead",
                 extra=1,
             )
 

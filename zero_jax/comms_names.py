@@ -151,7 +151,8 @@ class Names:
         instruction = program.computations[one.computation][one.name]
         names: list[str] = []
         for dims in sorted(_moved(instruction, one, kind), key=math.prod, reverse=True):
-            table = self.shards if kind.startswith("reduce-scatter") else self.whole
+            in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
+            table = self.shards if in_shards else self.whole
             names += table.get(_dims_key(dims), [])
         names = list(dict.fromkeys(names))
         shown = names[:_MAX_NAMES] + (["..."] if len(names) > _MAX_NAMES else [])

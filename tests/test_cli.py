@@ -11,21 +11,33 @@ from zero_jax import cli
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
---batch-size --clip-norm --d-model --data --devices --eval-batches --eval-every --final-learning-rate --help --json
---keep-gathered --learning-rate --log-every --min-shard-size --mlp-ratio --model --name --no-keep-gathered --no-remat
---no-scan --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --out --position --precision
---remat --replica --sample-prompt --sample-tokens --scan --seed --seq-len --skip-nonfinite --stage --steps --temperature
---top-k --validation-fraction --vocab-size --warmup-steps --weight-decay -h
+--batch-size --clip-norm --config --d-model --data --devices --eval-batches --eval-every --final-learning-rate --help
+--json --keep-gathered --learning-rate --log-every --min-shard-size --mlp-ratio --model --name --no-keep-gathered
+--no-remat --no-scan --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --out --position
+--precision --remat --replica --sample-prompt --sample-tokens --scan --seed --seq-len --skip-nonfinite --stage --steps
+--temperature --top-k --validation-fraction --vocab-size --warmup-steps --weight-decay -h
 """.split()
+PLAN_OPTIONS = """
+--batch --batch-size --cache --clip-norm --d-model --data-layout --final-learning-rate --help --init --json
+--keep-gathered --learning-rate --loss --min-shard-size --mlp-ratio --model --no-keep-gathered --no-remat --no-scan
+--no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --position --precision --remat --replica
+--scan --seq-len --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+""".split()
+OPTIONS = {
+    "train": TRAIN_OPTIONS,
+    "plan": [*PLAN_OPTIONS, "--auto", "--max-compiles", "--write-config"],
+    "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
+    "comms": [*PLAN_OPTIONS, "--estimate"],
+}
 SMALL = (
     "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "
     "--eval-batches 1 --sample-tokens 4"
 ).split()
 
 
-def train_parser():
+def parser_of(command):
     (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
-    return commands.choices["train"]
+    return commands.choices[command]
 
 
 def run(arguments, capsys):
@@ -37,14 +49,19 @@ def run(arguments, capsys):
     return status, *capsys.readouterr()
 
 
-def test_the_options_are_these():
-    options = [name for action in train_parser()._actions for name in action.option_strings]
-    assert sorted(options) == sorted(TRAIN_OPTIONS)
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_options_are_these(command):
+    options = [name for action in parser_of(command)._actions for name in action.option_strings]
+    assert sorted(options) == sorted(OPTIONS[command])
 
 
-def test_every_option_says_what_it_does(capsys):
-    for action in train_parser()._actions:
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_says_what_it_does(command):
+    for action in parser_of(command)._actions:
         assert action.help and not action.help.startswith(" "), action.option_strings
+
+
+def test_help(capsys):
     status, out, _ = run(["train", "--help"], capsys)
     assert status == 0
     assert "sequences in a step" in out

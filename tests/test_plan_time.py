@@ -1,0 +1,93 @@
+"""The time of a step, from schedules whose time is worked out by hand."""
+
+import types
+
+import numpy as np
+import pytest
+
+from zero_jax import plan_time, topology
+
+V5P = topology.HARDWARE["v5p"]
+# 1750 cycles at 1.75 GHz: 1 us. The all-gather makes 4 MB of 16 parts: 3.75 MB sent by each device.
+PROGRAM = """HloModule step, is_scheduled=true, num_partitions=16
+
+ENTRY %main (p: bf16[131072]) -> bf16[2097152] {
+  %p = bf16[131072]{0} parameter(0)
+  %f = bf16[131072]{0} fusion(%p), kind=kLoop, calls=%inner, backend_config={"estimated_cycles":"1750"}
+  ROOT %all-gather = bf16[2097152]{0} all-gather(%f), channel_id=1, replica_groups=[1,16]<=[16], dimensions={0}
+}
+
+%inner (q: bf16[131072]) -> bf16[131072] {
+  %q = bf16[131072]{0} parameter(0)
+  ROOT %negate = bf16[131072]{0} negate(%q)
+}
+"""
+
+
+def fake_mesh(shape, *, slices=1):
+    """A mesh of devices that know where they are, and nothing else."""
+    coords = [tuple(map(int, np.unravel_index(i, shape))) for i in range(int(np.prod(shape)))]
+    devices = [
+        types.SimpleNamespace(coords=c, slice_index=number, process_index=number)
+        for number in range(slices)
+        for c in coords
+    ]
+    return types.SimpleNamespace(devices=np.array(devices), size=len(devices))
+
+
+def estimate(name, mesh, text=PROGRAM):
+    return plan_time.estimate_time(
+        text, mesh=mesh, topology=topology.parse(name), forward_flops=16 * 153e6, num_tokens=1600
+    )
+
+
+def test_cycles_and_links_of_an_open_torus():
+    """2 x 2 x 4 chips of v5p: three dims, none of them closed: 3 x 90 GB/s, and 4 hops of the longest dim."""
+    found = estimate("v5p:2x2x4", fake_mesh((2, 2, 4)))
+    gather = 4_194_304 * 15 / 16 / 270e9 + 4e-6
+    assert found.compute_seconds == pytest.approx(1e-6)
+    assert found.exposed_seconds == pytest.approx(gather)
+    assert found.step_seconds == pytest.approx(1e-6 + gather)
+    assert found.tokens_per_second == pytest.approx(1600 / (1e-6 + gather))
+    # 3 x 153 MFLOP a device at 459 TFLOP/s are 1 us.
+    assert found.mfu == pytest.approx(1e-6 / found.step_seconds)
+
+
+def test_a_closed_ring_works_both_ways():
+    """A dim of 16 of v5e is closed, so that both directions carry: 2 x 45 GB/s."""
+    found = estimate("v5e:16x1", fake_mesh((16, 1)))
+    assert found.exposed_seconds == pytest.approx(4_194_304 * 15 / 16 / 90e9 + 16e-6)
+
+
+def test_slices_talk_over_the_network():
+    found = estimate("2xv5e:2x4", fake_mesh((2, 4), slices=2))
+    assert found.exposed_seconds == pytest.approx(4_194_304 * 15 / 16 / 3.1e9 + 16e-6)
+
+
+def test_gpus_have_no_cycles_but_bytes():
+    """0.5 MB through 3.352 TB/s, and a kernel's start; the gather at NVLink's speed."""
+    found = estimate("h100:1x16", fake_mesh((16,)))
+    assert found.compute_seconds == pytest.approx(2 * 262_144 / 3.352e12 + 3e-6)
+    assert found.exposed_seconds == pytest.approx(4_194_304 * 15 / 16 / 450e9 + 2e-6)
+
+
+def test_assumptions_are_told():
+    text = "\n".join(estimate("v5p:2x2x4", fake_mesh((2, 2, 4))).assumptions)
+    for figure in ("1.75 GHz", "459 TFLOP/s", "2,765 GB/s", "90 GB/s a direction"):
+        assert figure in text
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "extent", "closed"),
+    [
+        ("v5p:4x4x8", 2, 8, True),
+        ("v5p:4x4x8", 2, 4, False),  # half of the ring
+        ("v5p:2x2x4", 2, 4, False),  # less than a cube
+        ("v5p:4x4x6", 0, 4, False),
+        ("v5e:16x16", 0, 16, True),
+        ("v5e:8x16", 0, 8, False),
+    ],
+)
+def test_which_dims_close(name, dim, extent, closed):
+    links = plan_time._Links(fake_mesh((1,)), topology.parse(name))
+    assert links.is_ring(dim, extent) is closed

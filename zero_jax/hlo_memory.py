@@ -228,7 +228,8 @@ def _describe(program: Program, one: _Allocation, steps: Sequence[tuple[str, Ins
     real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
     named = [value for value in real if _op_name(program, value.computation, value.instruction)]
     last = (named or real)[-1]
-    readers = (_own_name(instruction) for _, instruction in steps[one.spans[-1][1] :][:50])
+    end = one.spans[-1][1]
+    readers = (_own_name(instruction) for _, instruction in steps[end : end + 50])
     return Buffer(
         name=last.instruction.name,
         computation=last.computation,

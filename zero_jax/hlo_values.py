@@ -189,10 +189,10 @@ class Values:
             # XLA:TPU numbers the operands, and goes on with the results.
             numbered: list[Tree] = [*operands, *leaves(result)]
             for pair in re.findall(r"\[([^\]]*)\]", lists[1]):
-                first, *rest = (numbered[number] for number in integers(pair) if number < len(numbered))
-                for other in rest:
-                    if isinstance(first, int) and isinstance(other, int):
-                        self._unite(other, first)
+                shared = [numbered[number] for number in integers(pair) if number < len(numbered)]
+                shared = [value for value in shared if isinstance(value, int)]
+                for other in shared[1:]:
+                    self._unite(other, shared[0])
             return
         reusable = self._reusable(instruction, len(operands))
         for value in leaves(result):

@@ -63,7 +63,7 @@ def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]
     entry = [one for one in program.computations[program.entry].values() if one.opcode == "parameter"]
     entry.sort(key=lambda one: int(one.operands[0]))
     names = [_op_name(one) for one in entry]
-    wholes = _whole_dims(compiled, names)
+    wholes = _whole_dims(compiled, [(name, one.shape) for name, one in zip(names, entry, strict=True)])
     leaves = []
     for one, name in zip(entry, names, strict=True):
         path = "/".join(re.findall(r"[^.\[\]'\"\\]+", name)) or one.name
@@ -154,21 +154,33 @@ def _shards(line: str, rank: int) -> tuple[int, ...] | None:
     return tuple(map(int, match[1].split(",")))[:rank] if match else None
 
 
-def _whole_dims(compiled: Any, names: list[str]) -> Mapping[str, tuple[int, ...]]:
+def _whole_dims(compiled: Any, kept: list[tuple[str, str]]) -> Mapping[str, tuple[int, ...]]:
     """The dims of whole arguments by name, from what JAX knows of the program."""
     if not hasattr(compiled, "args_info"):
         return {}
     found = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
     infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in found]
     wholes, place = {}, 0
-    for name in names:  # the program keeps a part of the arguments, in order, and adds the name of the argument
-        while place < len(infos) and not name.endswith(infos[place][0]):
+    for name, shape in kept:  # the program keeps a part of the arguments, in order, and adds the argument's own name
+        (array,) = arrays(parse_shape(shape))
+        while place < len(infos) and not (name.endswith(infos[place][0]) and _can_be(array.dims, infos[place][1])):
             place += 1
         if place == len(infos):
             break
-        info = infos[place][1]
-        # A key is an array of integers in the program.
-        if not jnp.issubdtype(info.dtype, jax.dtypes.extended):
-            wholes[name] = tuple(info.shape)
+        if not _is_key(infos[place][1]):
+            wholes[name] = tuple(infos[place][1].shape)
         place += 1
     return wholes
+
+
+def _is_key(info: Any) -> bool:
+    """Tells whether an argument is of PRNG keys, which are arrays of integers in the program."""
+    return jnp.issubdtype(info.dtype, jax.dtypes.extended)
+
+
+def _can_be(dims: tuple[int, ...], info: Any) -> bool:
+    """Tells whether an array of these dims can be a shard of an argument."""
+    if _is_key(info):
+        return True
+    sizes = zip(info.shape, dims, strict=False)
+    return len(dims) == len(info.shape) and all(whole % dim == 0 if dim else not whole for whole, dim in sizes)

@@ -226,7 +226,9 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
         path = "/".join(re.findall(r"[^.\[\]'\"\\]+", one.op_name))
         is_argument = "(" not in one.op_name and group_of(path) in ("params", "master")
         cast = one.op_name.endswith("convert_element_type") and phase_of(one.op_name) == "update" and dims in local
-        return is_argument or cast
+        # A loop over stacked layers takes the params of one layer out of the stack.
+        sliced = "dynamic_index_in_dim" in one.op_name and dims in whole | local
+        return is_argument or cast or sliced
 
     def is_residual(one: Buffer, _: tuple[int, ...]) -> bool:
         return phase_of(one.op_name) == "forward" and phase_of(one.last_read_by) == "backward"

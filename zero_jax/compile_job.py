@@ -39,6 +39,8 @@ _STATS = (
     "host_alias_size_in_bytes",
     "host_temp_size_in_bytes",
 )
+# What is saved: a program, or why there is none.
+_SAVED = ({"text", "stats"}, {"message", "needed_bytes"})
 # Of what these packages decide, the lowered program does not tell everything.
 _COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 
@@ -204,7 +206,8 @@ def _load(folder: pathlib.Path) -> dict[str, Any] | None:
         saved = json.loads(gzip.decompress(folder.with_suffix(".json.gz").read_bytes()))
     except (OSError, ValueError, EOFError):
         return None
-    return {**saved, "from_cache": True}
+    is_whole = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)
+    return {**saved, "from_cache": True} if is_whole else None
 
 
 def batch_of(shapes: PyTree, batch_size: int) -> PyTree:

@@ -11,6 +11,7 @@ import glob
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from zero_jax.plan_report import PlanReport
 from zero_jax.topology import missing_compiler, parse
 
 _SECONDS_BETWEEN_LINES = 15
+# What libtpu adds when its process crashes, whatever the reason.
+_NOISE = re.compile(r"^\s*(?:PC: )?@ |\bRAW: |^https://symbolize|^=== Source Location|^WARNING: ")
 # What keeps JAX and libtpu from looking for devices, and libtpu from locking itself for one process.
 COMPILE_ONLY: Mapping[str, str] = {
     "JAX_PLATFORMS": "cpu",
@@ -173,7 +176,8 @@ def _why(status: int | None, files: _Files, name: str, timeout_seconds: float | 
     phase = files.phase()
     if status is None:
         return f"{name}: still {phase} after {timeout_seconds:.0f} s, which is all the time it was given"
-    said = [line for line in files.errors.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in files.errors.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if not _NOISE.search(line)] or lines
     last = "\n  ".join(said[-12:])
     if status == -signal.SIGKILL:
         return (

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from zero_jax import comms, memory
-from zero_jax.compile_job import CompiledText, Job, OutOfMemory, compile_job
+from zero_jax.compile_job import Job, OutOfMemory, compile_job
 from zero_jax.flops import forward_flops
 from zero_jax.grads import normalize_loss
 from zero_jax.plan_time import TimeEstimate, estimate_time
@@ -204,7 +204,7 @@ def make_report(
     on_phase("reading the program")
     measured = memory.measure(program)
     num_tokens, unit = _tokens(job.batch, batch_size)
-    needed = _needed_bytes(program)
+    needed = measured.total_bytes
     return PlanReport(
         fits=needed <= usable,
         needed_bytes=needed,
@@ -224,14 +224,6 @@ def make_report(
         notes=_notes(topology, needed),
         **common,
     )
-
-
-def _needed_bytes(program: CompiledText) -> int:
-    """Returns what a device must hold: the heap of temporaries is as large as the compiler laid it out."""
-    stats = program.stats
-    new_outputs = max(stats["output_size_in_bytes"] - stats["alias_size_in_bytes"], 0)
-    heap = max(stats["temp_size_in_bytes"], stats["peak_memory_in_bytes"] - stats["argument_size_in_bytes"])
-    return stats["argument_size_in_bytes"] + new_outputs + heap + stats["generated_code_size_in_bytes"]
 
 
 def _forward_flops(job: Job, params: Any) -> float:

@@ -1,0 +1,291 @@
+"""Plans: compiled apart, cached, and whatever happens to the compiler's process is told."""
+
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import planned
+import pytest
+
+import zero_jax as zero
+from zero_jax import cli, compile_job, compile_process
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+TOPOLOGY = "v5e:2x2"
+CONFIG = zero.ZeroConfig(stage=3, precision="bf16")
+
+
+def plan(cache, loss_fn=planned.loss_fn, batch=None, **options):
+    settings = {"topology": TOPOLOGY, "config": CONFIG, "name": "small", **options}
+    return zero.plan(
+        loss_fn, planned.init_fn, optax.adamw(1e-3), batch=batch or planned.batch(), cache=cache, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def report(cache):
+    return plan(cache, own_process=False)
+
+
+def test_a_plan_tells_what_a_device_holds_and_sends(report):
+    num_params = planned.DEPTH * planned.WIDTH**2
+    assert report.num_params == num_params
+    assert report.mesh == {"replica": 1, "data": 4, "model": 1}
+    assert report.fits
+    assert report.usable_bytes == int(15.75 * 2**30)
+    # 12 bytes a param over 4 devices; the batch, and a counter and a key in tiles of 512 bytes, on top.
+    state = 12 * num_params / 4
+    assert state <= report.memory.argument_bytes <= 1.1 * state + 2 * 8 * planned.WIDTH * 4
+    assert report.needed_bytes >= report.memory.total_bytes
+    assert report.comms.sent_bytes == pytest.approx(report.comms_estimate.sent_bytes, rel=0.6)
+    assert 0 < report.time.step_seconds < 1
+    assert report.time.unit == "examples"
+
+
+def test_it_prints_as_a_page_and_as_json(report):
+    text = str(report)
+    for part in ("fits: needs", "4 x TPU v5 lite, data=4", "(an estimate)", "the time assumes", "opt_state"):
+        assert part in text
+    plain = json.loads(json.dumps(report.to_json()))
+    assert plain["fits"] is True
+    assert plain["num_devices"] == 4
+    assert plain["memory"]["argument_bytes"] == report.memory.argument_bytes
+    assert plain["time"]["assumptions"]
+
+
+def test_a_program_is_compiled_once(cache, report, monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled again"))
+    again = plan(cache, own_process=False)
+    assert again.from_cache
+    assert again.memory == report.memory
+    assert again.comms == report.comms
+    assert again.time == report.time
+
+
+def test_another_config_or_layout_is_another_program(cache, report):
+    other = plan(cache, own_process=False, config=dataclasses.replace(CONFIG, clip_norm=1.0))
+    assert not other.from_cache
+    assert not plan(cache, own_process=False, replica=2).from_cache
+
+
+def test_a_broken_cache_entry_is_as_good_as_none(report, tmp_path):
+    plan(tmp_path, own_process=False)
+    (entry,) = tmp_path.glob("*.json.gz")
+    whole = entry.read_bytes()
+    for broken in (whole[:100], b"", gzip.compress(b"[]"), gzip.compress(b'{"text": "x"}')):
+        entry.write_bytes(broken)
+        again = plan(tmp_path, own_process=False)
+        assert not again.from_cache
+        assert again.memory == report.memory
+    assert [path.name for path in tmp_path.iterdir()] == [entry.name]
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not plan(None, own_process=False).from_cache
+    assert not list(tmp_path.iterdir())
+    assert compile_process.default_cache() == tmp_path / "zero_jax" / "programs"
+
+
+def test_a_process_of_its_own_reports_the_same(cache, report):
+    said = []
+    apart = plan(cache, log=said.append)
+    assert apart.from_cache
+    assert apart.memory == report.memory
+    assert "small on v5e:2x2" in said[0]
+
+
+def test_closures_reach_the_process(cache):
+    scale = jnp.float32(2)
+    apart = plan(cache, loss_fn=lambda params, batch: scale * planned.loss_fn(params, batch))
+    assert apart.fits
+
+
+def test_what_does_not_fit_is_told_with_its_size(cache):
+    """64 GB of activations a device, of 15.75 GiB."""
+    refused = plan(cache, batch=planned.batch(4 * 2**26), own_process=False)
+    assert not refused.fits
+    assert refused.needed_bytes > 64e9
+    assert refused.memory is None and refused.time is None
+    assert "RESOURCE_EXHAUSTED" in refused.refusal
+    assert "DOES NOT FIT" in str(refused)
+    json.dumps(refused.to_json())
+    assert plan(cache, batch=planned.batch(4 * 2**26), own_process=False).from_cache
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (planned.killed, "was killed while lowering; most likely this machine ran out of memory"),
+        (
+            planned.crashed,
+            r"was ended by SIGABRT while lowering. Its last words:\n(.*\n)*  .*the compiler's last words",
+        ),
+    ],
+)
+def test_a_process_that_ends_badly(loss_fn, message, cache):
+    with pytest.raises(zero.CompilerCrash, match=message):
+        plan(cache, loss_fn=loss_fn)
+
+
+def test_an_error_of_the_users_own_function_arrives(cache):
+    with pytest.raises(RuntimeError, match="KeyError: 'z'"):
+        plan(cache, loss_fn=planned.wrong_loss)
+
+
+def test_a_process_that_takes_too_long_is_ended(cache):
+    started = time.monotonic()
+    with pytest.raises(zero.CompilerCrash, match="small: still lowering after 10 s, which is all the time"):
+        plan(cache, loss_fn=planned.endless, timeout_seconds=10)
+    assert time.monotonic() - started < 120
+
+
+def test_ctrl_c_ends_the_process_too(cache, monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def start(*arguments, **options):
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        plan(cache, loss_fn=planned.endless, log=interrupt)
+    (process,) = started
+    assert process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "v5p:2"}, "the compiler refuses it"),
+        ({"topology": "v9:2x2"}, "unknown topology 'v9:2x2'"),
+        ({"replica": 3}, "replica=3"),
+        ({"batch": planned.batch(6)}, "multiple of 4"),
+        ({"data_layout": (3,)}, "multiplies to 3"),
+    ],
+)
+def test_bad_input(options, message, cache):
+    with pytest.raises(ValueError, match=message):
+        plan(cache, own_process=False, **options)
+
+
+def run(command, capsys, cache, *arguments):
+    status = cli.main([command, "--topology", TOPOLOGY, "--cache", str(cache), *arguments])
+    return status, *capsys.readouterr()
+
+
+OWN = ["--loss", "planned:loss_fn", "--init", "planned:init_fn", "--batch", "planned:batch", "--batch-size", "8"]
+
+
+def test_the_command_takes_a_model_of_ones_own(cache, capsys):
+    status, out, _ = run("plan", capsys, cache, *OWN, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["num_params"] == planned.DEPTH * planned.WIDTH**2
+    assert found["batch_size"] == 8
+
+
+def test_the_commands_memory_and_comms(cache, capsys):
+    status, out, _ = run("memory", capsys, cache, *OWN)
+    assert status == 0
+    assert "side by side" in out and "difference" in out
+    status, out, _ = run("comms", capsys, cache, *OWN)
+    assert status == 0
+    assert "all-gather" in out and "ratio" in out
+    for command in ("memory", "comms"):
+        status, out, err = run(command, capsys, cache, *OWN, "--estimate", "--json")
+        assert status == 0 and not err
+        assert json.loads(out)["num_params"] == planned.DEPTH * planned.WIDTH**2
+
+
+def test_the_command_takes_a_file(cache, capsys, tmp_path):
+    shutil.copy(planned.__file__, tmp_path / "their_model.py")
+    file = str(tmp_path / "their_model.py")
+    refs = ["--loss", f"{file}:loss_fn", "--init", f"{file}:init_fn", "--batch", f"{file}:batch"]
+    status, out, _ = run("plan", capsys, cache, *refs, "--json")
+    assert status == 0
+    assert json.loads(out)["batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss", "planned:los_fn", *OWN[2:]], "has no function 'los_fn'; did you mean 'loss_fn'?"),
+        (["--loss", "plannned:loss_fn", *OWN[2:]], "cannot import 'plannned'"),
+        (["--loss", "planned", *OWN[2:]], "write module:function"),
+        (OWN[:4], "give --batch too"),
+        (["--model", "gpt-tiny", "--batch-size", "6"], "give a multiple of 4"),
+        (["--topology", "v5p-16"], "did you mean 'v5p:2x2x4'"),
+    ],
+)
+def test_bad_input_of_the_command(arguments, message, cache, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run("plan", capsys, cache, *arguments)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_papers_tables(capsys):
+    assert cli.main(["memory", "--paper"]) == 0
+    assert "31.4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_picture_of_the_stages(cache, capsys, tmp_path):
+    picture = tmp_path / "memory.svg"
+    status, out, _ = run("memory", capsys, cache, *OWN, "--plot", str(picture), "--json")
+    assert status == 0
+    assert [row["stage"] for row in json.loads(out)] == [0, 1, 2, 3]
+    assert "stage 3" in picture.read_text()
+
+
+def test_the_job_is_hashed_with_all_that_decides_it():
+    job = compile_job.Job(
+        loss_fn=planned.loss_fn, init_fn=planned.init_fn, tx=optax.sgd(1.0), batch=planned.batch(), config=CONFIG,
+        topology=TOPOLOGY,
+    )  # fmt: skip
+    mesh = job.mesh()
+    lowered = zero.make_train_step(job.loss_fn, job.tx, mesh=mesh, config=CONFIG).lower(job.state(mesh), job.batch)
+    keys = {
+        compile_job._key(lowered, one, mesh)
+        for one in (
+            job,
+            dataclasses.replace(job, topology="v6e:2x2"),
+            dataclasses.replace(job, compiler_options={"xla_tpu_enable_latency_hiding_scheduler": "false"}),
+        )
+    }
+    assert len(keys) == 3
+
+
+def test_the_worker_leaves_no_half_written_result(tmp_path):
+    """A result appears in one move, so that a killed process leaves none."""
+    import cloudpickle
+
+    job = tmp_path / "job"
+    job.write_bytes(cloudpickle.dumps((functools.partial(int), {"name": "none"})))
+    environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "zero_jax.plan_worker", str(job), str(tmp_path / "result")]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert isinstance(cloudpickle.loads((tmp_path / "result").read_bytes()), RuntimeError)
+    assert not (tmp_path / "result.partial").exists()

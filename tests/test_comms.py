@@ -19,8 +19,6 @@ from zero_jax.hlo_program import Program
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 F32 = jnp.float32
 
-# --- measure ---------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("groups", "axes"),
@@ -124,6 +122,14 @@ def test_arguments_that_are_no_state_are_passed_over():
     assert len(state_leaves(Program(program(lines)))) == 2
 
 
+def test_params_may_be_given_where_arguments_have_other_names():
+    text = program(HALF + GATHER.replace("OP", "")).replace("state.", "first.x_")
+    assert comms.measure(text).num_params == 0
+    given = jax.ShapeDtypeStruct((64, 64), F32, sharding=zero.batch_sharding(mesh_of_4()))
+    report = comms.measure(text, mesh=mesh_of_4(), param_shapes={"table": given})
+    assert (report.num_params, report.rows[0].param) == (4096, "table")
+
+
 STEP = "jit(step)/transpose(jvp())/"
 PERMUTE = (
     "  %s = (bf16[16,64], bf16[16,64], u32[], u32[]) collective-permute-start(%h), "
@@ -144,9 +150,6 @@ PERMUTE = (
 def test_permutes_of_a_matrix_product_are_windowed(op_name, kind, param):
     (row,) = comms.measure(program(HALF + PERMUTE.replace("OP", op_name)), mesh=mesh_of_4()).rows
     assert (row.kind, row.param, row.is_async) == (kind, param, True)
-
-
-# --- findings --------------------------------------------------------------------------------------------------------
 
 
 def reduce(op_name, dtype="bf16", groups="{{0,1,2,3}}"):
@@ -223,9 +226,6 @@ def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     assert finding.kind == "moved activations"
     assert "all-to-all of 0.0 MB (bf16) over data in the forward pass (gpt.py:3)" in str(finding)
     assert not comms.measure(program(move.replace("OP", "jit(step)/jvp(gather:w)/c")), mesh=mesh_of_4()).findings
-
-
-# --- estimate --------------------------------------------------------------------------------------------------------
 
 
 def abstract(config, mesh, shapes):
@@ -317,9 +317,6 @@ def test_sharded_residuals():
     # Paper section 8: batch x seq x hidden a block, (m - 1) / m of it sent, 2 bytes.
     sent = comms.sharded_residual_bytes(num_layers=3, batch=2, seq=16, hidden=8, model=4)
     assert sent == 3 * 2 * 16 * 8 * 2 * 3 / 4
-
-
-# --- both ------------------------------------------------------------------------------------------------------------
 
 
 def mlp_step(mesh, **options):

@@ -64,8 +64,8 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
-# Fields that the command line does not offer: the roles of mesh axes, which the commands name themselves, and what is no
-# number or word or has no use for the shipped models.
+# Fields that the command line does not offer: the roles of mesh axes, which the commands name themselves, and what is
+# no number or word or has no use for the shipped models.
 _NOT_OPTIONS = frozenset({"zero", "data_axes", "replica_axes", "param_specs", "overrides", "loss_weight"})
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 

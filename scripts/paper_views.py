@@ -1,0 +1,176 @@
+"""Tables and a picture of what `paper_tables.py` has measured."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from zero_jax.figures import ThroughputRow, plot_throughput
+from zero_jax.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.paper import PaperTable, show_gb, show_params
+
+Rows = Sequence[dict[str, Any]]
+_CASES = tuple(PAPER_CASES)
+# Table 2 as the paper measured it, on 64 data-parallel parts of N / 64 model-parallel devices of 32 GB each.
+_PAPER_MEASURED = {
+    0: {64: 1.3e9, 128: 2.5e9, 256: 5e9, 512: 10e9, 1024: 20e9},
+    1: {64: 6.2e9, 128: 12.5e9, 256: 25e9, 512: 50e9, 1024: 100e9},
+}
+
+
+def views(rows: Rows) -> str:
+    """Returns all tables that there are results of."""
+    made = (make(rows) for make in (table_1, table_2, scaling))
+    return "\n\n".join(str(table) for table in made if table.rows) or "nothing was measured yet"
+
+
+def table_1(rows: Rows) -> PaperTable:
+    """Returns Table 1: model states of a device."""
+    lines = []
+    for row in _sorted(rows, "table 1", "paper_params", "num_devices", "stage"):
+        case, psi = _CASES[row["stage"]], row["paper_params"]
+        theory = model_state_bytes(psi, sharded=PAPER_CASES[case], num_devices=row["num_devices"])
+        head = (show_params(psi), str(row["num_devices"]), case, _gb(theory.total_bytes))
+        if "error" in row:
+            lines.append((*head, "-", "failed", "", "", ""))
+            continue
+        shape = f"{row['num_layers']} x {row['d_model']}"
+        if "state_bytes" not in row:
+            lines.append((*head, shape, "does not fit", "", "", _gb(row["needed_bytes"])))
+            continue
+        state, ours = row["state_bytes"], _held_bytes(row)
+        found = (_gb(ours), _gb(state), _gb(row["peak_grads_bytes"]), _gb(row["needed_bytes"]))
+        lines.append((*head, shape, *found))
+    return PaperTable(
+        name="table1",
+        title="Table 1, measured: model states per device (GB)",
+        columns=("psi", "N", "case", "paper", "layers x width", "formula", "arguments", "grads at peak", "needed"),
+        rows=tuple(lines),
+        show=show_gb,
+        note="paper: params, gradients and optimizer state. formula: what the program's arguments should be: without "
+        "gradients, and at stage 3 without a low-precision copy. needed: everything.",
+    )
+
+
+def _held_bytes(row: dict[str, Any]) -> float:
+    """Returns the state that is kept between steps: 12 bytes a parameter, and the low-precision copy if it is whole."""
+    sharded = PAPER_CASES[_CASES[row["stage"]]]
+    held = model_state_bytes(
+        row["num_params"],
+        sharded=sharded,
+        num_devices=row["num_devices"],
+        grad_bytes=0,
+        param_bytes=0 if "params" in sharded else 2,
+    )
+    return held.total_bytes
+
+
+def table_2(rows: Rows) -> PaperTable:
+    """Returns Table 2: the largest model that fits."""
+    lines = []
+    for row in _sorted(rows, "table 2", "num_devices", "stage"):
+        stage, n = row["stage"], row["num_devices"]
+        head = (str(n), _CASES[stage])
+        if "num_params" not in row:
+            lines.append((*head, row.get("error", "none fits").split(":")[0], *[""] * 7))
+            continue
+        over = row.get("too_large")
+        theory = row["theory_params"]
+        lines.append((
+            *head,
+            show_params(row["num_params"]) + ("" if row["is_settled"] else " or more"),
+            f"{row['num_layers']} x {row['d_model']}",
+            _gb(row["needed_bytes"]),
+            "-" if over is None else f"{over['num_layers']}: {_gb(over['needed_bytes'])}",
+            show_params(theory),
+            f"{row['num_params'] / theory:.2f}",
+            show_params(row["theory_32gb_params"]),
+            show_params(_PAPER_MEASURED[stage][n]) if stage in _PAPER_MEASURED else "-",
+        ))  # fmt: skip
+    return PaperTable(
+        name="table2",
+        title="Table 2, measured: the largest model that fits",
+        columns=(
+            "N",
+            "case",
+            "largest",
+            "layers x width",
+            "needs GB",
+            "too large",
+            "theory",
+            "ratio",
+            "32 GB",
+            "paper",
+        ),
+        rows=tuple(lines),
+        show=show_params,
+        note="GB: what a device needs. too large: layers that do not fit, and what they need. theory: model states "
+        "alone in this device's memory; ratio: largest / theory. 32 GB: the same theory for the paper's devices. paper: as measured there, "
+        "with N / 64 model-parallel parts.",
+    )
+
+
+def scaling(rows: Rows) -> PaperTable:
+    """Returns the largest batch that fits, and the throughput, against the number of devices."""
+    found = [row for row in _sorted(rows, "scaling", "num_devices") if "time" in row]
+    lines = []
+    for row in found:
+        n, first, time = row["num_devices"], found[0], row["time"]
+        total = time["tokens_per_second"] / first["time"]["tokens_per_second"]
+        over = row.get("too_large")
+        lines.append((
+            str(n),
+            str(row["per_device_batch_size"]),
+            _gb(row["needed_bytes"]),
+            "-" if over is None else f"{over['per_device_batch_size']}: {_gb(over['needed_bytes'])}",
+            f"{time['step_seconds']:.2f}",
+            f"{time['exposed_seconds'] / time['step_seconds']:.0%}",
+            f"{time['tokens_per_second'] / n:,.0f}",
+            f"{time['mfu']:.1%}",
+            f"{time['tokens_per_second'] / 1e3:,.0f}k",
+            f"{total:.2f}",
+            f"{n / first['num_devices']:g}",
+        ))  # fmt: skip
+    return PaperTable(
+        name="scaling",
+        title="Section 10.3: the largest batch of a device that fits, and the estimated throughput",
+        columns=(
+            "N",
+            "batch",
+            "needs GB",
+            "too large",
+            "step s",
+            "waits",
+            "tokens/s each",
+            "MFU",
+            "tokens/s",
+            "x",
+            "N x",
+        ),
+        rows=tuple(lines),
+        show=show_gb,
+        note="x: throughput over that of the first row; N x: devices over those of the first row. Times are estimates.",
+    )
+
+
+def plot_scaling(path: pathlib.Path, rows: Rows, *, title: str) -> None:
+    """Draws the scaling."""
+    found = [row for row in _sorted(rows, "scaling", "num_devices") if "time" in row]
+    points = [
+        ThroughputRow(
+            num_devices=row["num_devices"],
+            per_device_batch_size=row["per_device_batch_size"],
+            per_device_tokens_per_second=row["time"]["tokens_per_second"] / row["num_devices"],
+        )
+        for row in found
+    ]
+    plot_throughput(path, points, title=title)
+
+
+def _sorted(rows: Rows, kind: str, *names: str) -> list[dict[str, Any]]:
+    return sorted((row for row in rows if row["kind"] == kind), key=lambda row: [row[name] for name in names])
+
+
+def _gb(num_bytes: float | None) -> str:
+    return "unknown" if num_bytes is None else show_gb(num_bytes / 1e9)

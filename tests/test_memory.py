@@ -168,11 +168,11 @@ def test_a_step_worked_out_by_hand():
     report = memory.measure(by_hand())
     assert dict(report.arguments) == {"params": 4 * KIB, "opt_state": 2 * KIB}
     assert dict(report.temporaries) == {"grads": 32 * KIB, "gathered params": 32 * KIB, "residuals": 8 * KIB}
-    assert (report.live_peak_bytes, report.unexplained_bytes) == (72 * KIB, 8 * KIB)
+    assert (report.live_peak_bytes, report.unexplained_bytes) == (72 * KIB, 0)
     assert report.host_bytes == 4 * KIB
     assert report.peak_phase == "backward"
-    assert report.peak_bytes == 86 * KIB
-    assert report.total_bytes == 87 * KIB
+    assert report.peak_bytes == 78 * KIB  # the text is of XLA:TPU, which does not count gaps
+    assert report.total_bytes == 79 * KIB
     assert report.fragmentation == 80 / 72
     assert {leaf.path: leaf.whole_dims for leaf in report.leaves} == {
         "state/params/w": (64, 128),

@@ -31,6 +31,7 @@ _GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather:")
 # Smaller arrays than these share their dims with too much.
 _SMALLEST_PARAM = 1024
 _NUM_LARGEST = 12
+_MAX_ON_CHIP_BYTES = 160 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class MemoryReport:
       argument_bytes: All arguments, by the compiler.
       output_bytes: All results, by the compiler.
       alias_bytes: Results that are written over donated arguments, by the compiler.
-      temp_bytes: The heap of temporaries as the compiler laid it out.
+      temp_bytes: The compiler's `temp_size_in_bytes`: the heap of temporaries with its gaps.
+      heap_bytes: What temporaries take of the device's memory. On XLA:TPU the most that is alive at one time: by that,
+        and not by `temp_bytes`, its compiler decides whether a program fits (docs/planning.md); elsewhere `temp_bytes`.
       generated_code_bytes: The program itself.
       host_bytes: Arguments, results and temporaries in host memory.
       live_peak_bytes: The most that temporaries take at one time, from the program's text (`hlo_memory.peak`).
@@ -74,6 +77,7 @@ class MemoryReport:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+    heap_bytes: int
     generated_code_bytes: int
     host_bytes: int
     live_peak_bytes: int
@@ -89,8 +93,8 @@ class MemoryReport:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, results that are not written over them, and the heap as the compiler laid it out."""
-        return self.argument_bytes + max(self.output_bytes - self.alias_bytes, 0) + self.temp_bytes
+        """Arguments, results that are not written over them, and temporaries."""
+        return self.argument_bytes + max(self.output_bytes - self.alias_bytes, 0) + self.heap_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -99,11 +103,11 @@ class MemoryReport:
 
     @property
     def unexplained_bytes(self) -> int:
-        """The part of the heap that the program's text does not explain: gaps between buffers, scratch of operations.
+        """The part of the temporaries that the program's text does not explain, such as scratch of operations.
 
         Negative where the compiler shares more memory than the text tells.
         """
-        return self.temp_bytes - self.live_peak_bytes
+        return self.heap_bytes - self.live_peak_bytes
 
     @property
     def fragmentation(self) -> float:
@@ -128,10 +132,13 @@ class MemoryReport:
         if new := max(self.output_bytes - self.alias_bytes, 0):
             rows.append(row("new results", new))
         rows += [row(f"  {kind}", num_bytes) for kind, num_bytes in self.temporaries.items()]
-        rows.append(row("  gaps and scratch", self.unexplained_bytes, "not explained by the program's text"))
-        rows.append(row("temporaries", self.temp_bytes, f"peak in the {self.peak_phase} pass: {self.peak_op_name}"))
+        if self.unexplained_bytes:
+            rows.append(row("  unexplained", self.unexplained_bytes, "gaps and scratch, by the compiler's total"))
+        rows.append(row("temporaries", self.heap_bytes, f"peak in the {self.peak_phase} pass: {self.peak_op_name}"))
         rows.append(row("program", self.generated_code_bytes))
         rows.append(row("total", self.total_bytes))
+        if self.temp_bytes > self.heap_bytes:
+            rows.append(("laid out", readable_bytes(self.temp_bytes), "", "temporaries with the gaps between them"))
         if self.in_argument_bytes:
             rows.append(("beside them", readable_bytes(self.in_argument_bytes), "", "of temporaries in free arguments"))
         if self.on_chip_peak_bytes:
@@ -184,6 +191,7 @@ def measure(compiled: Any) -> MemoryReport:
         output_bytes=stats["output"],
         alias_bytes=stats["alias"],
         temp_bytes=int(analysis.temp_size_in_bytes),
+        heap_bytes=_heap_bytes(heap, analysis, is_tpu=":T(" in text),
         generated_code_bytes=int(getattr(analysis, "generated_code_size_in_bytes", 0)),
         host_bytes=max(sum(host) - host_alias, heap.host_argument_bytes + heap.host_peak_bytes),
         live_peak_bytes=heap.peak_bytes,
@@ -250,6 +258,15 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
         return next(kind for kind, holds in rules if holds(one, _dims(array.dims)))
 
     return tuple(Temporary(kind=kind_of(one), buffer=one) for one in heap.live)
+
+
+def _heap_bytes(heap: Heap, analysis: Any, *, is_tpu: bool) -> int:
+    """Returns what temporaries take of the device's memory."""
+    if not is_tpu:
+        return int(analysis.temp_size_in_bytes)
+    # XLA:TPU reports the largest heap of one memory space: where that is more than fits on the chip, it is this one.
+    own = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes)
+    return max(heap.peak_bytes, own) if own > _MAX_ON_CHIP_BYTES else heap.peak_bytes
 
 
 def _dims(dims: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+_MAX_LINES = 15
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -165,10 +167,12 @@ class Ranking:
         if self.ranked:
             width = max(len(str(entry.setting)) for entry in self.ranked)
             lines += ["", f"{'rank':>4}  {'setting':<{width}}  {'GB':>7}  {'s/step':>9}  by"]
-            for i, entry in enumerate(self.ranked, start=1):
+            for i, entry in enumerate(self.ranked[:_MAX_LINES], start=1):
                 by = "compiler" if entry.outcome else "estimate"
                 size = f"{entry.bytes / 1e9:.1f}"
                 lines.append(f"{i:>4}  {entry.setting!s:<{width}}  {size:>7}  {entry.seconds:>9.4g}  {by}")
+            if len(self.ranked) > _MAX_LINES:
+                lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
         if self.rejected:
             lines += ["", f"rejected ({len(self.rejected)}, {show_gb(self.capacity_bytes)} usable)"]
             lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]

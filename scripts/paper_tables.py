@@ -104,7 +104,9 @@ def figures(report: PlanReport) -> dict[str, Any]:
         kept |= {
             "state_bytes": sum(state.values()),
             "peak_grads_bytes": memory.temporaries.get("grads", 0),
+            "argument_bytes": memory.argument_bytes,
             "temp_bytes": memory.temp_bytes,
+            "heap_bytes": memory.heap_bytes,
             "live_peak_bytes": memory.live_peak_bytes,
             "temporaries": dict(memory.temporaries),
             "left_whole_bytes": sum(leaf.num_bytes for leaf in memory.left_whole),
@@ -147,9 +149,9 @@ def scaling_cell(*, num_devices: int, hardware: str, compile: Compile) -> dict[s
     """Finds the largest batch of a device for the model that is scaled, and its estimated throughput."""
     model = gpt.PRESETS[SCALED]
     usable = topology.parse(f"{hardware}:{SHAPES[num_devices]}").hardware.usable_bytes
-    sizes = {"num_layers": model.num_layers, "d_model": model.d_model, "batch_size": 1, "seq_len": model.seq_len}
     # Beside the residuals, the logits: bf16, and float32 for the loss.
-    each = residual_bytes(**sizes).device_bytes + 6 * model.vocab_size * model.seq_len
+    residuals = residual_bytes(num_layers=model.num_layers, d_model=model.d_model, batch_size=1, seq_len=model.seq_len)
+    each = residuals.device_bytes + 6 * model.vocab_size * model.seq_len
     first = (usable - 16 * model.num_params / num_devices) / each
 
     def attempt(batch_size: int) -> PlanReport:
@@ -159,7 +161,7 @@ def scaling_cell(*, num_devices: int, hardware: str, compile: Compile) -> dict[s
     found = largest_fit(attempt, sizes=BATCH_SIZES, first=first, capacity_bytes=usable)
     row = {"model": SCALED, "num_devices": num_devices, "stage": 3}
     row |= _found(found, lambda batch_size: {"per_device_batch_size": batch_size})
-    best = found.outcomes.get(found.largest)
+    best = None if found.largest is None else found.outcomes[found.largest]
     return row | ({"time": dataclasses.asdict(best.time)} if best and best.time else {})
 
 

@@ -48,7 +48,7 @@ def table_1(rows: Rows) -> PaperTable:
         columns=("psi", "N", "case", "paper", "layers x width", "formula", "arguments", "grads at peak", "needed"),
         rows=tuple(lines),
         show=show_gb,
-        note="paper: params, gradients and optimizer state. formula: what the program's arguments should be: without "
+        note="paper: params, gradients and optimizer state. formula: what the program's arguments should be: without\n"
         "gradients, and at stage 3 without a low-precision copy. needed: everything.",
     )
 
@@ -90,7 +90,7 @@ def table_2(rows: Rows) -> PaperTable:
         ))  # fmt: skip
     return PaperTable(
         name="table2",
-        title="Table 2, measured: the largest model that fits",
+        title="Table 2, measured: the largest model that fits (GB per device)",
         columns=(
             "N",
             "case",
@@ -105,9 +105,9 @@ def table_2(rows: Rows) -> PaperTable:
         ),
         rows=tuple(lines),
         show=show_params,
-        note="GB: what a device needs. too large: layers that do not fit, and what they need. theory: model states "
-        "alone in this device's memory; ratio: largest / theory. 32 GB: the same theory for the paper's devices. paper: as measured there, "
-        "with N / 64 model-parallel parts.",
+        note="needs: of a device. too large: layers that do not fit, and what they need. theory: the model states\n"
+        "alone in this device's memory; ratio: largest / theory. 32 GB: the same for the paper's devices. paper: as\n"
+        "measured there, with N / 64 model-parallel parts.",
     )
 
 

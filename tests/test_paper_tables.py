@@ -124,9 +124,15 @@ class FakePlan:
         state = paper_views.model_state_bytes(model.num_params, sharded=sharded, num_devices=num_devices)
         needed = int(state.total_bytes + 5e9 + 2e9 * (per_device_batch_size - 1))
         usable = int(95.74 * 2**30)
+        memory = argparse.Namespace(
+            arguments={"params": int(state.params_bytes), "opt_state": int(state.opt_state_bytes)},
+            temporaries={"grads": int(state.grads_bytes)}, argument_bytes=0, temp_bytes=0, live_peak_bytes=0,
+            heap_bytes=0, left_whole=(),
+        )  # fmt: skip
         return argparse.Namespace(
             fits=needed <= usable, needed_bytes=needed, usable_bytes=usable, num_params=model.num_params, stage=stage,
-            num_devices=num_devices, compile_seconds=1.0, from_cache=False, memory=None, time=None,
+            traffic_ratio=1.0, num_devices=num_devices, compile_seconds=1.0, time=None,
+            memory=memory if needed <= usable else None,
         )  # fmt: skip
 
 

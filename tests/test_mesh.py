@@ -126,7 +126,7 @@ V5P_64 = {"data_0": 4, "data_1": 4, "data_2": 4}
         ("v5p:4x4x8", {}, {"data_0": 4, "data_1": 4, "data_2": 8}),
         ("v5p:4x4x4", {"data_layout": (64,)}, {"data": 64}),
         ("v5e:4x4", {}, {"data": 16}),
-        ("v5e:16x16", {}, {"data": 256}),  # two dims, however many chips
+        ("v5e:16x16", {}, {"data_0": 16, "data_1": 16}),
         ("v6e:8x8", {"replica": 2}, {"replica": 2, "data": 32}),
     ],
 )
@@ -171,7 +171,7 @@ def test_slices_of_a_topology(options, expected):
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("topology", ["v5q:2x2x4", "v5p", "v5p:3x5", "H100"])
 def test_unknown_topology(topology):
-    with pytest.raises(ValueError, match=rf"unknown topology '{topology}'.*for example .*v5p:2x2x4"):
+    with pytest.raises(ValueError, match=rf"topology '{topology}'.*v5p:2x2x4"):
         zero.make_mesh(topology=topology)
 
 

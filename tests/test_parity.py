@@ -284,3 +284,20 @@ def test_evaluates_without_an_optimizer(stage):
     metrics = evaluate(reference.host_params(), batch)
     assert_close(metrics.aux, first_aux(), tolerance=FLOAT32)
     assert_close(metrics.loss, first_aux()["error"], tolerance=FLOAT32)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision, monkeypatch):
+    """After the update a large stack is gathered row by row into the params that it replaces."""
+    batches = make_batches(3)
+    fields = {"mesh": mesh_of("staged222"), "stage": stage, "precision": precision}
+    at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
+    monkeypatch.setattr(zero.state, "_GATHERED_AT_ONCE_BYTES", 0)
+    lowered = []
+    original = zero.state.Placement._gather_rows
+    monkeypatch.setattr(zero.state.Placement, "_gather_rows", lambda *a: lowered.append(a[1].path) or original(*a))
+    in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
+    assert {path.split("/")[-1] for path in lowered} >= {"w_in", "w_out"}
+    chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))
+    reference.assert_placed_alike(in_rows, at_once)

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.topology import devices as topology_devices
 
-# From this many chips on, a slice of a 3-D torus has wrap-around links, and XLA:TPU turns a gather over all three
-# torus dims at once into an all-reduce of the whole array: twice the bytes (docs/gather_on_use.md).
+# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole array:
+# twice the bytes (docs/gather_on_use.md).
 _STAGED_FROM_NUM_CHIPS = 64
 
 
@@ -89,7 +89,7 @@ def make_mesh(
 ) -> Mesh:
     """Makes the mesh `replica` x `data` x `model`, laid out for the hardware; all axes have the Auto type.
 
-    On a large 3-D torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is carried by several mesh
+    On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is carried by several mesh
     axes (`data_0`, `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go
     axis by axis. Everywhere else it is the one axis `data`.
 
@@ -198,7 +198,7 @@ def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ..
     num_chips = math.prod(dims)
     cores = len(devices) // num_chips
     dims = tuple(extent for extent in dims if extent > 1) + ((cores,) if cores > 1 else ())
-    if num_chips < _STAGED_FROM_NUM_CHIPS or len(dims) < 3 or math.prod(dims) != len(devices):
+    if num_chips < _STAGED_FROM_NUM_CHIPS or len(dims) < 2 or math.prod(dims) != len(devices):
         return (data,)
     for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
         left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)

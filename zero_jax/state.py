@@ -28,7 +28,7 @@ from zero_jax.sharding import (
     sharded_groups,
     to_shardings,
 )
-from zero_jax.spec import gather_steps, named
+from zero_jax.spec import Dims, gather_steps, named
 from zero_jax.tree import PyTree, leaf_names, path_name
 
 
@@ -107,6 +107,10 @@ class TrainState:
     num_skipped_steps: jax.Array
 
 
+# Whole params above this size are gathered after the update in parts.
+_GATHERED_AT_ONCE_BYTES = 1 << 26
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """How the groups of a train state lie on a mesh: what `ZeroConfig` and the shapes of the params decide."""
@@ -132,18 +136,36 @@ class Placement:
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
 
-    def gather(self, tree: PyTree, dtype: Any) -> PyTree:
-        """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype."""
+    def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
+        """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
 
-        def gather_leaf(placement: LeafPlacement, x: jax.Array) -> jax.Array:
-            x = cast_floating(x, dtype)
+        A large stack of layers is gathered layer by layer into the params that it replaces: XLA:TPU would hold a whole
+        one beside them.
+        """
+
+        def gather_leaf(placement: LeafPlacement, x: jax.Array, old: jax.Array) -> jax.Array:
             if "master" not in self.groups:
-                return x
-            steps = [named(self.mesh, dims) for dims in gather_steps(placement.dims, self.axes.data)]
+                return cast_floating(x, dtype)
             with gather_scope(placement.path):
-                return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
+                is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
+                if is_stack and old.nbytes > _GATHERED_AT_ONCE_BYTES:
+                    return self._gather_rows(placement, x, old)
+                return self._gather_whole(placement.dims, cast_floating(x, dtype))
 
-        return jax.tree.map(gather_leaf, self.params, tree, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        return jax.tree.map(gather_leaf, self.params, tree, into, is_leaf=lambda x: isinstance(x, LeafPlacement))
+
+    def _gather_whole(self, dims: Dims, x: jax.Array) -> jax.Array:
+        steps = [named(self.mesh, step) for step in gather_steps(dims, self.axes.data)]
+        return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
+
+    def _gather_rows(self, placement: LeafPlacement, x: jax.Array, old: jax.Array) -> jax.Array:
+        """Gathers a stack one row at a time, each written over the old one."""
+
+        def gather_row(i: jax.Array, whole: jax.Array) -> jax.Array:
+            row = cast_floating(lax.dynamic_slice_in_dim(x, i, 1), whole.dtype)
+            return lax.dynamic_update_slice_in_dim(whole, self._gather_whole(placement.dims, row), i, 0)
+
+        return lax.fori_loop(0, x.shape[0], gather_row, old)
 
 
 def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:

@@ -385,11 +385,11 @@ class _Program:
         new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
         opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
         if placement.keeps_copy:
-            kept, master = placement.gather(new_masters, placement.precision.param), new_masters
+            kept, master = placement.gather(new_masters, placement.precision.param, into=state.params), new_masters
         elif "params" in placement.groups:
             kept, master = new_masters, None
         else:
-            kept, master = placement.gather(new_masters, None), None
+            kept, master = placement.gather(new_masters, None, into=state.params), None
         scale = state.loss_scale
         if scale is not None:
             assert placement.precision.loss_scale is not None

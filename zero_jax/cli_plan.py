@@ -157,7 +157,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespa
     try:
         return run(options)
     except (ValueError, CompilerCrash) as error:
-        options.parser.error(str(error))
+        return options.parser.error(str(error))
     except KeyboardInterrupt:
         _log("stopped; what was compiled is kept, and the same command goes on from there")
         return 130

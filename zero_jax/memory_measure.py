@@ -92,6 +92,12 @@ class MemoryReport:
     warnings: tuple[str, ...]
 
     @property
+    def by_group(self) -> dict[str, int]:
+        """Bytes by group of the arguments and kind of the temporaries; together `peak_bytes` less new results."""
+        rest = {"unexplained": self.unexplained_bytes} if self.unexplained_bytes > 0 else {}
+        return {**self.arguments, **self.temporaries, **rest}
+
+    @property
     def peak_bytes(self) -> int:
         """Arguments, results that are not written over them, and temporaries."""
         return self.argument_bytes + max(self.output_bytes - self.alias_bytes, 0) + self.heap_bytes

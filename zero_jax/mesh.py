@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.topology import devices as topology_devices
 
-# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole array:
-# twice the bytes (docs/gather_on_use.md).
+# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole
+# array: twice the bytes (docs/gather_on_use.md).
 _STAGED_FROM_NUM_CHIPS = 64
 
 

@@ -78,9 +78,9 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
 def scatter_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
     """Returns the specs on the way from whole over `axes` to `dims`: major axes first, of three or more two at a time.
 
-    XLA:TPU makes one native reduce-scatter over two dims of a 3-D torus, and over a third where that cuts another dim of
-    the array; over three at once, or one after one, it makes all-reduces. On a 2-D torus it is the other way round: one
-    after one is native, both at once is an all-reduce (docs/gather_on_use.md).
+    XLA:TPU makes one native reduce-scatter over two dims of a 3-D torus, and over a third where that cuts another dim
+    of the array; over three at once, or one after one, it makes all-reduces. On a 2-D torus it is the other way round:
+    one after one is native, both at once is an all-reduce (docs/gather_on_use.md).
     """
     states = [dims, *gather_steps(dims, axes)]
     stride = 2 if len(states) > 3 else 1

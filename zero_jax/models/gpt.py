@@ -80,8 +80,15 @@ class GPTConfig:
         return self.num_layers * per_block + rows * self.d_model
 
 
-def _paper(*, vocab_size: int = 50304, **shape: int) -> GPTConfig:
-    return GPTConfig(vocab_size=vocab_size, seq_len=1024, position="learned", **shape)
+def _paper(*, num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50304) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=vocab_size,
+        seq_len=1024,
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        position="learned",
+    )
 
 
 PRESETS: dict[str, GPTConfig] = {

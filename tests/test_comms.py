@@ -283,9 +283,16 @@ def test_staged_gathers_split_by_axis():
     # The last axis is gathered first: shards of 1024 elements grow to 4096 by 3 x 1024, then to 8192 by 4096.
     gathers = {row.axes: row.total_sent_bytes for row in estimate.rows if row.kind == "all-gather"}
     assert gathers == {("data_1",): 3 * 1024 * 4, ("data_0",): 4096 * 4}
-    # Gradients go over both at once, of the same bytes in all.
+    # Gradients take the same way back.
     scatters = {row.axes: row.total_sent_bytes for row in estimate.rows if row.kind == "reduce-scatter"}
-    assert scatters == {("data_0", "data_1"): 7 * 1024 * 4}
+    assert scatters == gathers
+
+
+def test_of_three_axes_gradients_take_the_first_two_at_once():
+    mesh = zero.make_mesh(data=8, data_layout=(2, 2, 2))
+    estimate = estimated({"w": (64, 128)}, mesh=mesh, stage=1)
+    scatters = {row.axes: row.total_sent_bytes for row in estimate.rows if row.kind == "reduce-scatter"}
+    assert scatters == {("data_0", "data_1"): 3 * 2048 * 4, ("data_2",): 1024 * 4}
 
 
 def test_leaves_left_whole_are_all_reduced():
@@ -414,3 +421,19 @@ def test_of_many_findings_the_costliest_are_printed():
 def test_bad_text_is_refused():
     with pytest.raises(ValueError, match=r"no ENTRY computation.*compiled\.as_text"):
         comms.measure("not a program")
+
+
+def test_transfers_between_slices_are_told_and_not_counted():
+    """XLA:TPU's program for one of several slices: the network's part is host transfers, not collectives."""
+    text = """HloModule step, is_scheduled=true, num_partitions=4
+
+ENTRY %main (p: bf16[8,256]) -> bf16[8,256] {
+  %p = bf16[8,256]{1,0} parameter(0)
+  %after-all = token[] after-all()
+  %send = (bf16[8,256]{1,0}, u32[], token[]) send(%p, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
+  ROOT %copy = bf16[8,256]{1,0} copy(%p)
+}
+"""  # noqa: E501
+    (finding,) = comms.measure(text).findings
+    assert finding.kind == "not counted"
+    assert "1 x all-gather" in str(finding)

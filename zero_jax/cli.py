@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import glob
 import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
@@ -103,14 +102,16 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 
 
 def _choose_platform(num_devices: int | None) -> None:
-    """Settles what JAX runs on before it looks: simulated devices in case it is a CPU, and no search for an absent TPU.
+    """Settles what JAX runs on before it looks: simulated devices in case of a CPU, and no search for what is absent.
 
-    Where libtpu is installed for its compiler alone, JAX would ask around the network for a TPU that is not there.
+    Where libtpu or a GPU plugin is installed for its compiler alone, JAX would look for a TPU or GPU that is not there.
     """
     settings = jax.config.values
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
-    has_plugins = bool(importlib.metadata.entry_points(group="jax_plugins"))
-    if importlib.util.find_spec("libtpu") and not (has_tpu or has_plugins or settings["jax_platforms"]):
+    has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+    plugins = [one.name for one in importlib.metadata.entry_points(group="jax_plugins")]
+    other_plugins = [name for name in plugins if "cuda" not in name]
+    if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
     is_told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_told and settings["jax_num_cpu_devices"] < 1:

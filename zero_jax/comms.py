@@ -1,6 +1,8 @@
 """Communication of a train step: estimated by formula, measured on the compiled program, and the two compared."""
 
+import collections
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,7 +163,8 @@ def measure(
     mesh = _mesh_of(compiled) if mesh is None else mesh
     rows = read_rows(text, mesh=mesh, leaves=leaves, program=program, unknown_trip_count=unknown_trip_count)
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
-    return CommsReport(rows=rows, num_params=num_params, findings=find(rows, leaves))
+    found = (*find(rows, leaves), *_between_slices(text))
+    return CommsReport(rows=rows, num_params=num_params, findings=found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +224,19 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> Comparison:
         for (axes, phase), (ideal, found) in sums.items()
     ]
     return Comparison(rows=tuple(sorted(rows, key=lambda row: (-row.estimated_bytes, -row.measured_bytes))))
+
+
+def _between_slices(text: str) -> tuple[Finding, ...]:
+    """Tells of what XLA:TPU moves between slices: a program is one slice's, and hands that to the host's network."""
+    kinds = collections.Counter(re.findall(r' send\(.*_xla_megascale_transfer_type="(\w+)"', text))
+    if not kinds:
+        return ()
+    shown = ", ".join(f"{count} x {kind.lower().replace('_', '-')}" for kind, count in kinds.items())
+    message = (
+        f"the program of one of several slices: its transfers over the network between them ({shown}) are not counted, "
+        "and the mesh axes of the others are not known"
+    )
+    return (Finding(kind="not counted", message=message, param="", source="", extra_bytes=0.0),)
 
 
 def _mesh_of(compiled: Any) -> Mesh | None:

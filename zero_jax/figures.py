@@ -71,7 +71,7 @@ def plot_memory(
         raise ValueError("plot_memory: there are no bars to draw")
     sizes = list(dict.fromkeys(bar.num_devices for bar in bars))
     most = max(sum(1 for bar in bars if bar.num_devices == size) for size in sizes)
-    figure = _figure(path, width=max(4.0, 1.1 * most * len(sizes) + 1.5), height=4.8)
+    figure = _figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     shown: dict[str, str] = {}
     for panel, size in zip(panels, sizes, strict=True):

@@ -1,0 +1,134 @@
+"""The search for settings: what the formulas say of each, and that the compiler has the last word."""
+
+import dataclasses
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import planned
+import pytest
+
+import zero_jax as zero
+from zero_jax import cli, ranking
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+plan_auto = importlib.import_module("zero_jax.plan_auto")  # the package's own name is the function
+TOPOLOGY = "v5e:2x2"
+CONFIG = zero.ZeroConfig(precision="bf16")
+PSI = planned.DEPTH * planned.WIDTH**2
+
+
+def guess(config=CONFIG, tx=None, **options):
+    return plan_auto._Guess(
+        {"as it is": planned.loss_fn}, planned.init_fn, tx or optax.adamw(1e-3), batch=planned.batch(16),
+        name=TOPOLOGY, config=config, temporaries=None, **options,
+    )  # fmt: skip
+
+
+def setting(stage, data=4, **fields):
+    return ranking.Setting(**{"stage": stage, "data": data, "batch_size": 16, "remat": "as it is", **fields})
+
+
+@pytest.mark.parametrize(("stage", "per_param"), [(0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 12 / 4)])
+def test_state_bytes_are_those_of_the_state(stage, per_param):
+    assert guess().state_bytes(setting(stage)) == pytest.approx(per_param * PSI, rel=0.001)
+    mesh = zero.make_mesh(topology=TOPOLOGY)
+    config = dataclasses.replace(CONFIG, stage=stage)
+    state = zero.abstract_state(planned.init_fn, optax.adamw(1e-3), mesh=mesh, config=config)
+    held = sum(
+        x.size // (4 if not x.sharding.is_fully_replicated else 1) * x.dtype.itemsize
+        for x in jax.tree.leaves((state.params, state.master, state.opt_state))
+    )
+    assert guess().state_bytes(setting(stage)) == pytest.approx(held, rel=0.001)
+
+
+def test_state_bytes_without_master_params():
+    """float32 with momentum: 4 bytes of params and 4 of momentum."""
+    found = guess(config=zero.ZeroConfig(), tx=optax.sgd(0.1, momentum=0.9))
+    assert [found.state_bytes(setting(stage)) / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("stage", "microbatches", "per_param"), [(0, 1, 2), (1, 1, 0.5), (2, 1, 0.5), (1, 2, 6), (2, 2, 1.5), (3, 2, 1.5)]
+)
+def test_gradients_and_their_sums(stage, microbatches, per_param):
+    assert guess().grad_bytes(setting(stage, num_microbatches=microbatches)) == per_param * PSI
+
+
+def test_more_traffic_takes_longer():
+    seconds = guess().seconds
+    assert seconds(setting(3)) > seconds(setting(2))
+    assert seconds(setting(3, num_microbatches=4)) > seconds(setting(3))
+    assert seconds(setting(3, keep_gathered=True)) < seconds(setting(3))
+    assert seconds(setting(1, num_microbatches=4)) == seconds(setting(1))
+
+
+def auto(**options):
+    settings = {"batch": planned.batch(16), "topology": TOPOLOGY, "config": CONFIG, "own_process": False, "cache": None}
+    return zero.plan_auto(planned.loss_fn, planned.init_fn, optax.adamw(1e-3), **{**settings, **options})
+
+
+def test_the_best_setting_is_one_that_compiled():
+    found = auto(max_compiles=2, stages=(2, 3), max_num_microbatches=1)
+    assert found.best is not None and found.best.fits
+    assert found.config.stage == found.best.stage == found.ranking.best.stage
+    assert found.config.precision == "bf16"
+    assert len(found.reports) == 2
+    assert "best: stage" in str(found) and "fits: needs" in str(found)
+    json.dumps(found.to_json())
+
+
+def test_nothing_fits_but_the_nearest_miss_is_told():
+    """64 GB of activations a device of 15.75 GiB."""
+    found = auto(batch=planned.batch(4 * 2**26), stages=(3,), max_num_microbatches=1, max_compiles=2)
+    assert found.best is None and found.config is None
+    text = str(found)
+    assert "nothing fits; nearest: stage 3" in text
+    assert "devices with at least" in text
+    assert "short of" in text
+
+
+def test_a_crash_of_the_compiler_is_a_reason(monkeypatch):
+    def crash(*arguments, **options):
+        raise zero.CompilerCrash("the compiler's process was ended by SIGSEGV")
+
+    monkeypatch.setattr(plan_auto, "plan", crash)
+    found = auto(stages=(3,), max_compiles=1)
+    assert found.best is None
+    assert "SIGSEGV" in str(found)
+
+
+def test_the_losses_are_those_of_the_remat_policies():
+    calls = []
+
+    def remat(params, batch):
+        calls.append("full")
+        return jax.checkpoint(planned.loss_fn)(params, batch)
+
+    found = zero.plan_auto(
+        {"full": remat, "none": planned.loss_fn}, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(16),
+        topology=TOPOLOGY, config=CONFIG, stages=(3,), max_num_microbatches=1, max_compiles=4, own_process=False,
+        cache=None,
+        temporaries=lambda setting: 1e9 if setting.remat == "none" else jnp.inf,
+    )  # fmt: skip
+    assert found.ranking.best.remat == "none"
+    assert any(entry.setting.remat == "full" for entry in found.ranking.rejected)
+
+
+def test_the_command_writes_a_config_that_train_takes(tmp_path, capsys):
+    written = tmp_path / "auto.toml"
+    model = "--model gpt-tiny --num-layers 1 --seq-len 16 --d-model 32 --num-heads 2".split()
+    status = cli.main(
+        ["plan", "--auto", *model, "--topology", TOPOLOGY, "--batch-size", "8", "--max-compiles", "1",
+         "--cache", "none", "--write-config", str(written), "--json"]
+    )  # fmt: skip
+    assert status == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    train = ["train", "--config", str(written), "--devices", "4", "--steps", "2", "--warmup-steps", "1"]
+    run = ["--eval-batches", "1", "--sample-tokens", "0", "--out", str(tmp_path / "runs"), "--name", "a", "--json"]
+    assert cli.main([*train, *run]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["stage"], result["num_params"]) == (best["stage"], best["num_params"])

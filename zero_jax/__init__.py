@@ -2,6 +2,7 @@
 
 from zero_jax import comms, memory
 from zero_jax.compile_process import CompilerCrash
+from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.plan import plan
@@ -10,7 +11,7 @@ from zero_jax.plan_report import PlanReport
 from zero_jax.precision import LossScaleConfig, Precision
 from zero_jax.sharding import ShardingReport
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state, sharding_report, state_shardings
-from zero_jax.step import Metrics, TrainStep, make_eval_step, make_train_step, shard_batch
+from zero_jax.step import TrainStep, make_train_step
 
 __all__ = [
     "AutoPlan",

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zero_jax.step import Metrics
+from zero_jax.evaluation import Metrics
 
 Log = Callable[[str], None]
 

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax import data as text
+from zero_jax.evaluation import Metrics, make_eval_step
 from zero_jax.grads import check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.metrics import JsonLinesWriter, Log, Progress, format_bytes, per_device_bytes, plot_losses
@@ -22,7 +23,7 @@ from zero_jax.precision import cast_floating, resolve_precision
 from zero_jax.sharding import sharded_groups
 from zero_jax.spec import carries
 from zero_jax.state import TrainState, ZeroConfig, init_state, sharding_report
-from zero_jax.step import Metrics, make_eval_step, make_train_step
+from zero_jax.step import make_train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

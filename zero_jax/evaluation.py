@@ -1,0 +1,128 @@
+"""What training and evaluation share: the placed loss function, the batch, the metrics; and the evaluation step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.gather import gather_on_use, scatter_grads
+from zero_jax.grads import check_batch, normalize_loss
+from zero_jax.mesh import Axes, axes_of
+from zero_jax.precision import cast_floating
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+from zero_jax.tree import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
+
+    Attributes:
+      loss: the mean loss of the batch, unscaled, `float32[]`.
+      aux: what the loss function returned beside the loss.
+      grad_norm: the global norm of the gradients before clipping, `float32[]`.
+      skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
+      nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
+        finite, -1 if all are, `int32[]`; `TrainStep.leaf_name` turns it into a path.
+      loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
+      num_skipped_steps: steps skipped so far, `int32[]`.
+    """
+
+    loss: jax.Array
+    aux: PyTree = None
+    grad_norm: jax.Array | None = None
+    skipped: jax.Array | None = None
+    nonfinite_leaf: jax.Array | None = None
+    loss_scale: jax.Array | None = None
+    num_skipped_steps: jax.Array | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+def make_eval_step(loss_fn: Callable[..., Any], *, mesh: Mesh, config: ZeroConfig) -> Callable[..., Metrics]:
+    """Makes the jitted `metrics = evaluate(state, batch)`, with the loss and aux of a batch and no update.
+
+    Args:
+      loss_fn: as for `make_train_step`; a key it asks for is `jax.random.key(0)`.
+      mesh: the mesh.
+      config: stage and precision.
+
+    Returns:
+      A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
+    """
+    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    normalized = normalize_loss(loss_fn)
+
+    @jax.jit
+    def eval_step(params: PyTree, batch: PyTree) -> Metrics:
+        placement = make_placement(params, mesh=mesh, config=config)
+        check_batch(batch, mesh=mesh, axes=axes)
+        compute = cast_floating(params, placement.precision.compute)
+        loss, aux = placed_loss(normalized, placement, config)(compute, batch, jax.random.key(0))
+        return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
+
+    def evaluate(state: PyTree, batch: PyTree) -> Metrics:
+        params = state.params if isinstance(state, TrainState) else state
+        return eval_step(params, shard_batch(batch, mesh=mesh, axes=axes))
+
+    return evaluate
+
+
+def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
+    """Places a batch with its leading dim over the batch axes; leaves that lie there already are not touched.
+
+    Args:
+      batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples.
+      mesh: the mesh.
+      axes: the roles of its axes, if not by their names.
+
+    Raises:
+      ValueError: a leaf whose leading dim does not divide over the batch axes.
+    """
+    axes = axes or axes_of(mesh)
+    sharded, whole = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.Array:
+        sharding = sharded if np.ndim(x) else whole
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        return jax.device_put(x, sharding)
+
+    if jax.process_count() == 1:
+        check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
+    return jax.tree.map(place, batch)
+
+
+def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
+    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
+    common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
+    specs = placement.param_shardings("master")
+    if "params" in placement.groups:
+        return gather_on_use(
+            loss_fn,
+            specs,
+            keep_gathered=config.keep_gathered,
+            data_axes=placement.axes.data,
+            replica_axes=placement.axes.replica,
+            **common,
+        )
+    if "master" in placement.groups:
+        return scatter_grads(loss_fn, specs, axes=placement.axes, **common)
+    return loss_fn
+
+
+def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:
+    """Replicates the scalars of the metrics; larger aux keeps the sharding that it came with."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.ndim else lax.with_sharding_constraint(x, whole), metrics)

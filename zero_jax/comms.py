@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.comms_estimate import CommsEstimate, EstimateRow, estimate, sharded_residual_bytes
 from zero_jax.comms_findings import Finding, find
 from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
-from zero_jax.comms_rows import Row, ScheduledOverlap, axes_name, read_rows, sum_by
+from zero_jax.comms_rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
 from zero_jax.hlo_program import Program
 from zero_jax.tree import PyTree, leaf_names
 
@@ -35,7 +34,7 @@ _MAX_WARNINGS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsReport:
+class CommsReport(SentBytes):
     """What one device sends in a run of a compiled program; prints as a table.
 
     Attributes:
@@ -47,31 +46,6 @@ class CommsReport:
     rows: tuple[Row, ...]
     num_params: int
     findings: tuple[Finding, ...]
-
-    @property
-    def sent_bytes(self) -> float:
-        """All bytes that one device sends."""
-        return sum(row.total_sent_bytes for row in self.rows)
-
-    @property
-    def by_axes(self) -> Mapping[str, float]:
-        """Bytes by mesh axes, `a+b` for a collective over both."""
-        return sum_by(self.rows, lambda row: axes_name(row.axes))
-
-    @property
-    def by_phase(self) -> Mapping[str, float]:
-        """Bytes by phase of the step."""
-        return sum_by(self.rows, lambda row: row.phase)
-
-    @property
-    def by_dtype(self) -> Mapping[str, float]:
-        """Bytes by HLO dtype, `a+b` for combined collectives of both."""
-        return sum_by(self.rows, lambda row: row.dtype)
-
-    @property
-    def by_kind(self) -> Mapping[str, float]:
-        """Bytes by kind of collective."""
-        return sum_by(self.rows, lambda row: row.kind)
 
     @property
     def largest_buffer(self) -> Row | None:

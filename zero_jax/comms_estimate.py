@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.comms_rows import axes_name, sum_by
+from zero_jax.comms_rows import SentBytes, axes_name
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import Dims, gather_steps, scatter_steps
@@ -39,7 +39,7 @@ class EstimateRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommsEstimate:
+class CommsEstimate(SentBytes):
     """The ideal traffic of a step, per device; prints as a table.
 
     Attributes:
@@ -49,31 +49,6 @@ class CommsEstimate:
 
     rows: tuple[EstimateRow, ...]
     num_params: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """All bytes that one device sends in a step."""
-        return sum(row.total_sent_bytes for row in self.rows)
-
-    @property
-    def by_axes(self) -> Mapping[str, float]:
-        """Bytes by mesh axes."""
-        return sum_by(self.rows, lambda row: axes_name(row.axes))
-
-    @property
-    def by_phase(self) -> Mapping[str, float]:
-        """Bytes by phase of the step."""
-        return sum_by(self.rows, lambda row: row.phase)
-
-    @property
-    def by_dtype(self) -> Mapping[str, float]:
-        """Bytes by HLO dtype."""
-        return sum_by(self.rows, lambda row: row.dtype)
-
-    @property
-    def by_kind(self) -> Mapping[str, float]:
-        """Bytes by kind of collective."""
-        return sum_by(self.rows, lambda row: row.kind)
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""

@@ -94,6 +94,37 @@ def axes_name(axes: Sequence[str]) -> str:
     return "+".join(axes) or "-"
 
 
+class SentBytes:
+    """The totals of rows that have `axes`, `phase`, `dtype`, `kind` and `total_sent_bytes`."""
+
+    rows: tuple[Any, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """All bytes that one device sends."""
+        return sum(row.total_sent_bytes for row in self.rows)
+
+    @property
+    def by_axes(self) -> Mapping[str, float]:
+        """Bytes by mesh axes, `a+b` for a collective over both."""
+        return sum_by(self.rows, lambda row: axes_name(row.axes))
+
+    @property
+    def by_phase(self) -> Mapping[str, float]:
+        """Bytes by phase of the step."""
+        return sum_by(self.rows, lambda row: row.phase)
+
+    @property
+    def by_dtype(self) -> Mapping[str, float]:
+        """Bytes by HLO dtype, `a+b` for combined collectives of both."""
+        return sum_by(self.rows, lambda row: row.dtype)
+
+    @property
+    def by_kind(self) -> Mapping[str, float]:
+        """Bytes by kind of collective."""
+        return sum_by(self.rows, lambda row: row.kind)
+
+
 @functools.lru_cache(maxsize=4096)
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     """Returns the mesh axes along which the devices of a group differ.

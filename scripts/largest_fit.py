@@ -91,7 +91,7 @@ def _next(
     step = 1 + tolerance
     if largest is None:
         assert too_large is not None
-        highest = too_large / step
+        highest = sizes[bisect.bisect_left(sizes, too_large / step)]  # rounded down, it would not settle it
         return _below(sizes, too_large, min(highest, crossing if crossing is not None else too_large / 2))
     if too_large is None:
         aim = largest * step if crossing is None or crossing < largest * step**2 else crossing

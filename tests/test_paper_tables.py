@@ -45,6 +45,13 @@ def test_the_search_reads_the_size_off_two_refusals():
     assert attempts == [150, 88, 81, 83]
 
 
+def test_the_search_needs_no_third_attempt_where_the_second_is_just_within_the_tolerance():
+    # 322 needs 1001.4; 322 / 1.05 is 306.7, and 306 would leave 322 more than 5% away.
+    found = search(line(3.11), first=322)
+    assert list(found.outcomes) == [322, 307]
+    assert (found.largest, found.too_large, found.is_settled) == (307, 322, True)
+
+
 def test_the_search_climbs_from_a_size_that_fits():
     found = search(line(10, 190), first=20)
     assert found.largest <= 81 < found.too_large

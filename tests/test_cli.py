@@ -25,7 +25,7 @@ PLAN_OPTIONS = """
 """.split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,
-    "plan": [*PLAN_OPTIONS, "--auto", "--max-compiles", "--write-config"],
+    "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gzip
+import importlib
 import json
 import os
 import shutil
@@ -186,6 +187,34 @@ def test_ctrl_c_ends_the_process_too(cache, monkeypatch):
 def test_bad_input(options, message, cache):
     with pytest.raises(ValueError, match=message):
         plan(cache, own_process=False, **options)
+
+
+def test_layouts_are_compiled_and_ranked(cache):
+    found = zero.plan_layouts(
+        planned.loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(), topology=TOPOLOGY, config=CONFIG,
+        cache=cache, own_process=False,
+    )  # fmt: skip
+    assert set(found.plans) == {(4,), (2, 2)}
+    assert found.chosen == (4,)
+    assert found.plans[found.best].time.step_seconds == min(r.time.step_seconds for r in found.plans.values())
+    assert "what make_mesh chooses" in str(found)
+    json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize(
+    ("topology", "data", "layouts"),
+    [
+        ("v5p:4x4x8", 128, {(128,), (4, 32), (16, 8), (4, 4, 8)}),
+        ("2xv5e:4x4", 32, set()),  # make_mesh alone knows of slices
+        ("tpu7x:2x2x1", 8, {(8,), (2, 4), (4, 2), (2, 2, 2)}),
+        ("h100:1x8", 8, {(8,)}),
+        ("v5p:2x2x4", 4, {(4,)}),  # the rest is of `replica`
+        ("v5e:1x1", 1, {(1,)}),
+    ],
+)
+def test_which_layouts_are_tried(topology, data, layouts):
+    module = importlib.import_module("zero_jax.plan_layouts")  # the package's own name is the function
+    assert set(module._merged(topology, data)) == layouts
 
 
 def run(command, capsys, cache, *arguments):

@@ -7,6 +7,7 @@ from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_layouts import LayoutPlans, plan_layouts
 from zero_jax.plan_report import PlanReport
 from zero_jax.precision import LossScaleConfig, Precision
 from zero_jax.sharding import ShardingReport
@@ -17,6 +18,7 @@ __all__ = [
     "AutoPlan",
     "CompilerCrash",
     "GatherReport",
+    "LayoutPlans",
     "LossScaleConfig",
     "Metrics",
     "PlanReport",
@@ -37,6 +39,7 @@ __all__ = [
     "memory",
     "plan",
     "plan_auto",
+    "plan_layouts",
     "shard_batch",
     "sharding_report",
     "state_shardings",

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.options import add_fields, given, write_file
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_layouts import plan_layouts
 from zero_jax.plan_report import PlanReport
 from zero_jax.ranking import Setting
 from zero_jax.sharding import sharded_groups
@@ -64,6 +65,7 @@ def add_commands(commands: Any) -> None:
     auto = one.add_argument_group("search")
     auto.add_argument("--auto", action="store_true", help="choose stage, replica, microbatches and remat policy")
     auto.add_argument("--max-compiles", type=int, default=4, metavar="N", help="settings to compile (default: 4)")
+    auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
     auto.add_argument(
         "--write-config", metavar="FILE", help="write the result as a config for `zero-jax train --config`"
     )
@@ -134,10 +136,14 @@ class _Request:
 
     def compile(self, zero: ZeroConfig) -> PlanReport:
         """Compiles for one config."""
+        return plan(**self.plan_options(zero))
+
+    def plan_options(self, zero: ZeroConfig, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the arguments of `plan`."""
         job = self.job(zero)
-        options = {"name": self.model.name, "cache": self.cache, "timeout_seconds": self.config.timeout, "log": _log}
         fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-        return plan(fields.pop("loss_fn"), fields.pop("init_fn"), fields.pop("tx"), **fields, **options)
+        fields |= {"name": self.model.name, "cache": self.cache, "timeout_seconds": self.config.timeout, "log": _log}
+        return {name: value for name, value in fields.items() if name not in without}
 
     @property
     def cache(self) -> pathlib.Path | None:
@@ -182,6 +188,10 @@ def _plan(options: argparse.Namespace) -> int:
     request = _request(options)
     if options.auto:
         return _auto(options, request)
+    if options.layouts:
+        plans = plan_layouts(**request.plan_options(request.zero, without=("data_layout",)))
+        _show(options, str(plans), plans.to_json())
+        return 0 if plans.plans[plans.best].fits else 1
     report = request.compile(request.zero)
     _show(options, str(report), report.to_json())
     if options.write_config:

@@ -264,6 +264,8 @@ def test_the_command_takes_a_file(cache, capsys, tmp_path):
         (OWN[:4], "give --batch too"),
         (["--model", "gpt-tiny", "--batch-size", "6"], "give a multiple of 4"),
         (["--topology", "v5p-16"], "did you mean 'v5p:2x2x4'"),
+        (["--data-layout", "2by2"], "give sizes of mesh axes, such as 8x8x16"),
+        (["--data-layout", "2x3"], "multiplies to 6"),
     ],
 )
 def test_bad_input_of_the_command(arguments, message, cache, capsys):

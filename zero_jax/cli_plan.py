@@ -43,7 +43,8 @@ class PlanConfig:
       batch_size: examples in a step, over all devices and microbatches; none takes one a device and microbatch.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
-      cache: folder of programs that were compiled before; none compiles anew and keeps nothing.
+      cache: folder of programs that were compiled before; `default` is zero_jax in the user's cache folder, none
+        compiles anew and keeps nothing.
       timeout: seconds that one compile may take.
     """
 
@@ -51,7 +52,7 @@ class PlanConfig:
     batch_size: int | None = None
     replica: int = 1
     data_layout: str | None = None
-    cache: str | None = ""
+    cache: str | None = "default"
     timeout: float | None = None
 
 
@@ -113,8 +114,7 @@ class _Request:
 
     def job(self, zero: ZeroConfig) -> Job:
         """Returns the job, which knows mesh and state, with a batch of the size asked for."""
-        layout = self.config.data_layout
-        sizes = None if layout is None else tuple(map(int, layout.split("x")))
+        sizes = _sizes(self.config.data_layout)
         mesh = make_mesh(topology=self.config.topology, replica=self.config.replica, data_layout=sizes)
         parts = axis_size(mesh, axes_of(mesh).batch) * zero.num_microbatches
         batch_size = parts if self.config.batch_size is None else self.config.batch_size
@@ -149,7 +149,16 @@ class _Request:
     def cache(self) -> pathlib.Path | None:
         """The folder of compiled programs."""
         given = self.config.cache
-        return None if given is None else pathlib.Path(given) if given else default_cache()
+        return default_cache() if given == "default" else None if given is None else pathlib.Path(given)
+
+
+def _sizes(layout: str | None) -> tuple[int, ...] | None:
+    """Reads the sizes of axes written as 8x8x16."""
+    if layout is None:
+        return None
+    if not all(size.isdigit() for size in layout.split("x")):
+        raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
+    return tuple(map(int, layout.split("x")))
 
 
 def _log(line: str) -> None:

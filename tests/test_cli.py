@@ -121,6 +121,7 @@ def test_an_unknown_command_is_told_the_known_ones(capsys):
     assert status == 2
     assert "'tran'" in err
     assert "train" in err.split("choose from")[1]
+    assert "did you mean 'train'?" in err
 
 
 @pytest.mark.slow

@@ -34,6 +34,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error alone, without the long list of options, and ends the program."""
+        known = [name for action in self._actions for name in action.choices or () if action.nargs == argparse.PARSER]
+        wrong = re.search(r"invalid choice: '([^']*)'", message)
+        near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
+        message += f": did you mean {near[0]!r}?" if near else ""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -77,6 +77,10 @@ class ZeroConfig:
             or self.num_microbatches < 1
         ):
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
+        for name in ("skip_nonfinite", "keep_gathered"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name, value) != ("skip_nonfinite", None):
+                raise ValueError(f"{name}={value!r}: give True or False")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, numbers.Real) and self.clip_norm > 0):

@@ -1,5 +1,8 @@
 """Params of every odd shape and dtype train as they do on one device, and lie as well as they can be made to."""
 
+import math
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -212,3 +215,26 @@ def test_a_model_that_is_one_array():
     for stage in (1, 3):
         state = train(loss_fn, normal(0, 12), mesh="2", stage=stage)
         assert num_shards(state.opt_state[0].trace) == 2
+
+
+def test_whole_tables_are_looked_up_for_the_devices_own_examples_only():
+    """At stages 1 and 2 a lookup of all examples on every device would grow with the number of devices."""
+    rows, features, batch_size, length = 512, 64, 256, 4
+
+    def init_fn(key):
+        return {"embed": jax.random.normal(key, (rows, features)), "out": jnp.ones((features, 8))}
+
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.square(params["embed"][batch["tokens"]] @ params["out"]))
+
+    mesh, config, tx = zero.make_mesh(), zero.ZeroConfig(stage=2), optax.sgd(0.1)
+    state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+    text = step.lower(state, {"tokens": tokens}).compile().as_text()
+    looked_up = [
+        math.prod(map(int, dims.split(",")))
+        for dims, name in re.findall(r"= f32\[([\d,]+)\]\S* gather\(.*op_name=\"([^\"]*)\"", text)
+        if "transpose(" not in name
+    ]
+    assert looked_up and max(looked_up) == batch_size * length * features // mesh.size

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.copies import copy_per_device, split_dim
 from zero_jax.jaxprs import Chain, bind, reshard
@@ -90,12 +90,46 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
         table, forward=Chain(() if stored_whole else to_columns[1:]), backward=Chain(tuple(reversed(to_columns)))
     )
     index_dims = tuple(replica if i == plan.row else () for i in range(indices.ndim))
-    everywhere = jax.lax.with_sharding_constraint(indices, named(mesh, index_dims))
-    (out,) = bind(eqn, [table, everywhere])
+    everywhere = named(mesh, index_dims)
+    if stored_whole:
+        own = named(mesh, tuple(replica + tuple(data) if i == plan.row else () for i in range(indices.ndim)))
+        return _look_up_own(eqn, table, indices, own=own, everywhere=everywhere, to_rows=to_rows)
+    (out,) = bind(eqn, [table, jax.lax.with_sharding_constraint(indices, everywhere)])
     # The backward pass pins examples first, or the cut of the features spreads through the whole model.
-    return reshard(
-        out, forward=Chain(to_rows[-1:] if stored_whole else to_rows), backward=Chain(tuple(reversed(to_rows)))
-    )
+    return reshard(out, forward=Chain(to_rows), backward=Chain(tuple(reversed(to_rows))))
+
+
+def _look_up_own(
+    eqn: Any,
+    table: jax.Array,
+    indices: jax.Array,
+    *,
+    own: NamedSharding,
+    everywhere: NamedSharding,
+    to_rows: tuple[NamedSharding, ...],
+) -> jax.Array:
+    """Looks a device's own indices up in the whole table; its gradient is summed over all indices, feature by feature.
+
+    The transpose of the lookup itself would be of the device's own indices too: a whole table to reduce.
+    """
+
+    @jax.custom_vjp
+    def look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
+        # XLA makes both of one copy of the indices, and looks all of them up, unless something stands between.
+        indices = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(indices, own))
+        return jax.lax.with_sharding_constraint(bind(eqn, [table, indices])[0], to_rows[-1])
+
+    def forward(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return look_up(table, indices), indices
+
+    def backward(indices: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None]:
+        all_indices = jax.lax.with_sharding_constraint(indices, everywhere)
+        columns = reshard(cotangent, forward=Chain(tuple(reversed(to_rows))), backward=Chain(to_rows))
+        transpose = jax.linear_transpose(lambda t: bind(eqn, [t, all_indices])[0], jax.typeof(table))
+        return transpose(columns)[0], None
+
+    look_up.defvjp(forward, backward)
+    return look_up(table, indices)
 
 
 def move_table(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array) -> jax.Array:

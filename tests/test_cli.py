@@ -116,6 +116,13 @@ def test_none_is_a_value_where_it_may_be(capsys):
     assert "invalid int value" in err
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m zero_jax.cli memory --paper | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("Figure 1")
+    assert not done.stderr
+
+
 def test_an_unknown_command_is_told_the_known_ones(capsys):
     status, _, err = run(["tran"], capsys)
     assert status == 2

@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             options.parser.error(str(error))
         options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
 
 
 def build_parser() -> argparse.ArgumentParser:

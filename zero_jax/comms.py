@@ -66,11 +66,7 @@ class CommsReport(SentBytes):
             rows.append(entry | {"total_sent_bytes": row.total_sent_bytes})
         return {
             "num_params": self.num_params,
-            "sent_bytes": self.sent_bytes,
-            "by_axes": dict(self.by_axes),
-            "by_phase": dict(self.by_phase),
-            "by_dtype": dict(self.by_dtype),
-            "by_kind": dict(self.by_kind),
+            **self.totals(),
             "largest_buffer_bytes": self.largest_buffer_bytes,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "rows": rows,

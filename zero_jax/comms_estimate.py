@@ -54,11 +54,7 @@ class CommsEstimate(SentBytes):
         """Returns all of it as plain dicts, lists and numbers."""
         return {
             "num_params": self.num_params,
-            "sent_bytes": self.sent_bytes,
-            "by_axes": dict(self.by_axes),
-            "by_phase": dict(self.by_phase),
-            "by_dtype": dict(self.by_dtype),
-            "by_kind": dict(self.by_kind),
+            **self.totals(),
             "rows": [dataclasses.asdict(row) | {"axes": list(row.axes)} for row in self.rows],
         }
 

@@ -124,6 +124,11 @@ class SentBytes:
         """Bytes by kind of collective."""
         return sum_by(self.rows, lambda row: row.kind)
 
+    def totals(self) -> dict[str, Any]:
+        """Returns all of them as plain data."""
+        names = ("by_axes", "by_phase", "by_dtype", "by_kind")
+        return {"sent_bytes": self.sent_bytes, **{name: dict(getattr(self, name)) for name in names}}
+
 
 @functools.lru_cache(maxsize=4096)
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:

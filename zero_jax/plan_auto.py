@@ -28,7 +28,7 @@ from zero_jax.tree import PyTree
 # by, not to believe.
 _EFFICIENCY = 0.5
 _HIDDEN = 0.5
-# A copy of the layers' work, when blocks are recomputed: one forward pass more of three.
+# Forward passes that a step's products amount to: recomputing every block is one more.
 _REMAT_FLOPS = {"none": 3, "full": 4}
 
 

@@ -199,3 +199,22 @@ def test_generate_refuses_an_empty_prompt():
     config = gpt.GPTConfig(**SIZES)
     with pytest.raises(ValueError, match="at least one token"):
         gpt.generate(config, {}, jnp.zeros(0, jnp.int32), jax.random.key(0), num_tokens=1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:1] + VARIANTS[3:], ids=str)
+@pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
+def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant):
+    config = gpt.GPTConfig(**SIZES, **{**variant, "position": "rotary"})
+    loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
+    convert = {gpt: lambda params, _: params, gpt_linen: to_linen, gpt_nnx: to_nnx}[module]
+    params = convert(noisy_params(config), config)
+    both = make_batch(config)
+    # Rotary positions are relative, so the second document, which begins at 10, may be looked at by itself.
+    segments = jnp.where(jnp.arange(config.seq_len) < 10, 0, 1)[None].repeat(2, 0)
+    only_second = jnp.where(segments == 1, 1.0, 0.0)
+    packed, aux = jax.jit(loss_fn)(params, {**both, "segments": segments, "weights": only_second})
+    alone, _ = jax.jit(loss_fn)(params, {name: x[:, 10:] for name, x in both.items()})
+    seen, _ = jax.jit(loss_fn)(params, {**both, "weights": only_second})
+    chex.assert_trees_all_close(packed, alone, rtol=1e-5)
+    assert abs(seen - alone) > 1e-3
+    chex.assert_trees_all_close(aux["bits_per_token"], packed / jnp.log(2.0), rtol=1e-6)

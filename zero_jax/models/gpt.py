@@ -128,12 +128,19 @@ def init(config: GPTConfig, key: Array) -> Params:
     return params
 
 
-def apply(config: GPTConfig, params: Params, tokens_BT: Array) -> Array:
-    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
+def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
+
+    Args:
+      config: The model's shape.
+      params: Its params.
+      tokens_BT: The tokens.
+      segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
+    """
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
         x_BTD += params["position"][: tokens_BT.shape[1]]
-    block = functools.partial(apply_block, config)
+    block = functools.partial(apply_block, config, segments_BT=segments_BT)
     if config.remat:
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         block = jax.checkpoint(block, prevent_cse=not config.scan)
@@ -145,28 +152,39 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array) -> Array:
     return rms_norm(x_BTD, params["final_norm"]) @ params["embed"].T
 
 
-def apply_block(config: GPTConfig, x_BTD: Array, params: Params) -> Array:
+def apply_block(config: GPTConfig, x_BTD: Array, params: Params, segments_BT: Array | None = None) -> Array:
     """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
     y_BTD = rms_norm(x_BTD, params["attention_norm"])
     q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
-    x_BTD += attention(config, q_BTD, k_BTD, v_BTD) @ params["out"]
+    x_BTD += attention(config, q_BTD, k_BTD, v_BTD, segments_BT) @ params["out"]
     y_BTF = jax.nn.gelu(rms_norm(x_BTD, params["mlp_norm"]) @ params["up"])
     return x_BTD + y_BTF @ params["down"]
 
 
 def loss_fn(config: GPTConfig) -> LossFn:
-    """Makes `loss_fn(params, batch) -> (loss, aux)`; a batch has int `inputs` and `targets`, both `[B, T]`."""
+    """Makes `loss_fn(params, batch) -> (loss, aux)`.
+
+    A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
+    `segments`, which document each input belongs to.
+    """
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        return cross_entropy(apply(config, params, batch["inputs"]), batch["targets"])
+        logits_BTV = apply(config, params, batch["inputs"], batch.get("segments"))
+        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
 
     return loss
 
 
-def cross_entropy(logits_BTV: Array, targets_BT: Array) -> tuple[Array, dict[str, Array]]:
-    """Returns the mean cross-entropy in nats, in float32, and the same in bits as `aux`."""
+def cross_entropy(
+    logits_BTV: Array, targets_BT: Array, weights_BT: Array | None = None
+) -> tuple[Array, dict[str, Array]]:
+    """Returns the (weighted) mean cross-entropy in nats, in float32, and the same in bits as `aux`."""
     losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT)
-    loss = losses_BT.mean()
+    if weights_BT is None:
+        loss = losses_BT.mean()
+    else:
+        # An empty batch has no weight; its loss is nothing.
+        loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
     return loss, {"bits_per_token": loss / jnp.log(2.0)}
 
 
@@ -176,13 +194,14 @@ def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
     return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
 
 
-def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array) -> Array:
-    """Returns causal self-attention `[B, T, D]` over `num_heads` heads, with a float32 softmax."""
+def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array, segments_BT: Array | None = None) -> Array:
+    """Returns causal self-attention `[B, T, D]` over `num_heads` heads, within segments, with a float32 softmax."""
     shape_BTHK = (*q_BTD.shape[:2], config.num_heads, config.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x_BTD.reshape(shape_BTHK) for x_BTD in (q_BTD, k_BTD, v_BTD))
     if config.position == "rotary":
         q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
-    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True).reshape(q_BTD.shape)
+    same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, mask=same_B1TT, is_causal=True).reshape(q_BTD.shape)
 
 
 def rotate(x_BTHK: Array) -> Array:

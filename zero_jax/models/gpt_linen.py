@@ -19,8 +19,8 @@ class Block(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, x_BTD: Array, _: None = None) -> tuple[Array, None]:
-        """Maps the residual stream to itself; the second argument and result are what `nn.scan` asks for."""
+    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> tuple[Array, None]:
+        """Maps the residual stream to itself; the second result is what `nn.scan` asks for."""
         d_model, num_layers = self.config.d_model, self.config.num_layers
         into_stream = nn.initializers.normal(0.02 * (2 * num_layers) ** -0.5)
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
         y_BTD = nn.RMSNorm(name="attention_norm")(x_BTD)
         q_BTD, k_BTD, v_BTD = (dense(d_model, name)(y_BTD) for name in ("query", "key", "value"))
-        x_BTD += dense(d_model, "out", into_stream)(attention(self.config, q_BTD, k_BTD, v_BTD))
+        x_BTD += dense(d_model, "out", into_stream)(attention(self.config, q_BTD, k_BTD, v_BTD, segments_BT))
         y_BTD = nn.RMSNorm(name="mlp_norm")(x_BTD)
         y_BTF = jax.nn.gelu(dense(self.config.mlp_ratio * d_model, "up")(y_BTD))
         return x_BTD + dense(d_model, "down", into_stream)(y_BTF), None
@@ -41,7 +41,7 @@ class GPT(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, tokens_BT: Array) -> Array:
+    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
         """Returns the logits `[B, T, V]` of the next token at every place."""
         config = self.config
         embed = nn.Embed(config.vocab_size, config.d_model, embedding_init=_normal, name="embed")
@@ -51,11 +51,17 @@ class GPT(nn.Module):
             x_BTD += position_TD[: tokens_BT.shape[1]]
         block = nn.remat(Block, prevent_cse=not config.scan) if config.remat else Block
         if config.scan:
-            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=config.num_layers)
-            x_BTD, _ = stack(config, name="blocks")(x_BTD, None)
+            stack = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=config.num_layers,
+            )
+            x_BTD, _ = stack(config, name="blocks")(x_BTD, segments_BT)
         else:
             for layer in range(config.num_layers):
-                x_BTD, _ = block(config, name=f"block_{layer}")(x_BTD)
+                x_BTD, _ = block(config, name=f"block_{layer}")(x_BTD, segments_BT)
         return embed.attend(nn.RMSNorm(name="final_norm")(x_BTD))
 
 
@@ -67,7 +73,7 @@ def make(config: GPTConfig) -> tuple[Callable[[Array], Any], LossFn]:
         return model.init(key, jnp.zeros((1, config.seq_len), jnp.int32))["params"]
 
     def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV: Any = model.apply({"params": params}, batch["inputs"])
-        return cross_entropy(logits_BTV, batch["targets"])
+        logits_BTV: Any = model.apply({"params": params}, batch["inputs"], batch.get("segments"))
+        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
 
     return init_fn, loss_fn

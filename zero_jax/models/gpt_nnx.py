@@ -33,10 +33,10 @@ class Block(nnx.Module):
         self.up = linear(d_model, hidden)
         self.down = linear(hidden, d_model, into_stream)
 
-    def __call__(self, x_BTD: Array) -> Array:
+    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
         """Maps the residual stream to itself."""
         y_BTD = self.attention_norm(x_BTD)
-        x_BTD += self.out(attention(self.config, self.query(y_BTD), self.key(y_BTD), self.value(y_BTD)))
+        x_BTD += self.out(attention(self.config, self.query(y_BTD), self.key(y_BTD), self.value(y_BTD), segments_BT))
         return x_BTD + self.down(jax.nn.gelu(self.up(self.mlp_norm(x_BTD))))
 
 
@@ -65,12 +65,12 @@ class GPT(nnx.Module):
         else:
             self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
 
-    def __call__(self, tokens_BT: Array) -> Array:
+    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
         """Returns the logits `[B, T, V]` of the next token at every place."""
         config = self.config
 
         def apply_block(block: Block, x_BTD: Array) -> Array:
-            return block(x_BTD)
+            return block(x_BTD, segments_BT)
 
         x_BTD = self.embed(tokens_BT)
         if config.position == "learned":
@@ -93,7 +93,7 @@ def make(config: GPTConfig) -> tuple[Callable[[Array], Any], LossFn]:
         return nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param)
 
     def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV = nnx.merge(graphdef, params)(batch["inputs"])
-        return cross_entropy(logits_BTV, batch["targets"])
+        logits_BTV = nnx.merge(graphdef, params)(batch["inputs"], batch.get("segments"))
+        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
 
     return init_fn, loss_fn

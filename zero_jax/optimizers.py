@@ -1,7 +1,9 @@
-"""Optimizers by name, with a warm-up and a cosine decay, for those who do not bring their own."""
+"""Optimizers by name, with a learning-rate schedule and an average of the params, for those who bring no own."""
 
 import dataclasses
 import difflib
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +11,10 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from zero_jax.tree import path_name
+from zero_jax import schedules
+from zero_jax.ema import check_decay, params_ema
+from zero_jax.sharding import check_matched
+from zero_jax.tree import leaf_names, path_name
 
 # Leaves whose values have a meaning of their own (a gain, an offset) are not pulled towards zero, and a table of
 # vectors is no matrix for Muon: a step's gradient touches single rows.
@@ -23,63 +28,146 @@ class OptimizerConfig:
 
     Attributes:
       optimizer: name of the optimizer: `adamw`, `sgd` (with momentum), `lion`, `adafactor` or `muon`.
+      schedule: how the learning rate goes on after the warm-up: along a cosine or a line to the last step, `constant`,
+        or `wsd` (warmup-stable-decay), which falls along a line in the last part of the run only.
       learning_rate: learning rate after the warm-up; None takes what is usual for the optimizer.
       warmup_steps: steps over which the learning rate rises from nothing.
-      final_learning_rate: learning rate at the last step, as a share of `learning_rate`; it falls along a cosine.
+      final_learning_rate: learning rate after the last step, as a share of `learning_rate`; None takes 0.1 for the
+        cosine, 0 for `linear` and `wsd`.
+      decay_fraction: share of the steps over which `wsd` falls; None takes 0.1.
+      beta1: decay of the first moment (adamw, lion, and the leaves that muon leaves to Adam); None takes the usual.
+      beta2: decay of the second moment (of the same optimizers); None takes the usual.
+      epsilon: what keeps a division by zero away (adamw, adafactor, muon); None takes the usual.
+      momentum: decay of the momentum (sgd, muon, adafactor); None takes the usual, for adafactor none at all.
       weight_decay: share of a matrix that each step takes away, times the learning rate.
+      no_decay: regular expression of whole leaf paths (`.*/embedding`) that weight decay leaves alone, besides vectors,
+        scales, biases and norms.
+      ema_decay: decay of an average of the params that is kept beside them for evaluation and export, such as 0.999;
+        None keeps none.
     """
 
     optimizer: str = "adamw"
+    schedule: schedules.ScheduleName = "cosine"
     learning_rate: float | None = None
     warmup_steps: int = 50
-    final_learning_rate: float = 0.1
+    final_learning_rate: float | None = None
+    decay_fraction: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    momentum: float | None = None
     weight_decay: float = 0.1
+    no_decay: str | None = None
+    ema_decay: float | None = None
 
     def __post_init__(self):
-        """Refuses what no optimizer can use."""
-        if self.optimizer not in _OPTIMIZERS:
-            near = difflib.get_close_matches(self.optimizer, _OPTIMIZERS, n=1, cutoff=0)[0]
-            raise ValueError(
-                f"unknown optimizer {self.optimizer!r}: did you mean {near!r}? Choose one of {', '.join(_OPTIMIZERS)}"
-            )
+        """Refuses what no optimizer can use, and what this one does not know."""
+        _check_name("optimizer", self.optimizer, tuple(_OPTIMIZERS))
+        _check_name("schedule", self.schedule, schedules.SCHEDULES)
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
             )
-        if self.warmup_steps < 0 or self.weight_decay < 0 or not 0 <= self.final_learning_rate <= 1:
+        if self.warmup_steps < 0 or not self.weight_decay >= 0:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}, "
-                f"final_learning_rate={self.final_learning_rate}: give no negative numbers, and at most 1 for the last"
+                f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}: give no negative numbers"
             )
+        schedules.check_schedule(
+            self.schedule, final_share=self.final_learning_rate, decay_fraction=self.decay_fraction
+        )
+        self._check_options()
+        if self.ema_decay is not None:
+            check_decay(self.ema_decay)
+        if self.no_decay is not None:
+            try:
+                re.compile(self.no_decay)
+            except re.error as error:
+                raise ValueError(
+                    f"no_decay={self.no_decay!r} is not a regular expression of leaf paths: {error}"
+                ) from error
+
+    def _check_options(self) -> None:
+        known = _OPTIMIZERS[self.optimizer].options
+        for name in _OPTIONS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name not in known:
+                has = ", ".join(known)
+                raise ValueError(f"{name}={value}: the optimizer {self.optimizer!r} has no {name}; it knows {has}")
+            if not (value > 0 if name == "epsilon" else 0 <= value < 1):
+                wanted = "a positive number" if name == "epsilon" else "a number from 0 to below 1"
+                raise ValueError(f"{name}={value}: give {wanted}, or None for the usual")
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after the warm-up."""
+        return _OPTIMIZERS[self.optimizer].learning_rate if self.learning_rate is None else self.learning_rate
+
+
+def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
+    """Makes the schedule of a run: a function from the updates so far to the learning rate of the next one.
+
+    Raises:
+      ValueError: the warm-up, or warm-up and decay, are not over when the run is.
+    """
+    return schedules.make_schedule(
+        config.schedule,
+        peak=config.peak_learning_rate,
+        num_steps=num_steps,
+        warmup_steps=config.warmup_steps,
+        final_share=config.final_learning_rate,
+        decay_fraction=config.decay_fraction,
+    )
 
 
 def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.GradientTransformation:
     """Makes the optimizer for a run of `num_steps` steps.
 
+    Its `init` raises `ValueError` where `no_decay` matches the path of no param.
+
     Raises:
-      ValueError: the warm-up is not over when the run is.
+      ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
-    if config.warmup_steps >= num_steps:
-        raise ValueError(
-            f"warmup_steps={config.warmup_steps} leaves nothing of a run of {num_steps} steps: make it smaller, "
-            f"{num_steps // 10} for example, or train for longer"
-        )
-    usual_learning_rate, make = _OPTIMIZERS[config.optimizer]
-    peak = usual_learning_rate if config.learning_rate is None else config.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(
-        # A rate of exactly nothing would waste the first step.
-        init_value=peak / (config.warmup_steps + 1),
-        peak_value=peak,
-        warmup_steps=config.warmup_steps,
-        decay_steps=num_steps,
-        end_value=peak * config.final_learning_rate,
-    )
-    return make(schedule, config.weight_decay)
+    optimizer = _OPTIMIZERS[config.optimizer]
+    given = {name: getattr(config, name) for name in optimizer.options}
+    options = {name: optimizer.options[name] if value is None else value for name, value in given.items()}
+    mask = functools.partial(decay_mask, no_decay=config.no_decay)
+    tx = optimizer.make(make_schedule(config, num_steps=num_steps), config.weight_decay, mask, options)
+    if config.ema_decay is not None:
+        tx = optax.chain(tx, params_ema(config.ema_decay))
+    return tx if config.no_decay is None else _with_checked_paths(tx, config.no_decay)
 
 
-def decay_mask(params: Any) -> Any:
-    """Returns for each param whether weight decay applies: to matrices, not to norms' scales and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim > 1 and not _is_named(path, _NOT_DECAYED), params)
+def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown {what} {name!r}: did you mean {near!r}? Choose one of {', '.join(known)}")
+
+
+def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> optax.GradientTransformation:
+    """Refuses params none of which `no_decay` matches; the masks themselves see parts of the params only."""
+
+    def init(params: Any) -> Any:
+        check_matched("no_decay", {no_decay: None}, leaf_names(params))
+        return tx.init(params)
+
+    return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)
+
+
+def decay_mask(params: Any, *, no_decay: str | None = None) -> Any:
+    """Returns for each param whether weight decay applies: to matrices, not to norms' scales and biases.
+
+    Args:
+      params: the params.
+      no_decay: regular expression of whole leaf paths that it does not apply to either, or None.
+    """
+
+    def is_decayed(path: Any, x: Any) -> bool:
+        excluded = no_decay is not None and re.fullmatch(no_decay, path_name(path)) is not None
+        return x.ndim > 1 and not _is_named(path, _NOT_DECAYED) and not excluded
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def _muon_dims(params: Any) -> Any:
@@ -96,45 +184,78 @@ def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
     return any(part == name or part.endswith("_" + name) for part in path_name(path).split("/") for name in names)
 
 
-def _adamw(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
-    return optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=decay_mask)
+_Mask = Callable[[Any], Any]
+_Options = Mapping[str, Any]
 
 
-def _sgd(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.add_decayed_weights(weight_decay, decay_mask), optax.sgd(schedule, momentum=0.9, nesterov=True)
+def _adamw(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
+    return optax.adamw(
+        schedule,
+        b1=options["beta1"],
+        b2=options["beta2"],
+        eps=options["epsilon"],
+        weight_decay=weight_decay,
+        mask=mask,
     )
 
 
-def _lion(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
-    return optax.lion(schedule, weight_decay=weight_decay, mask=decay_mask)
+def _sgd(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.sgd(schedule, momentum=options["momentum"], nesterov=True),
+    )
 
 
-def _adafactor(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+def _lion(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
+    return optax.lion(schedule, b1=options["beta1"], b2=options["beta2"], weight_decay=weight_decay, mask=mask)
+
+
+def _adafactor(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
     # optax.adafactor's own weight decay is not scaled by the learning rate, unlike that of the others here.
     def decay(step: Any) -> Any:
         return weight_decay * schedule(step)
 
     return optax.adafactor(
-        schedule, multiply_by_parameter_scale=False, weight_decay_rate=decay, weight_decay_mask=decay_mask
+        schedule,
+        multiply_by_parameter_scale=False,
+        weight_decay_rate=decay,
+        weight_decay_mask=mask,
+        eps=options["epsilon"],
+        momentum=options["momentum"],
     )
 
 
-def _muon(schedule: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+def _muon(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
     # With `consistent_rms` Muon takes steps as large as AdamW's, so that one learning rate serves both kinds of leaves.
     return muon(
         schedule,
+        beta=options["momentum"],
+        adam_b1=options["beta1"],
+        adam_b2=options["beta2"],
+        eps=options["epsilon"],
         weight_decay=weight_decay,
-        weight_decay_mask=decay_mask,
+        weight_decay_mask=mask,
         muon_weight_dimension_numbers=_muon_dims,
         consistent_rms=0.2,
     )
 
 
-_OPTIMIZERS: Mapping[str, tuple[float, Callable[[optax.Schedule, float], optax.GradientTransformation]]] = {
-    "adamw": (3e-3, _adamw),
-    "sgd": (0.3, _sgd),
-    "lion": (5e-4, _lion),
-    "adafactor": (3e-3, _adafactor),
-    "muon": (8e-3, _muon),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    """An optimizer's usual learning rate, its options with their usual values, and how it is made."""
+
+    learning_rate: float
+    options: Mapping[str, float | None]
+    make: Callable[[optax.Schedule, float, _Mask, _Options], Any]
+
+
+_OPTIONS = ("beta1", "beta2", "epsilon", "momentum")
+_OPTIMIZERS: Mapping[str, _Optimizer] = {
+    "adamw": _Optimizer(learning_rate=3e-3, options={"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}, make=_adamw),
+    "sgd": _Optimizer(learning_rate=0.3, options={"momentum": 0.9}, make=_sgd),
+    "lion": _Optimizer(learning_rate=5e-4, options={"beta1": 0.9, "beta2": 0.99}, make=_lion),
+    "adafactor": _Optimizer(learning_rate=3e-3, options={"epsilon": 1e-30, "momentum": None}, make=_adafactor),
+    "muon": _Optimizer(
+        learning_rate=8e-3, options={"momentum": 0.95, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}, make=_muon
+    ),
 }

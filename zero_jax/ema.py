@@ -1,0 +1,83 @@
+"""An exponential moving average of the params, as part of the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.tree import PyTree
+
+
+class ParamsEmaState(NamedTuple):
+    """The state of `params_ema`.
+
+    Attributes:
+      count: updates that the average is over, `int32[]`.
+      ema: the average, a tree like the params, in float32 or wider; the params themselves before the first update.
+    """
+
+    count: jax.Array
+    ema: PyTree
+
+
+def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
+    """Makes a transformation that changes no update and keeps an average of the params after it.
+
+    It goes to the end of a chain, where the updates are what is added to the params. ZeRO shards the average as it
+    does the rest of the optimizer's state, and a skipped step leaves it alone.
+
+    The average is debiased as Adam's moments are (Kingma and Ba 2015, section 3), so that the initial params have no
+    weight in it: `sum_i decay^(t-i) p_i / sum_i decay^(t-i)` over the params after update i = 1 to t. What is stored is
+    the debiased value, which can be read, saved and evaluated as it is:
+    `ema_t = ema_(t-1) + (1 - decay) / (1 - decay^t) (p_t - ema_(t-1))`.
+
+    Args:
+      decay: weight of the past, above 0 and below 1; the average is over some `1 / (1 - decay)` steps.
+
+    Raises:
+      ValueError: a decay that is none.
+    """
+    check_decay(decay)
+
+    def init(params: PyTree) -> ParamsEmaState:
+        # Copies, because a state's memory is donated leaf by leaf.
+        return ParamsEmaState(jnp.int32(0), jax.tree.map(lambda x: jnp.array(_widened(x), copy=True), params))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **_: Any) -> tuple[PyTree, ParamsEmaState]:
+        if params is None:
+            raise ValueError("params_ema averages params: call update(updates, state, params)")
+        count = jnp.asarray(optax.safe_increment(state.count))
+        # 1 - decay^t by expm1: subtracted from 1, a decay near 1 would lose most digits.
+        share = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * jnp.log1p(jnp.float32(decay - 1)))
+        new = optax.apply_updates(params, updates)
+        return updates, ParamsEmaState(count, jax.tree.map(lambda e, p: e + share * (_widened(p) - e), state.ema, new))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_decay(decay: float) -> None:
+    """Raises `ValueError` for a decay that is not between 0 and 1."""
+    if not 0 < decay < 1:
+        raise ValueError(f"ema_decay={decay}: give a number above 0 and below 1, such as 0.999, or None for no average")
+
+
+def ema_params(opt_state: PyTree) -> PyTree:
+    """Returns the average that a `params_ema` anywhere in an optimizer keeps, or None if there is none.
+
+    Params that are not trained (integers) are missing from it, as they are from the optimizer's state.
+
+    Raises:
+      ValueError: several of them.
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ParamsEmaState))
+    found = [leaf for leaf in leaves if isinstance(leaf, ParamsEmaState)]
+    if len(found) > 1:
+        raise ValueError(f"the optimizer keeps {len(found)} averages of params: leave one params_ema in the chain")
+    return found[0].ema if found else None
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,257 @@
+"""Records survive a broken run, and no writer ever breaks one."""
+
+import json
+import os
+import pathlib
+import sys
+import types
+
+import pytest
+
+from zero_jax.writers import (
+    JsonLinesWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    WriterConfig,
+    Writers,
+    open_writers,
+    read_records,
+)
+
+
+def train(step, **figures):
+    return {"kind": "train", "step": step, "loss": 1.0 / step, **figures}
+
+
+def write_run(path, steps, resume_step=None):
+    with JsonLinesWriter(path, resume_step=resume_step) as writer:
+        for step in steps:
+            writer.write(train(step))
+
+
+def steps_of(path):
+    return [record["step"] for record in read_records(path)]
+
+
+def test_each_record_is_on_disk_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    record = train(1, skipped=True, nonfinite_leaf=None, grad_norm=float("nan"), scale=float("inf"))
+    writer.write(record)
+    assert json.loads(path.read_text()) == {**record, "grad_norm": None, "scale": None}
+    writer.close()
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
+    write_run(tmp_path / "metrics.jsonl", [1])
+    with pytest.raises(FileExistsError):
+        JsonLinesWriter(tmp_path / "metrics.jsonl")
+
+
+def test_a_resumed_run_cuts_off_what_came_after(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, range(1, 8))
+    with path.open("a") as file:
+        file.write('{"kind": "validation", "step": 4, "loss": 2.0}\n{"kind": "train", "step": 8, "lo')
+    write_run(path, [5, 6], resume_step=4)
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6]
+    assert json.loads(lines[4])["kind"] == "validation"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_half_a_last_line_is_dropped_even_if_it_is_of_an_early_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, [1, 2])
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "step": 3')
+    write_run(path, [3], resume_step=10)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_cut_that_is_broken_off_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, range(1, 8))
+    before = path.read_bytes()
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="No space left"):
+        JsonLinesWriter(path, resume_step=3)
+    assert path.read_bytes() == before
+
+
+def test_resuming_without_a_file_starts_one(tmp_path):
+    write_run(tmp_path / "metrics.jsonl", [6], resume_step=5)
+    assert steps_of(tmp_path / "metrics.jsonl") == [6]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path):
+    lines = []
+
+    def open_full():
+        writer = JsonLinesWriter(tmp_path / "full.jsonl")
+        writer._file.close()
+        writer._file = open("/dev/full", "wb", buffering=0)
+        return writer
+
+    with Writers(
+        {"full": open_full, "good": lambda: JsonLinesWriter(tmp_path / "good.jsonl")}, log=lines.append
+    ) as writers:
+        assert writers.names == ("full", "good")
+        for step in (1, 2, 3):
+            writers.write(train(step))
+        assert writers.names == ("good",)
+    assert len(lines) == 1
+    assert lines[0].startswith("full: writing failed, nothing more is written there: OSError")
+    assert steps_of(tmp_path / "good.jsonl") == [1, 2, 3]
+
+
+def test_a_record_that_was_written_in_part_is_a_failure(tmp_path):
+    writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
+    real, writer._file = writer._file, types.SimpleNamespace(write=lambda line: len(line) - 1)
+    with pytest.raises(OSError, match="in part"):
+        writer.write(train(1))
+    real.close()
+
+
+def test_a_writer_that_cannot_be_opened_or_closed_is_set_aside():
+    lines, written = [], []
+
+    def fails(*_):
+        raise ConnectionError("no route")
+
+    class Closing:
+        write = written.append
+        close = fails
+
+    writers = Writers({"a": fails, "b": Closing}, log=lines.append)
+    assert writers.names == ("b",)
+    Closing.write = staticmethod(written.append)
+    writers.write(train(1))
+    writers.close()
+    writers.write(train(2))
+    assert written == [train(1)]
+    assert [line[:3] for line in lines] == ["a: ", "b: "]
+
+
+def events_of(folder):
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(pathlib.Path(folder).iterdir(), key=os.path.getmtime):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
+
+
+def scalars_of(folder):
+    return [(event.step, value.tag, value.simple_value) for event in events_of(folder) for value in event.summary.value]
+
+
+def test_tensorboard_has_every_figure_under_its_name(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(train(1, skipped=False, nonfinite_leaf="a/b", mfu=None))
+    writer.write({"kind": "validation", "step": 2, "loss": 0.5})
+    writer.close()
+    assert scalars_of(tmp_path) == [(1, "train/loss", 1.0), (1, "train/skipped", 0.0), (2, "validation/loss", 0.5)]
+    assert not any(event.HasField("session_log") for event in events_of(tmp_path))
+
+
+def test_tensorboard_hides_what_came_after_the_step_that_a_run_goes_on_from(tmp_path):
+    for steps, resume_step in (((1, 2, 3), None), ((3, 4), 2)):
+        writer = TensorBoardWriter(tmp_path, resume_step=resume_step)
+        for step in steps:
+            writer.write(train(step))
+        writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    (start,) = [event for event in events_of(tmp_path) if event.HasField("session_log")]
+    assert (start.step, start.session_log.status) == (3, start.session_log.START)
+
+
+def test_tensorboard_flushes_now_and_then(tmp_path):
+    writer = TensorBoardWriter(tmp_path, flush_seconds=0)
+    writer.write(train(1))
+    assert scalars_of(tmp_path) == [(1, "train/loss", 1.0)]
+    writer.close()
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Stands in for the package wandb, and returns what it was told."""
+    module = types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")
+    module.calls, module.is_down = [], False
+
+    class Run:
+        def define_metric(self, *names, **options):
+            module.calls.append(("define", *names, options))
+
+        def log(self, figures):
+            if module.is_down:
+                raise ConnectionError("unreachable")
+            module.calls.append(("log", figures))
+
+        def finish(self):
+            module.calls.append(("finish",))
+
+    def init(**settings):
+        module.calls.append(("init", settings))
+        return Run()
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_wandb_gets_the_figures_and_goes_on_by_id(tmp_path, wandb):
+    writer = WandbWriter("project", folder=tmp_path, name="run", config={"steps": 3})
+    writer.write(train(1, nonfinite_leaf=None))
+    writer.close()
+    resumed = WandbWriter("project", folder=tmp_path, name="run", is_resumed=True)
+    resumed.close()
+    first, again = (call[1] for call in wandb.calls if call[0] == "init")
+    assert first["id"] == again["id"]
+    assert first["project"] == "project"
+    assert first["config"] == {"steps": 3}
+    assert again["resume"] == "allow"
+    assert ("log", {"train/loss": 1.0, "step": 1}) in wandb.calls
+    assert ("define", "*", {"step_metric": "step"}) in wandb.calls
+    assert wandb.calls[-1] == ("finish",)
+    WandbWriter("project", folder=tmp_path, name="run").close()
+    assert [call[1] for call in wandb.calls if call[0] == "init"][-1]["id"] != first["id"]
+
+
+def test_all_writers_of_a_run_and_one_that_loses_its_network(tmp_path, wandb):
+    lines = []
+    config = WriterConfig(tensorboard=True, wandb="project")
+    with open_writers(config, tmp_path, name="run", log=lines.append) as writers:
+        assert writers.names == ("metrics.jsonl", "TensorBoard", "Weights & Biases")
+        writers.write(train(1))
+        wandb.is_down = True
+        writers.write(train(2))
+        writers.write(train(3))
+    assert lines == [
+        "Weights & Biases: writing failed, nothing more is written there: ConnectionError: unreachable",
+    ]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert [step for step, *_ in scalars_of(tmp_path / "tensorboard")] == [1, 2, 3]
+    with open_writers(config, tmp_path, name="run", resume_step=2, log=lines.append) as writers:
+        writers.write(train(3))
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_what_is_not_installed_is_an_error_with_a_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="`pip install wandb`, or leave it out"):
+        WriterConfig(wandb="project")
+    with pytest.raises(ValueError, match="`pip install tensorboardX`"):
+        WriterConfig(tensorboard=True)
+    with pytest.raises(ValueError, match="name of a project"):
+        WriterConfig(wandb=" ")
+    assert WriterConfig() == WriterConfig(tensorboard=False, wandb=None)

@@ -1,0 +1,299 @@
+"""Where the records of a run go: a JSON Lines file, TensorBoard, Weights & Biases.
+
+A record is a dict of figures with a `kind` (`train`, `validation`) and a `step`. Only one process of a run writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+Record = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriterConfig:
+    """Says where the records of a run go besides its `metrics.jsonl`.
+
+    Attributes:
+      tensorboard: write the records for TensorBoard too, into the run's folder.
+      wandb: project of Weights & Biases that the records are sent to; None sends nothing.
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+
+    def __post_init__(self):
+        """Refuses a project that has no name, and writers that are not installed."""
+        if self.wandb is not None and not self.wandb.strip():
+            raise ValueError(f"wandb={self.wandb!r}: give the name of a project, or leave it out")
+        if self.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+            raise ValueError("tensorboard=True needs tensorboardX: `pip install tensorboardX`, or leave it out")
+        if self.wandb is not None and importlib.util.find_spec("wandb") is None:
+            raise ValueError(f"wandb={self.wandb!r} needs the package wandb: `pip install wandb`, or leave it out")
+
+
+class Writer(Protocol):
+    """Takes records one by one, in the order of their steps."""
+
+    def write(self, record: Record) -> None:
+        """Writes one record."""
+        ...
+
+    def close(self) -> None:
+        """Ends the writing; there is none after it."""
+        ...
+
+
+class JsonLinesWriter:
+    """Appends records to a file, one JSON object a line, each handed to the system as soon as it is written.
+
+    What JSON has no number for (NaN, infinities) is written as null.
+    """
+
+    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
+        """Opens the file.
+
+        Args:
+          path: the file.
+          resume_step: the step that the run goes on from: later records, and lines that are no records, are cut off
+            first. None starts a new file, which must not exist yet.
+        """
+        self._path = pathlib.Path(path)
+        if resume_step is not None and self._path.exists():
+            _cut(self._path, resume_step)
+        # Without a buffer: a line that could not be written must not come out later, in the middle of things.
+        self._file = open(self._path, "xb" if resume_step is None else "ab", buffering=0)
+
+    def __enter__(self) -> JsonLinesWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def write(self, record: Record) -> None:
+        """Writes one record."""
+        line = json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(f"{self._path}: a record was written in part, the disk may be full")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a JSON Lines file; lines that are none, such as half a last line, are passed over."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _cut(path: pathlib.Path, last_step: int) -> None:
+    """Drops what a broken run wrote after a step; the file is the old or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        for record in read_records(path):
+            if record["step"] <= last_step:
+                file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoardWriter:
+    """Writes each figure as a scalar called `kind/name`, such as `train/loss`."""
+
+    def __init__(self, folder: str | pathlib.Path, *, resume_step: int | None = None, flush_seconds: float = 10):
+        """Starts a file of events.
+
+        Args:
+          folder: where it goes; a resumed run adds a file.
+          resume_step: the step that the run goes on from: TensorBoard hides what was written for later ones.
+          flush_seconds: seconds between two moments at which the figures reach the disk.
+        """
+        from tensorboardX.event_file_writer import EventsWriter
+
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
+        # Not `SummaryWriter`, whose thread dies of a full disk: ten records later it would stop the run for good. Names
+        # hold the second only, and a run that is resumed within it must not overwrite its own.
+        suffix = f".{os.getpid()}.{secrets.token_hex(3)}"
+        self._protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._events = EventsWriter(os.path.join(folder, "events"), filename_suffix=suffix)
+        if resume_step is not None:
+            log = self._protos.SessionLog
+            start = log(status=log.START)
+            self._events.write_event(self._protos.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+        self._events.flush()
+
+    def write(self, record: Record) -> None:
+        """Writes one record."""
+        event = self._protos.Event(wall_time=time.time(), step=record["step"])
+        for name, value in _scalars(record).items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._events.write_event(event)
+        if time.monotonic() - self._flushed >= self._flush_seconds:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        self._events.close()
+
+
+class WandbWriter:
+    """Sends each figure to Weights & Biases as `kind/name`, against the step."""
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        folder: str | pathlib.Path,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        is_resumed: bool = False,
+    ):
+        """Starts a run there, or goes on with the one that the folder has the id of.
+
+        Args:
+          project: the project.
+          folder: folder of the run; its id is kept in `wandb-id` in it.
+          name: what to call the run.
+          config: the run's config, shown beside its figures.
+          is_resumed: whether to go on with the run of that id.
+        """
+        wandb: Any = importlib.import_module("wandb")
+        kept = pathlib.Path(folder) / "wandb-id"
+        run_id = kept.read_text(encoding="utf-8").strip() if is_resumed and kept.exists() else secrets.token_hex(8)
+        kept.write_text(run_id + "\n", encoding="utf-8")
+        settings = {"project": project, "id": run_id, "resume": "allow", "name": name, "dir": str(folder)}
+        self._run = wandb.init(**settings, config=dict(config or {}))
+        # Against a figure of our own: W&B's own count only ever grows, and would drop what a resumed run repeats.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        """Sends one record."""
+        self._run.log({**_scalars(record), "step": record["step"]})
+
+    def close(self) -> None:
+        """Sends what is left and ends the run there."""
+        self._run.finish()
+
+
+def _scalars(record: Record) -> dict[str, float]:
+    """Returns the figures of a record by `kind/name`."""
+    kind = record.get("kind", "run")
+    numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+    return {f"{kind}/{name}": float(value) for name, value in numbers.items()}
+
+
+class Writers:
+    """Several writers as one: a writer that fails is set aside, said once, and the run goes on."""
+
+    def __init__(self, factories: Mapping[str, Callable[[], Writer]], *, log: Callable[[str], None] = print):
+        """Opens the writers.
+
+        Args:
+          factories: functions that open a writer, by what to call it.
+          log: takes a line about each writer that fails.
+        """
+        self._log = log
+        self._writers: dict[str, Writer] = {}
+        for name, open_writer in factories.items():
+            opened = self._guarded(name, open_writer)
+            if opened is not None:
+                self._writers[name] = opened
+
+    def __enter__(self) -> Writers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The writers that still write."""
+        return tuple(self._writers)
+
+    def write(self, record: Record) -> None:
+        """Writes one record everywhere."""
+        for name, writer in list(self._writers.items()):
+            self._guarded(name, writer.write, record)
+
+    def close(self) -> None:
+        """Closes the writers."""
+        while self._writers:
+            name, writer = self._writers.popitem()
+            self._guarded(name, writer.close)
+
+    def _guarded(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        # Any exception: a library that talks to a network has its own kinds, and none is worth a week's run.
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._log(f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {error}")
+            broken = self._writers.pop(name, None)
+        if broken is not None:
+            try:
+                broken.close()
+            except Exception:
+                pass  # it was broken before, and that has been said
+        return None
+
+
+def open_writers(
+    config: WriterConfig,
+    directory: str | pathlib.Path,
+    *,
+    name: str,
+    run_config: Mapping[str, Any] | None = None,
+    resume_step: int | None = None,
+    log: Callable[[str], None] = print,
+) -> Writers:
+    """Opens the writers of a run: `metrics.jsonl` in its folder, and those that the config asks for.
+
+    Args:
+      config: which writers.
+      directory: folder of the run.
+      name: what to call the run.
+      run_config: the run's config, for those who show it.
+      resume_step: the step that the run goes on from; None for a new run.
+      log: takes a line about each writer that fails.
+    """
+    folder = pathlib.Path(directory)
+    factories: dict[str, Callable[[], Writer]] = {
+        "metrics.jsonl": lambda: JsonLinesWriter(folder / "metrics.jsonl", resume_step=resume_step)
+    }
+    if config.tensorboard:
+        factories["TensorBoard"] = lambda: TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
+    if config.wandb is not None:
+        project, resumed = config.wandb, resume_step is not None
+        factories["Weights & Biases"] = lambda: WandbWriter(
+            project, folder=folder, name=name, config=run_config, is_resumed=resumed
+        )
+    return Writers(factories, log=log)

@@ -1,0 +1,287 @@
+"""Notices a run that hangs, tells where every process and thread is, and ends the process for it to start again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+EXIT_CODE = 76
+
+# Phases that may take longer than others: how many times the usual allowance.
+ALLOWANCES: Mapping[str, float] = {"start": 10, "compile": 10, "save": 3, "restore": 10}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessPlace:
+    """Where a process was last seen, by its file.
+
+    Attributes:
+      process_index: which process.
+      phase: what it was doing, or None if it has left no word.
+      step: the step it was at, or None.
+      age_seconds: time since it said so.
+      silent_seconds: time since its watchdog's last sign of life; a process that is gone or stopped has none.
+    """
+
+    process_index: int
+    phase: str | None
+    step: int | None = None
+    age_seconds: float = 0
+    silent_seconds: float = 0
+
+    def __str__(self) -> str:
+        if self.phase is None:
+            return f"process {self.process_index}: no word of it"
+        at = "" if self.step is None else f" at step {self.step}"
+        gone = f", no sign of life for {self.silent_seconds:.0f} s" if self.silent_seconds > 30 else ""
+        return f"process {self.process_index}: {self.phase}{at}, for {self.age_seconds:.0f} s{gone}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hang:
+    """A process that makes no progress.
+
+    Attributes:
+      process_index: the process that tells.
+      phase: what it was doing.
+      step: the step it was at, or None.
+      age_seconds: time since its last beat.
+      allowed_seconds: time that the phase may take.
+      processes: where every process is.
+      stacks: the stack of each thread, the main thread's first.
+    """
+
+    process_index: int
+    phase: str
+    step: int | None
+    age_seconds: float
+    allowed_seconds: float
+    processes: tuple[ProcessPlace, ...]
+    stacks: str
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" at step {self.step}"
+        places = "\n".join(f"  {place}" for place in self.processes)
+        return (
+            f"watchdog: process {self.process_index} hangs: no progress for {self.age_seconds:.0f} s in phase "
+            f"{self.phase!r}{at}, which may take {self.allowed_seconds:.0f} s; it is ended with exit code {EXIT_CODE} "
+            f"if nothing happens for as long again\n{places}\n{self.stacks}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beat:
+    phase: str
+    step: int | None
+    clock_seconds: float
+    wall_seconds: float
+
+
+class Watchdog:
+    """Watches that the loop goes on, from a thread of its own.
+
+    The loop calls `beat` whenever it gets on. Where no beat comes for as long as the phase may take, the watchdog
+    writes the stacks of all threads and the place of each process to stderr and to `hang-<k>.txt`; after as long again
+    it ends the process with exit code 76, for a supervisor to start it again. A second thread keeps the process's last
+    beat in `process-<k>.json`, by which the processes of a run know of each other.
+
+    Time in which the process did not run at all (stopped by a signal, a machine asleep) does not count: the watchdog's
+    thread then did not run either. A thread that keeps Python's lock inside foreign code stops the watchdog too.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        folder: str | pathlib.Path,
+        *,
+        process_index: int = 0,
+        num_processes: int = 1,
+        log: Callable[[str], None] | None = None,
+        on_hang: Callable[[Hang], None] | None = None,
+        allowances: Mapping[str, float] = ALLOWANCES,
+        clock: Callable[[], float] = time.monotonic,
+        exit: Callable[[int], Any] = os._exit,
+    ):
+        """Makes a watchdog, which begins to watch when it is entered as a context.
+
+        Args:
+          seconds: time that a phase may take without a beat; 0 switches the watchdog off.
+          folder: where the processes of a run leave word; it is made if need be.
+          process_index: this process.
+          num_processes: how many there are.
+          log: takes what is to be told; by default it goes to stderr.
+          on_hang: called with what was found, once for each hang, from the watchdog's thread.
+          allowances: for phases that may take longer, how many times `seconds`.
+          clock: seconds that never go back.
+          exit: ends the process.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"watchdog: seconds={seconds}: give a positive time, or 0 to switch it off")
+        self._seconds, self._folder = seconds, pathlib.Path(folder)
+        self._process_index, self._num_processes = process_index, num_processes
+        self._log, self._on_hang, self._allowances = log or _to_stderr, on_hang, allowances
+        self._clock, self._exit = clock, exit
+        self._interval = min(max(seconds / 10, 0.02), 10.0)
+        self._stop = threading.Event()
+        # Two threads, because a file system that hangs, and the run with it, must not stop the one that watches.
+        loops = {"watchdog": self._watch, "watchdog-word": self._keep_word}
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
+        self._beat = self._told = _Beat("start", None, clock(), time.time())
+        self._pardoned: tuple[_Beat, float] = (self._beat, 0.0)
+        self._checked = clock()
+        self._is_told = self._has_failed_to_write = False
+
+    def __enter__(self) -> Watchdog:
+        if self._seconds:
+            self.beat("start")
+            self._checked = self._clock()
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        if self._seconds:
+            for thread in self._threads:
+                thread.join(timeout=5)
+            self.beat("ended")
+            _within(5, self._leave_word)
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """Tells that the loop gets on; costs next to nothing.
+
+        Args:
+          phase: what comes now, such as `step`, `data`, `save`, `evaluation` or `compile`.
+          step: the step that the loop is at.
+        """
+        self._beat = _Beat(phase, step, self._clock(), time.time())
+
+    def check(self) -> None:
+        """Looks once at how long ago the last beat was; the thread does so regularly."""
+        beat, now = self._beat, self._clock()
+        late, self._checked = now - self._checked - self._interval, now
+        pardon = self._pardoned[1] if self._pardoned[0] is beat else 0.0
+        if late > self._interval:  # this thread did not run, so the others did not either
+            pardon += min(late, now - beat.clock_seconds)
+        self._pardoned = beat, pardon
+        age, allowed = now - beat.clock_seconds - pardon, self._seconds * self._allowances.get(beat.phase, 1)
+        if self._is_told and self._told is not beat:
+            self._is_told = False
+            _within(5, self._log, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
+        if age > allowed and not self._is_told:
+            self._tell(beat, age, allowed)
+        if age > 2 * allowed:
+            message = f"watchdog: process {self._process_index} hung for {age:.0f} s, ended with exit code {EXIT_CODE}"
+            _within(5, self._log, message)
+            _within(2, _flush)
+            self._exit(EXIT_CODE)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.check()
+
+    def _keep_word(self) -> None:
+        self._leave_word()
+        while not self._stop.wait(self._interval):
+            self._leave_word()
+
+    def _tell(self, beat: _Beat, age: float, allowed: float) -> None:
+        self._told, self._is_told = beat, True
+        stacks, found = _stacks(), []
+        _within(5, self._leave_word)
+        _within(5, lambda: found.extend(places(self._folder, self._num_processes)))
+        hang = Hang(
+            process_index=self._process_index,
+            phase=beat.phase,
+            step=beat.step,
+            age_seconds=age,
+            allowed_seconds=allowed,
+            processes=tuple(found),
+            stacks=stacks,
+        )
+        _within(5, self._write_hang, hang)
+        _within(5, self._log, str(hang))
+        if self._on_hang is not None:
+            _within(self._seconds, self._on_hang, hang)
+
+    def _write_hang(self, hang: Hang) -> None:
+        with open(self._folder / f"hang-{self._process_index}.txt", "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hang}\n")
+
+    def _leave_word(self) -> None:
+        beat = self._beat
+        word = {"phase": beat.phase, "step": beat.step, "beat_time": beat.wall_seconds, "alive_time": time.time()}
+        path = self._folder / f"process-{self._process_index}.json"
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({**word, "pid": os.getpid()}), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            if not self._has_failed_to_write:
+                self._has_failed_to_write = True
+                _within(
+                    5, self._log, f"watchdog: cannot leave word in {self._folder} ({error}); it watches all the same"
+                )
+
+
+def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace, ...]:
+    """Returns where the processes of a run are, by the word that they left in a folder."""
+    return tuple(_place(pathlib.Path(folder) / f"process-{k}.json", k) for k in range(num_processes))
+
+
+def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
+    try:
+        word, now = json.loads(path.read_text(encoding="utf-8")), time.time()
+        return ProcessPlace(
+            process_index=process_index,
+            phase=word["phase"],
+            step=word["step"],
+            age_seconds=max(0.0, now - word["beat_time"]),
+            silent_seconds=max(0.0, now - word["alive_time"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ProcessPlace(process_index=process_index, phase=None)
+
+
+def _stacks() -> str:
+    """Returns the stack of each thread but this one, the main thread's first, innermost calls last."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    lines = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != threading.get_ident():
+            name = threads[ident].name if ident in threads else str(ident)
+            lines += [f"thread {name}, innermost call last:\n", *traceback.format_stack(frames[ident])]
+    return "".join(lines).rstrip("\n")
+
+
+def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> None:
+    """Makes a call that may block (a pipe that nobody reads) or fail, and waits for it so long and no longer."""
+
+    def run() -> None:
+        try:
+            call(*arguments)
+        except Exception:
+            traceback.print_exc()  # nobody else would hear of it
+
+    thread = threading.Thread(target=run, name="watchdog-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

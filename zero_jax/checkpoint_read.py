@@ -1,0 +1,104 @@
+"""Reading the arrays of a checkpoint: every device its shards, verified there, by all processes or by none."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.checkpoint_files import CheckpointError, Record, check_fingerprint, damaged, make_context, open_leaf
+from zero_jax.saved_state import SavedLeaf, decode, fingerprints
+
+# Bytes that are being read ahead of what has been moved to the devices.
+_PENDING_BYTES = 1 << 30
+
+
+class Agreement:
+    """Lets all processes go on, or none: an error of one becomes one of all."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if jax.process_count() == 1 or (error is not None and not isinstance(error, CheckpointError)):
+            return
+        failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
+        if error is None and failed.any():
+            who = ", ".join(map(str, np.flatnonzero(failed)))
+            raise CheckpointError(f"process {who} could not read it (see its log)")
+
+
+def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
+    """Reads leaves, each device its shards, and compares their fingerprints.
+
+    Args:
+      record: the checkpoint.
+      shardings: where the leaves are to lie.
+      mesh: the mesh of all of these.
+
+    Raises:
+      CheckpointError: a leaf cannot be read, or is not what was saved.
+    """
+    stored: dict[str, Array] = {}
+    with Agreement():
+        for name, x in _read_ahead(record, shardings):
+            stored[name] = x
+    found = fingerprints(list(stored.values()), mesh=mesh)
+    for name, number in zip(stored, found, strict=True):
+        check_fingerprint(record, name, number)
+    return {name: _decode(stored.pop(name), record.leaves[name], shardings[name]) for name in shardings}
+
+
+def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Iterator[tuple[str, Array]]:
+    """Yields the leaves in their stored form, while the next ones are being read."""
+    context, pending, pending_bytes = make_context(), collections.deque(), 0
+    for name, sharding in shardings.items():
+        leaf = record.leaves[name]
+        pending_bytes += leaf.nbytes
+        pending.append((name, _ShardReads(record, name, _stored_sharding(sharding, leaf), context)))
+        while pending_bytes > _PENDING_BYTES:
+            done, reads = pending.popleft()
+            pending_bytes -= record.leaves[done].nbytes
+            yield done, reads.result()
+    for name, reads in pending:
+        yield name, reads.result()
+
+
+class _ShardReads:
+    """The reads of this process's shards of a leaf: each once, for however many devices."""
+
+    def __init__(self, record: Record, name: str, sharding: NamedSharding, context: Any) -> None:
+        self.record, self.name, self.sharding = record, name, sharding
+        self.leaf = record.leaves[name]
+        self.indices = sharding.addressable_devices_indices_map(self.leaf.stored_shape)
+        store = None if 0 in self.leaf.stored_shape else open_leaf(record, name, context)
+        self.reads = {str(index): store[index].read() for index in self.indices.values()} if store else {}
+
+    def result(self) -> Array:
+        """Returns the array once its shards are there."""
+        dtype = jnp.dtype(self.leaf.stored_dtype)
+        try:
+            parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
+        except ValueError as error:
+            raise damaged(self.record, self.name, error) from error
+        shape = self.leaf.stored_shape
+        empty = np.empty(self.sharding.shard_shape(shape), dtype)
+        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in self.indices.items()]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
+
+
+def _stored_sharding(sharding: NamedSharding, leaf: SavedLeaf) -> NamedSharding:
+    """Returns how the stored form lies: a key's words stay together."""
+    spec = PartitionSpec() if leaf.is_key else sharding.spec
+    return NamedSharding(sharding.mesh, spec)
+
+
+def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
+    return jax.jit(decode, static_argnums=1, out_shardings=sharding)(x, leaf) if leaf.dtype != leaf.stored_dtype else x

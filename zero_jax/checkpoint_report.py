@@ -1,0 +1,118 @@
+"""What a checkpoint holds, for people and programs; needs no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zero_jax.checkpoint_files import Record, find, read_record, verify
+from zero_jax.saved_state import SavedLeaf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a checkpoint holds.
+
+    Attributes:
+      path: the step's folder.
+      step: steps done.
+      loss: validation loss at that step, or None.
+      leaves: the leaves by name.
+      extra: what the run itself recorded, such as its config and the position in the data.
+      problems: leaves that are damaged, if they were asked for; None if not.
+    """
+
+    path: str
+    step: int
+    loss: float | None
+    leaves: Mapping[str, SavedLeaf]
+    extra: Mapping[str, Any]
+    problems: tuple[str, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    @property
+    def bytes_by_group(self) -> dict[str, int]:
+        """Bytes of params, optimizer state and so on."""
+        totals: dict[str, int] = {}
+        for name, leaf in self.leaves.items():
+            group = name.split("/")[0]
+            totals[group] = totals.get(group, 0) + leaf.nbytes
+        return totals
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the description for a program."""
+        rows = [
+            {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": leaf.nbytes}
+            for name, leaf in self.leaves.items()
+        ]
+        return {
+            "path": self.path,
+            "step": self.step,
+            "loss": self.loss,
+            "bytes": self.nbytes,
+            "bytes_by_group": self.bytes_by_group,
+            "leaves": rows,
+            "extra": dict(self.extra),
+            "problems": None if self.problems is None else list(self.problems),
+        }
+
+    def __str__(self) -> str:
+        table = [
+            (name, leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}")
+            for name, leaf in self.leaves.items()
+        ]
+        table = [("path", "dtype", "shape", "bytes"), *table]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = [
+            f"{self.path}",
+            f"step {self.step}" + ("" if self.loss is None else f", validation loss {self.loss:.4f}"),
+        ]
+        lines += [
+            f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {size:>{widths[3]}}"
+            for name, dtype, shape, size in table
+        ]
+        groups = ", ".join(f"{name} {size:,}" for name, size in self.bytes_by_group.items())
+        lines.append(f"{len(self.leaves)} leaves, {self.nbytes:,} bytes: {groups}")
+        for name, value in self.extra.items():
+            lines += [f"{name}:", *(f"  {line}" for line in _lines(value))]
+        if self.problems is not None:
+            lines += ["all leaves have the fingerprints that they were saved with"] if not self.problems else []
+            lines += [f"DAMAGED: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def _lines(value: Any, prefix: str = "") -> list[str]:
+    """Returns a value of JSON as lines `a.b = value`."""
+    if isinstance(value, dict) and value:
+        return [line for name, inner in value.items() for line in _lines(inner, f"{prefix}.{name}" if prefix else name)]
+    shown = json.dumps(value)
+    return [f"{prefix} = {shown}" if prefix else shown]
+
+
+def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_leaves: bool = False) -> Description:
+    """Describes a checkpoint.
+
+    Args:
+      path: a run's folder, its folder of checkpoints, or the folder of one step.
+      step: the step; None takes the newest.
+      verify_leaves: read every leaf, in bounded memory, and compare it with its fingerprint.
+
+    Raises:
+      CheckpointError: there is none, or its record is damaged.
+    """
+    record: Record = read_record(find(path, step))
+    return Description(
+        path=os.fspath(record.path),
+        step=record.step,
+        loss=record.loss,
+        leaves=record.leaves,
+        extra=record.extra,
+        problems=tuple(verify(record)) if verify_leaves else None,
+    )

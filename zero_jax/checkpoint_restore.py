@@ -1,0 +1,289 @@
+"""Reloading checkpoints on any mesh, at any stage, in any precision, and only what is whole.
+
+A restore reads the saved form as the state of stage 3 would lie, so that every device reads its shards alone; compares
+fingerprints, on the devices and before anything is cast; and then casts and gathers what the stage keeps in low
+precision or whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from etils import epath
+from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, resolve, step_path
+from zero_jax.checkpoint_read import Agreement, read_arrays
+from zero_jax.precision import init_loss_scale, resolve_precision
+from zero_jax.saved_state import SavedLeaf, dtype_name, saved_leaves
+from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
+from zero_jax.tree import PyTree
+
+_SHOWN = 6
+_MAX_CANDIDATES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What came of a restore.
+
+    Attributes:
+      state: the train state, placed for the mesh and config asked for.
+      step: steps done when it was saved.
+      extra: what the run itself had recorded.
+      loss: validation loss then, if it was known.
+      path: the checkpoint's folder.
+      warnings: what was not as one might expect: newer checkpoints that are damaged, leaves that were cast or dropped.
+    """
+
+    state: TrainState
+    step: int
+    extra: Mapping[str, Any]
+    loss: float | None
+    path: str
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"restored step {self.step} from {self.path}", *(f"  {line}" for line in self.warnings)])
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    *,
+    init_fn: Callable[[Array], PyTree] | PyTree,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    config: ZeroConfig,
+    step: int | None = None,
+    params_only: bool = False,
+    key: Array | None = None,
+    log: Callable[[str], None] | None = None,
+) -> Restored:
+    """Reloads a checkpoint; the mesh, stage, precision and number of processes may differ from those that saved it.
+
+    Args:
+      directory: the folder that a `Checkpointer` saved into.
+      init_fn: as for `init_state`; or a pytree of arrays or `ShapeDtypeStruct`s like the params. Only shapes are taken.
+      tx: the optimizer.
+      mesh: the mesh.
+      config: stage, precision and rules.
+      step: the checkpoint to take, and no other. None takes the newest that is whole.
+      params_only: take the params and begin anew with everything else, as with `init_state`.
+      key: the key of the new state with `params_only`; None stands for `jax.random.key(0)`.
+      log: is told of every warning as it comes up.
+
+    Raises:
+      CheckpointError: there is no whole checkpoint.
+      ValueError: the checkpoint is of another model or optimizer.
+    """
+    directory = resolve(directory)
+    steps = _agreed_steps(directory)
+    if not steps or step not in (None, *steps):
+        raise CheckpointError(missing(directory, steps, step))
+    warnings: list[str] = []
+
+    def warn(line: str) -> None:
+        warnings.append(line)
+        if log:
+            log(line)
+
+    task = _Task(init_fn=init_fn, tx=tx, mesh=mesh, config=config, params_only=params_only, key=key, warn=warn)
+    problems = []
+    for candidate in reversed(steps) if step is None else [step]:
+        try:
+            record, state = task.load(step_path(directory, candidate))
+        except CheckpointError as error:
+            problems.append(str(error))
+            if step is None:
+                warn(f"checkpoint of step {candidate} passed over: {error}")
+            continue
+        found = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
+        return Restored(state=state, warnings=tuple(warnings), **found)
+    if step is not None:
+        raise CheckpointError(f"{problems[0]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
+    raise CheckpointError(f"no whole checkpoint in {directory}:\n" + "\n".join(f"- {line}" for line in problems))
+
+
+def _agreed_steps(directory: epath.Path) -> list[int]:
+    """Returns the newest steps there are, as the first process sees them."""
+    steps = list_steps(directory)[-_MAX_CANDIDATES:]
+    if jax.process_count() == 1:
+        return steps
+    padded = np.full(_MAX_CANDIDATES, -1, np.int64)
+    padded[: len(steps)] = steps
+    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded.astype(np.int32)) if step >= 0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is to be restored, whichever checkpoint it comes from."""
+
+    init_fn: Callable[[Array], PyTree] | PyTree
+    tx: optax.GradientTransformation
+    mesh: Mesh
+    config: ZeroConfig
+    params_only: bool
+    key: Array | None
+    warn: Callable[[str], None]
+
+    def load(self, path: epath.Path) -> tuple[Record, TrainState]:
+        """Loads a step's folder, all of it or nothing."""
+        with Agreement():
+            record = read_record(path)
+        sharded = self.sharded_shapes(record)
+        wanted = saved_leaves(sharded)
+        if self.params_only:
+            wanted = {name: x for name, x in wanted.items() if _group(name) == "params"}
+        missing_scale = {name for name in wanted if _group(name) == "loss_scale" and name not in record.leaves}
+        present = {name: x for name, x in wanted.items() if name not in missing_scale}
+        _check_leaves(record, present, params_only=self.params_only)
+        arrays = read_arrays(record, {name: x.sharding for name, x in present.items()}, mesh=self.mesh)
+        leaves = {name: _cast(arrays.pop(name), x) for name, x in present.items()}
+        if self.params_only:
+            params = jax.tree.unflatten(jax.tree.structure(sharded.params), leaves.values())
+            key = jax.random.key(0) if self.key is None else self.key
+            return record, init_state(params, self.tx, key, mesh=self.mesh, config=self.config)
+        self.tell_of_casts(record, present)
+        if missing_scale:
+            leaves |= self.fresh_loss_scale()
+        ordered = [leaves[name] for name in wanted]
+        return record, self.place(_rebuild(sharded, ordered), record)
+
+    def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
+        """Returns the shapes and shardings of the state under a config."""
+        is_tree = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.init_fn))
+        init_fn = (lambda _: jax.tree.map(_like, self.init_fn)) if is_tree else self.init_fn
+        return abstract_state(init_fn, self.tx, key, mesh=self.mesh, config=config)
+
+    def sharded_shapes(self, record: Record) -> TrainState:
+        """Returns the saved form's shapes, lying as at stage 3: full-precision params and nothing derived."""
+        return self.shapes(dataclasses.replace(self.config, stage=3), _key_shape(record.leaves.get("key")))
+
+    def place(self, sharded: TrainState, record: Record) -> TrainState:
+        """Makes the state of the stage asked for: low-precision copies, and whole what that stage keeps whole."""
+        target = self.shapes(self.config, _key_shape(record.leaves.get("key")))
+        masters = sharded.params
+        rest = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
+        placed = jax.tree.map(_move, rest, dataclasses.replace(target, params=None))
+        return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
+
+    def fresh_loss_scale(self) -> dict[str, Array]:
+        """Returns the first loss scale, for a state that was saved without one."""
+        self.warn("the checkpoint has no loss scale: starting with the first one")
+        scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        assert scale is not None
+        fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
+        return {f"loss_scale/{name}": jax.device_put(np.asarray(x), whole) for name, x in fields.items()}
+
+    def tell_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
+        """Tells of leaves that were saved and are not needed, and of those whose dtype is another now."""
+        if any(_group(name) == "loss_scale" for name in record.leaves.keys() - wanted.keys()):
+            self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
+        casts = collections.Counter(
+            (record.leaves[name].dtype, dtype_name(x))
+            for name, x in wanted.items()
+            if record.leaves[name].dtype != dtype_name(x)
+        )
+        for (old, new), count in casts.items():
+            self.warn(f"{count} leaves were saved as {old} and are {new} now")
+
+
+def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
+    """Refuses a checkpoint of another model or optimizer, with all that differs in one error."""
+    saved = {
+        name: leaf
+        for name, leaf in record.leaves.items()
+        if _group(name) != "loss_scale" and (not params_only or _group(name) == "params")
+    }
+    absent = [name for name in wanted if name not in record.leaves]
+    extra = [name for name in saved if name not in wanted]
+    lines = [_absent_line(name, wanted[name], [x for x in extra if saved[x].shape == wanted[name].shape] or extra)
+             for name in absent]  # fmt: skip
+    lines += [f"{name}: the checkpoint has it, the state has not" for name in extra]
+    for name, x in wanted.items():
+        leaf = record.leaves.get(name)
+        if leaf and leaf.shape != tuple(x.shape):
+            lines.append(f"{name}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
+        elif leaf and not _castable(leaf.dtype, dtype_name(x)):
+            lines.append(f"{name}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
+    if not lines:
+        return
+    shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+    in_params = any(_group(line) == "params" for line in lines)
+    remedy = (
+        "Restore it with the model that it was saved with"
+        if in_params
+        else "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
+    )
+    raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
+
+
+def _absent_line(name: str, x: Any, extra: list[str]) -> str:
+    near = difflib.get_close_matches(name, extra, n=1)
+    hint = f" (it has {near[0]})" if near else ""
+    return f"{name}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
+
+
+def _castable(old: str, new: str) -> bool:
+    if old == new:
+        return True
+    if old.startswith("key<") or new.startswith("key<"):
+        return False
+    return all(jnp.issubdtype(jnp.dtype(name), jnp.floating) for name in (old, new))
+
+
+def _group(name: str) -> str:
+    return name.split("/", 1)[0].split(":", 1)[0]
+
+
+def _cast(x: Array, like: Any) -> Array:
+    """Casts an array where it lies."""
+    return x if x.dtype == like.dtype else jax.jit(_astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
+
+
+def _move(x: Array, like: Any) -> Array:
+    """Casts an array and then moves it to where a leaf of the target lies."""
+    x = _cast(x, like)
+    alike = x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    return x if alike else jax.jit(_identity, out_shardings=like.sharding)(x)
+
+
+def _astype(x: Array, dtype: Any) -> Array:
+    return x.astype(dtype)
+
+
+def _identity(x: Array) -> Array:
+    return x
+
+
+def _like(x: Any) -> Array:
+    """Returns an array of a shape and dtype; called for its shape alone."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _key_shape(leaf: SavedLeaf | None) -> Any:
+    """Returns the shape of a key of the kind that was saved."""
+    if leaf is None or leaf.is_key:
+        impl = leaf.dtype[4:-1] if leaf else None
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+
+
+def _rebuild(shapes: TrainState, leaves: list[Array]) -> TrainState:
+    """Puts leaves in the order of `saved_leaves` into a state of stage 3."""
+    tree = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes) if field.name != "master"}
+    return TrainState(master=None, **jax.tree.unflatten(jax.tree.structure(tree), leaves))

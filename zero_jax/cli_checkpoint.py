@@ -1,0 +1,98 @@
+"""The commands `zero-jax inspect` and `zero-jax export`: what a checkpoint holds, and its params for other programs."""
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from zero_jax.checkpoint_report import describe
+from zero_jax.export import export, parse_size
+from zero_jax.options import add_fields, given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Says what to look at.
+
+    Attributes:
+      step: step of the checkpoint; none takes the newest.
+      verify: read every leaf, in bounded memory, and compare it with its fingerprint.
+    """
+
+    step: int | None = None
+    verify: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Says what to export.
+
+    Attributes:
+      step: step of the checkpoint; none takes the newest.
+      dtype: floating dtype of the files, such as bfloat16; none leaves leaves as they were saved.
+      max_shard_size: size of a file, such as 5GB or 512MiB.
+      ema: the params' moving average instead of the params.
+      force: write over an older export.
+    """
+
+    step: int | None = None
+    dtype: str | None = None
+    max_shard_size: str = "5GB"
+    ema: bool = False
+    force: bool = False
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands to a parser's subparsers."""
+    one = _command(
+        commands, "inspect", _inspect, help="what does a checkpoint hold, and is it whole?",
+        description="Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position "
+        "in the data of the run that saved it.",
+    )  # fmt: skip
+    add_fields(one, InspectConfig, default_of=InspectConfig())
+    two = _command(
+        commands, "export", _export, help="write a checkpoint's params as safetensors files",
+        description="Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded "
+        "memory.",
+    )  # fmt: skip
+    two.add_argument("--out", required=True, metavar="FOLDER", help="folder to write into")
+    add_fields(two, ExportConfig, default_of=ExportConfig())
+
+
+def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
+    parser = commands.add_parser(name, usage=f"zero-jax {name} PATH [OPTION ...]", help=help, description=description)
+    parser.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or the folder of one step")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(run=functools.partial(_guarded, run), parser=parser)
+    return parser
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    try:
+        return run(options)
+    except ValueError as error:
+        return options.parser.error(str(error))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    config = InspectConfig(**given(InspectConfig, options))
+    found = describe(options.path, step=config.step, verify_leaves=config.verify)
+    print(json.dumps(found.to_json()) if options.json else str(found))
+    return 1 if found.problems else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    config = ExportConfig(**given(ExportConfig, options))
+    done = export(
+        options.path,
+        options.out,
+        step=config.step,
+        dtype=config.dtype,
+        max_shard_bytes=parse_size(config.max_shard_size),
+        ema=config.ema,
+        force=config.force,
+    )
+    print(json.dumps(dataclasses.asdict(done)) if options.json else str(done))
+    return 0

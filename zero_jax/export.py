@@ -1,0 +1,253 @@
+"""Params of a checkpoint as safetensors files, in the layout of Hugging Face, written in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.checkpoint_files import Record, find, make_context, read_record, read_slices
+from zero_jax.saved_state import SavedLeaf
+
+# Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
+_DTYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+_UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_INDEX = "model.safetensors.index.json"
+_SLICE_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+      files: the files, the index last.
+      step: step of the checkpoint.
+      num_tensors: tensors in them.
+      num_bytes: bytes of these tensors.
+    """
+
+    files: tuple[str, ...]
+    step: int
+    num_tensors: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        folder = pathlib.Path(self.files[0]).parent
+        names = ", ".join(pathlib.Path(file).name for file in self.files[:4]) + (", ..." if self.files[4:] else "")
+        return f"step {self.step}: {self.num_tensors} tensors, {self.num_bytes:,} bytes, in {folder} ({names})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """A leaf on its way out."""
+
+    name: str
+    leaf: str
+    shape: tuple[int, ...]
+    source: str
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    ema: bool = False,
+    force: bool = False,
+) -> Exported:
+    """Writes the params of a checkpoint as safetensors files.
+
+    The leaf `params/a/b` becomes the tensor `a.b`. Leaves are read and written in slices of at most 64 MiB and compared
+    with their fingerprints on the way. What was written appears in `out` when all of it is there.
+
+    Args:
+      path: a run's folder, its folder of checkpoints, or the folder of one step.
+      out: the folder to write into.
+      step: the step; None takes the newest.
+      dtype: floating dtype of the files; None leaves leaves as they were saved.
+      max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+      ema: take the params' moving average, which the optimizer's state holds, instead of the params.
+      force: write over an older export.
+
+    Raises:
+      CheckpointError: no checkpoint, or a damaged one.
+      ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
+    """
+    record, folder = read_record(find(path, step)), pathlib.Path(out).absolute()
+    tensors = _tensors(record, dtype=dtype, ema=ema)
+    old = _existing(folder)
+    if old and not force:
+        raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
+    files = _layout(tensors, max_shard_bytes)
+    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        for name, held in files.items():
+            _write(partial / name, record, held)
+        if len(files) > 1:
+            _write_index(partial / _INDEX, files)
+        written = [*files, *([_INDEX] if len(files) > 1 else [])]
+        _publish(partial, folder, written, old)
+    except OSError as error:
+        raise ValueError(f"cannot write {folder}: {error.strerror or error}; nothing was left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(
+        files=tuple(str(folder / name) for name in written),
+        step=record.step,
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+def parse_size(text: str) -> int:
+    """Reads a number of bytes such as `5GB` or `512MiB`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
+    if size < 1:
+        raise ValueError(f"size {text!r}: give a number of bytes such as 5GB or 512MiB")
+    return size
+
+
+def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
+    """Returns the tensors to write, in the order of the params."""
+    if dtype is not None and not (dtype in _DTYPES and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
+        floats = [name for name in _DTYPES if "float" in name]
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(floats)}, or none to leave dtypes as they are")
+    params = [name for name in record.leaves if name == "params" or name.startswith("params/")]
+    tensors = [_tensor(record, name, _ema_leaf(record, name) if ema else name, dtype) for name in params]
+    names = [tensor.name for tensor in tensors]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several params would be called {twice[0]!r}: rename one of them in the model")
+    return tensors
+
+
+def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor:
+    found: SavedLeaf = record.leaves[leaf]
+    source = found.stored_dtype if found.is_key else found.dtype
+    cast = dtype is not None and jnp.issubdtype(jnp.dtype(source), jnp.floating)
+    wanted = dtype if cast and dtype else source
+    if wanted not in _DTYPES:
+        raise ValueError(
+            f"leaf {leaf!r} has dtype {wanted}, which safetensors files do not know: "
+            "give --dtype for floats, or export without that leaf"
+        )
+    name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"
+    shape = found.stored_shape if found.is_key else found.shape
+    return _Tensor(name=name, leaf=leaf, shape=shape, source=source, dtype=wanted)
+
+
+def _ema_leaf(record: Record, param: str) -> str:
+    ending = "/ema/" + param.removeprefix("params/")
+    found = [name for name in record.leaves if name.startswith("opt_state/") and name.endswith(ending)]
+    found = [name for name in found if record.leaves[name].shape == record.leaves[param].shape]
+    if len(found) != 1:
+        held = f"{len(found)} of {param!r} ({', '.join(found)})" if found else f"none of {param!r}"
+        raise ValueError(f"--ema: the optimizer's state at {record.path} holds {held}: export the params without --ema")
+    return found[0]
+
+
+def _layout(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Tensor]]:
+    """Deals tensors out to files."""
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(x.num_bytes for x in shards[-1]) + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
+    """Writes a file: the length of the header, the header, and the tensors' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(record.step)}}
+    offset = 0
+    for tensor in tensors:
+        offsets = [offset, offset + tensor.num_bytes]
+        header[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        offset = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for part in _parts(record, tensor):
+                file.write(part.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _parts(record: Record, tensor: _Tensor) -> Iterator[np.ndarray]:
+    """Reads a leaf in the order of its bytes, cast to the dtype of the file."""
+    dtype = jnp.dtype(tensor.dtype)
+    for _, part in read_slices(record, tensor.leaf, make_context(), _SLICE_BYTES):
+        stored = part.view(jnp.dtype(tensor.source)) if part.dtype != jnp.dtype(tensor.source) else part
+        with np.errstate(over="ignore"):
+            cast = stored.astype(dtype, copy=False)
+        if cast is not stored and np.isinf(cast).any() and not np.isinf(stored).any():
+            raise ValueError(f"leaf {tensor.leaf!r} has values too large for {tensor.dtype}: export as bfloat16")
+        yield np.ascontiguousarray(cast).reshape(-1).view(np.uint8)
+
+
+def _write_index(path: pathlib.Path, files: Mapping[str, list[_Tensor]]) -> None:
+    total = sum(tensor.num_bytes for held in files.values() for tensor in held)
+    places = {tensor.name: name for name, held in files.items() for tensor in held}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another folder")
+    return sorted(folder.glob("model*.safetensors*"))
+
+
+def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:
+    """Moves finished files to where they belong: the folder as a whole where it is new, else one by one."""
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    for path in old:
+        if path.name not in names:
+            path.unlink()
+    for name in names:
+        (partial / name).replace(folder / name)

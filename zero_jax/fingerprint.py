@@ -1,0 +1,76 @@
+"""Fingerprints of arrays: one number a leaf, made where the leaf lies, that any changed element changes.
+
+The fingerprint is the sum, modulo 2^32, of a hash of each 32-bit word of an array and the word's index. For a given
+index the hash (the finalizer of MurmurHash3) is one-to-one, so that a change within one word is seen for certain, and
+any other with a probability of 1 - 2^-32. Sums modulo 2^32 come out the same in any order: devices sum their own
+shards, however the array is cut, and a host sums slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+_INDEX_FACTOR = 0x9E3779B9
+_FACTORS = (0x85EBCA6B, 0xC2B2AE35)
+_SHIFTS = (16, 13, 16)
+
+
+def fingerprint(x: Array) -> Array:
+    """Returns the fingerprint of an array, `uint32[]`; to be called under `jit`.
+
+    PRNG keys and elements of less than a byte have no words to hash: give the bits that stand for them.
+    """
+    words = _device_words(x)
+    index, stride = jnp.uint32(0), 1
+    for dim in reversed(range(words.ndim)):
+        index = index + lax.broadcasted_iota(np.uint32, words.shape, dim) * np.uint32(stride % 2**32)
+        stride *= words.shape[dim]
+    return jnp.sum(_hash(words + index * np.uint32(_INDEX_FACTOR)), dtype=np.uint32)
+
+
+def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape: Sequence[int] | None = None) -> int:
+    """Returns the fingerprint of a host array, or the part that a slice of one adds to it.
+
+    Args:
+      x: the array, or a slice of it.
+      index: where the slice lies in the whole array; the parts of all slices add up to its fingerprint, modulo 2^32.
+      shape: the shape of the whole array.
+    """
+    shape = x.shape if shape is None else tuple(shape)
+    starts = [part.indices(size)[0] for part, size in zip(index or (), shape, strict=bool(index))] or [0] * x.ndim
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    word_bytes = min(x.dtype.itemsize, 4)
+    num_words = x.dtype.itemsize // word_bytes
+    words = np.ascontiguousarray(x).reshape(-1).view(f"<u{word_bytes}").astype(np.uint32).reshape(*x.shape, num_words)
+    places, stride = np.arange(num_words, dtype=np.uint32), num_words
+    for dim in reversed(range(x.ndim)):
+        along = (np.arange(x.shape[dim], dtype=np.uint64) + np.uint64(starts[dim])) * np.uint64(stride % 2**32)
+        places = places + along.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
+        stride *= shape[dim]
+    return int(_hash(words + places * np.uint32(_INDEX_FACTOR)).sum(dtype=np.uint64)) % 2**32
+
+
+def _hash(x: Any) -> Any:
+    x = x ^ (x >> np.uint32(_SHIFTS[0]))
+    x = x * np.uint32(_FACTORS[0])
+    x = x ^ (x >> np.uint32(_SHIFTS[1]))
+    x = x * np.uint32(_FACTORS[1])
+    return x ^ (x >> np.uint32(_SHIFTS[2]))
+
+
+def _device_words(x: Array) -> Array:
+    """Returns the bits of an array as `uint32`, with a last dim for the words of an element."""
+    if jnp.issubdtype(x.dtype, np.complexfloating):
+        parts = [_device_words(part) for part in (x.real, x.imag)]
+        return jnp.concatenate(parts, axis=-1)
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    bits = 8 * x.dtype.itemsize
+    words = lax.bitcast_convert_type(x, np.dtype(f"uint{min(bits, 32)}")).astype(np.uint32)
+    return words if bits > 32 else words[..., None]

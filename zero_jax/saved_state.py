@@ -1,0 +1,189 @@
+"""The saved form of a train state: the same leaves for every stage, mesh and precision.
+
+Saved are the full-precision params, the optimizer's state, the key, the loss scale and the counters, by name. What is
+derived from them (low-precision copies) is not. A leaf that files have no dtype for is saved as its bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.fingerprint import fingerprint
+from zero_jax.state import TrainState
+from zero_jax.tree import PyTree, leaf_names
+
+_PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedLeaf:
+    """What is known of a saved leaf besides its values.
+
+    Attributes:
+      shape: global shape, as the train state has it.
+      dtype: dtype as the train state has it; `key<threefry2x32>` for PRNG keys of that kind.
+      stored_shape: shape in the files.
+      stored_dtype: dtype in the files.
+      fingerprint: see `zero_jax.fingerprint`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored_shape: tuple[int, ...]
+    stored_dtype: str
+    fingerprint: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, in the stored form."""
+        return int(np.prod(self.stored_shape, dtype=np.int64)) * jnp.dtype(self.stored_dtype).itemsize
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the leaf holds PRNG keys."""
+        return self.dtype.startswith("key<")
+
+
+def saved_leaves(state: TrainState) -> dict[str, Any]:
+    """Returns the leaves to save by name, of a state of arrays or of `ShapeDtypeStruct`s, in their order."""
+    tree = {
+        "params": state.params if state.master is None else state.master,
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": state.key,
+        "loss_scale": state.loss_scale,
+        "num_skipped_steps": state.num_skipped_steps,
+    }
+    return dict(zip(unique_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def unique_names(tree: PyTree) -> list[str]:
+    """Returns the paths of a tree's leaves, those that several leaves have numbered (`a/b` and `a/b~2`).
+
+    A Haiku module name holds slashes of its own, so that `{"a/b": x}` and `{"a": {"b": y}}` have the same path.
+    """
+    counts: dict[str, int] = {}
+    names = []
+    for name in leaf_names(tree):
+        counts[name] = counts.get(name, 0) + 1
+        names.append(name if counts[name] == 1 else f"{name}~{counts[name]}")
+    return names
+
+
+def dtype_name(x: Any) -> str:
+    """Returns the name of a leaf's dtype; those of PRNG keys say which kind."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Not `key_impl`, which takes no `ShapeDtypeStruct`.
+        return f"key<{x.dtype._impl.name}>"
+    return jnp.dtype(x.dtype).name
+
+
+def encode(x: Array) -> Array:
+    """Returns what is stored for a leaf: keys as their words, elements of a byte that files may not know as bits."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if not _is_bits(dtype_name(x)):
+        return x
+    num_bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(np.uint8)
+
+
+def decode(x: Array, leaf: SavedLeaf) -> Array:
+    """Returns the leaf that `encode` stored."""
+    if leaf.is_key:
+        return jax.random.wrap_key_data(x, impl=leaf.dtype[4:-1])
+    if not _is_bits(leaf.dtype):
+        return x
+    dtype = jnp.dtype(leaf.dtype)
+    num_bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+    return lax.bitcast_convert_type(x.astype(jnp.dtype(f"uint{num_bits}")), dtype)
+
+
+def _is_bits(dtype: str) -> bool:
+    """Tells whether a dtype is stored as bits."""
+    return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A state as it is stored: arrays (those without elements left out), and what is known of every leaf."""
+
+    arrays: dict[str, Array]
+    leaves: dict[str, SavedLeaf]
+
+
+def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
+    """Brings a state into the saved form, with fingerprints that the devices compute.
+
+    Waits for the state to be ready.
+    """
+    leaves = saved_leaves(state)
+    for name, x in leaves.items():
+        if not isinstance(x, jax.Array) or x.is_deleted():
+            gone = "was donated to a step" if isinstance(x, jax.Array) else f"is a {type(x).__name__}, no jax.Array"
+            raise ValueError(f"leaf {name!r} of the state {gone}: save the state that the last step returned")
+    arrays = {name: encode_leaf(x) for name, x in leaves.items()}
+    numbers = fingerprints(list(arrays.values()), mesh=mesh)
+    described = {
+        name: SavedLeaf(
+            shape=tuple(x.shape),
+            dtype=dtype_name(x),
+            stored_shape=tuple(arrays[name].shape),
+            stored_dtype=jnp.dtype(arrays[name].dtype).name,
+            fingerprint=number,
+        )
+        for (name, x), number in zip(leaves.items(), numbers, strict=True)
+    }
+    return Encoded(arrays={name: x for name, x in arrays.items() if x.size}, leaves=described)
+
+
+def encode_leaf(x: Array) -> Array:
+    """Encodes a leaf where it lies; most are stored as they are."""
+    name = dtype_name(x)
+    return _encode(x) if name.startswith("key<") or _is_bits(name) else x
+
+
+_encode = jax.jit(encode)
+
+
+def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
+    """Returns the fingerprints of arrays in the stored form, computed by one program that gathers nothing."""
+    return np.asarray(fingerprint_program(mesh)(arrays)).tolist() if arrays else []
+
+
+@functools.cache
+def fingerprint_program(mesh: Mesh) -> Any:
+    """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, whole on every device."""
+
+    def run(arrays: list[Array]) -> Array:
+        return jnp.stack([fingerprint(x) for x in arrays])
+
+    return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def leaves_to_json(leaves: Mapping[str, SavedLeaf]) -> dict[str, Any]:
+    """Returns what a checkpoint's record says of its leaves."""
+    return {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
+
+
+def leaves_from_json(record: Mapping[str, Any]) -> dict[str, SavedLeaf]:
+    """Reads what `leaves_to_json` wrote."""
+    return {
+        name: SavedLeaf(
+            shape=tuple(leaf["shape"]),
+            dtype=leaf["dtype"],
+            stored_shape=tuple(leaf["stored_shape"]),
+            stored_dtype=leaf["stored_dtype"],
+            fingerprint=leaf["fingerprint"],
+        )
+        for name, leaf in record.items()
+    }

@@ -1,0 +1,172 @@
+"""How a run shows on a terminal, with a live bar, and in a log, with plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from rich import progress
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from zero_jax.metrics import format_bytes
+
+Log = Callable[[str], None]
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+class Console:
+    """Shows the records of a run.
+
+    On a terminal a bar with the figures of the last step stays at the bottom, and lines go above it. Anywhere else the
+    same lines go to `log` as they are, without an escape code.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        log_every: int,
+        *,
+        log: Log = print,
+        terminal: TextIO | None = None,
+        first_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Starts to show a run.
+
+        Args:
+          num_steps: steps of the run.
+          log_every: steps between two lines; the first and the last step have one too.
+          log: takes the lines where there is no live bar.
+          terminal: where a live bar goes if it is a terminal that can move its cursor, such as `sys.stdout`; None never
+            shows one.
+          first_step: steps that were done before, in a run that is resumed.
+          clock: seconds that never go back.
+        """
+        self._num_steps, self._log_every, self._log = num_steps, log_every, log
+        self._clock, self._start = clock, (first_step, clock())
+        self._shown_any, self._figures = False, Text()
+        self._live: Live | None = None
+        if terminal is not None and terminal.isatty():
+            self._live = self._open(terminal, first_step)
+
+    def _open(self, terminal: TextIO, first_step: int) -> Live | None:
+        rich = RichConsole(file=terminal, highlight=False, markup=False, emoji=False)
+        if rich.is_dumb_terminal or not rich.is_terminal:
+            return None
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TaskProgressColumn(),
+            console=rich,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=self._num_steps, completed=first_step)
+        # What others print to the terminal goes above the bar too; a file or a pipe gets what it is sent.
+        live = Live(
+            get_renderable=lambda: Group(self._figures, self._bar),
+            console=rich,
+            refresh_per_second=4,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        live.start()
+        return live
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live bar."""
+        return self._live is not None
+
+    def line(self, text: str) -> None:
+        """Shows some text, above the bar if there is one."""
+        if self._live is None:
+            self._log(text)
+        else:
+            self._live.console.print(Text(text), soft_wrap=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Shows a record of kind `train`, or, always as a line, of any other kind."""
+        step, is_train = record["step"], record.get("kind", "train") == "train"
+        shown = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {figures(record)}"
+        if not is_train:
+            self.line(shown)
+            return
+        eta = self._eta(step)
+        if self._live is not None:
+            self._figures = Text(shown + eta, no_wrap=True, overflow="ellipsis")
+            self._bar.update(self._task, completed=step)
+        is_first, self._shown_any = not self._shown_any, True
+        if is_first or step == self._num_steps or step % self._log_every == 0 or record.get("skipped"):
+            self.line(shown + eta)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _eta(self, step: int) -> str:
+        """Returns the time left, at the speed since the first step that was shown, which compiles."""
+        if not self._shown_any:
+            self._start = step, self._clock()
+        first, started = self._start
+        if step <= first or step >= self._num_steps:
+            return ""
+        left = (self._clock() - started) / (step - first) * (self._num_steps - step)
+        return f"  {format_duration(left)} left"
+
+
+def figures(record: Mapping[str, Any]) -> str:
+    """Returns the figures of a record that people look at, on one line; what is None or missing is left out."""
+    known = {name: value for name, value in record.items() if value is not None}
+    label = "" if known.get("kind", "train") == "train" else f"{known['kind']} "
+    forms = [form(known[name]) for name, form in _FIGURES.items() if name in known]
+    shown = [label + form for form in forms if form]
+    if known.get("skipped"):
+        leaf = known.get("nonfinite_leaf")
+        shown.append(f"skipped: {f'the gradient of {leaf}' if leaf else 'a gradient'} was not finite")
+    return "  ".join(shown)
+
+
+_FIGURES: Mapping[str, Callable[[Any], str]] = {
+    "loss": lambda x: f"loss {x:.3f}",
+    "ema_loss": lambda x: f"loss of the average {x:.3f}",
+    "grad_norm": lambda x: f"grad norm {x:.2f}",
+    "learning_rate": lambda x: f"lr {x:.2e}",
+    "tokens_per_second": lambda x: f"{x:,.0f} tokens/s",
+    "mfu": lambda x: f"MFU {x:.1%}",
+    "data_wait_seconds": lambda x: f"data wait {x:.2f} s" if x >= 0.01 else "",
+    "per_device_memory_bytes": lambda x: f"{format_bytes(x)}/device",
+}
+
+
+def header(rows: Mapping[str, str]) -> str:
+    """Returns the lines that a run starts with: names and what they are, in two columns."""
+    width = max(map(len, rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a time for people, such as `3 min` or `2 days 4 h`."""
+    if seconds < _MINUTE:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR:
+        return f"{seconds / _MINUTE:.0f} min"
+    if seconds < _DAY:
+        hours, rest = divmod(round(seconds / _MINUTE), 60)
+        return f"{hours} h {rest} min"
+    days, hours = divmod(round(seconds / _HOUR), 24)
+    return f"{days} day{'s' if days > 1 else ''} {hours} h"

@@ -34,6 +34,10 @@ class Metrics:
         finite, -1 if all are, `int32[]`; `TrainStep.leaf_name` turns it into a path.
       loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
       num_skipped_steps: steps skipped so far, `int32[]`.
+      small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
+        clipping, `float32[]`; None without microbatches. `NoiseScale` makes the gradient noise scale of it. A part is
+        a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
+      num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
     """
 
     loss: jax.Array
@@ -43,6 +47,8 @@ class Metrics:
     nonfinite_leaf: jax.Array | None = None
     loss_scale: jax.Array | None = None
     num_skipped_steps: jax.Array | None = None
+    small_grad_norm_sq: jax.Array | None = None
+    num_small_grads: jax.Array | None = None
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

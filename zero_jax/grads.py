@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.spec import Dims, named
+from zero_jax.noise_scale import mean_of_parts, shard_squares
+from zero_jax.spec import Dims, named, without
 from zero_jax.tree import PyTree, leaf_names, map_named
 
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
@@ -130,7 +131,7 @@ class Accumulator:
           dims: for each param, how its gradient is sharded.
 
         Returns:
-          `((loss, aux), grads)` of the whole batch.
+          `((loss, aux), grads, parts)` of the whole batch; `parts` tells how large the gradients of its parts are.
         """
         k = self.num_microbatches
 
@@ -145,15 +146,19 @@ class Accumulator:
             sums, total = carry
             index, part = index_and_part
             (loss, (aux, weight)), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
+            # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
+            grads = lax.optimization_barrier(grads)
+            squares = shard_squares(grads, dims, mesh=self.mesh)
             sums = pin([s + _weigh(weight, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)])
-            return (sums, total + weight), (loss.astype(jnp.float32), weight, aux)
+            return (sums, total + weight), (loss.astype(jnp.float32), weight, aux, squares)
 
         zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
-        (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
         grads = [s / _nonzero(total) for s in sums]
         size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
-        return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
+        out = self.mean(losses, weights), self.combine(auxes, weights, size)
+        return out, grads, mean_of_parts(squares, weights)
 
     def local(
         self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
@@ -167,6 +172,7 @@ class Accumulator:
         k, n = self.num_microbatches, self.num_shards
         parts = self.split(batch)
         stacked = NamedSharding(self.mesh, PartitionSpec(self.axes.batch))
+        own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]
         mapped = jax.vmap(
             lambda part, key: grad_fn(params, part, key),
             in_axes=(jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0),
@@ -178,16 +184,18 @@ class Accumulator:
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
             (losses, (aux, weights)), grads = mapped(_rejoin(part, parts), keys)
+            squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, stacked) for s in sums]
-            return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux)
+            return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux, squares)
 
         zeros = [lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), stacked) for p in params]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
-        (sums, total), (losses, weights, auxes) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
         grads = [self.reduce(d, s / _nonzero(total)) for d, s in zip(dims, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
-        return (self.mean(losses, weights), self.combine(auxes, weights, size)), grads
+        out = self.mean(losses, weights), self.combine(auxes, weights, size)
+        return out, grads, mean_of_parts(squares, weights)
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.

@@ -131,7 +131,7 @@ class _Program:
         key = jax.random.fold_in(state.key, state.step)
         needed = self.needed_grads(masters, state.opt_state)
         compute = cast_floating(state.params, placement.precision.compute)
-        (loss, aux), grads = self.grads(placement, compute, batch, key, state.loss_scale, needed)
+        (loss, aux), grads, parts = self.grads(placement, compute, batch, key, state.loss_scale, needed)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(grads, masters, placement, scale)
         norm, first_bad = _norm_and_first_nonfinite(grads)
@@ -146,6 +146,8 @@ class _Program:
             nonfinite_leaf=_leaf_index(first_bad, jax.tree.structure(masters).flatten_up_to(grads)),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
+            small_grad_norm_sq=None if parts is None else parts.grad_norm_sq / scale / scale,
+            num_small_grads=None if parts is None else parts.num_parts,
         )
         return new_state, replicated(metrics, self.mesh)
 
@@ -193,7 +195,7 @@ class _Program:
     def grads(
         self, placement: Placement, params: PyTree, batch: PyTree, key: jax.Array, loss_scale: Any, needed: list[bool]
     ) -> Any:
-        """Returns `((scaled loss, aux), grads)`, the gradients sharded as the master params; None for frozen ones."""
+        """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
         config = self.config
         local = config.num_microbatches > 1 and "grads" not in placement.groups
         loss_fn = self.loss_fn
@@ -225,13 +227,13 @@ class _Program:
         free = pick(params)
         sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
         if config.num_microbatches == 1:
-            out, grads = grad_fn(free, batch, key)
+            (out, grads), parts = grad_fn(free, batch, key), None
         elif local:
-            out, grads = accumulator.local(grad_fn, free, batch, key, sharded)
+            out, grads, parts = accumulator.local(grad_fn, free, batch, key, sharded)
         else:
-            out, grads = accumulator.sharded(grad_fn, free, batch, key, sharded)
+            out, grads, parts = accumulator.sharded(grad_fn, free, batch, key, sharded)
         remaining = iter(grads)
-        return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves])
+        return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""

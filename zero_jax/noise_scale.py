@@ -1,0 +1,270 @@
+"""The gradient noise scale: from which batch size on more examples hardly save steps.
+
+McCandlish et al., "An Empirical Model of Large-Batch Training" (2018). The mean gradient of `B` examples is the true
+gradient `G` plus noise of variance `tr(Sigma) / B`; the simple noise scale `tr(Sigma) / |G|^2` (equation 2.9) is the
+batch at which both are equally large. The squared norms of a batch's gradient and of its parts' tell the two apart
+(appendix A.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from zero_jax.spec import Dims, named, num_shards
+
+# For each way that arrays are cut, the sums of squares of their shards: `float32[shards of a dim, ...]`.
+Squares = dict[Dims, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the noise scale needs of the gradients of a batch's parts.
+
+    Attributes:
+      grad_norm_sq: mean by weight of the squared global norms of the parts' gradients, `float32[]`.
+      num_parts: parts with a weight above 0, `int32[]`.
+    """
+
+    grad_norm_sq: jax.Array
+    num_parts: jax.Array
+
+
+def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Mesh) -> Squares:
+    """Sums the squares of sharded arrays shard by shard, each device those that it holds: nothing is sent.
+
+    Args:
+      arrays: gradients, of any dtype; they are squared in float32.
+      dims: for each one, how it is sharded.
+      mesh: the mesh.
+    """
+    squares: Squares = {}
+    for x, whole_dims in zip(arrays, dims, strict=True):
+        cut = tuple(dim for dim in whole_dims if dim)
+        shape, entries, local = [], [], []
+        for size, dim in zip(x.shape, whole_dims, strict=True):
+            if dim:
+                shards = num_shards(mesh, (dim,))
+                shape.append(shards)
+                entries.append(dim)
+                size //= shards
+            local.append(len(shape))
+            shape.append(size)
+            entries.append(())
+        x = lax.with_sharding_constraint(x.reshape(shape), named(mesh, tuple(entries)))
+        square = jnp.square(jnp.abs(x).astype(jnp.float32)).sum(local)
+        squares[cut] = squares[cut] + square if cut in squares else square
+    return {cut: lax.with_sharding_constraint(x, named(mesh, cut)) for cut, x in squares.items()}
+
+
+def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
+    """Averages the squared norms of parts by weight, which sends one scalar for each way that arrays are cut.
+
+    Args:
+      squares: `shard_squares` of each part, stacked on the dims of `weights`.
+      weights: how much each part counts. One of weight 0 is left out: its gradient may be 0 / 0.
+    """
+    total = jnp.float32(0)
+    for x in squares.values():
+        weight = weights.reshape(weights.shape + (1,) * (x.ndim - weights.ndim))
+        total += jnp.where(weight == 0, 0, weight * x).sum()
+    weight = weights.sum()
+    return Parts(grad_norm_sq=total / jnp.where(weight == 0, 1, weight), num_parts=(weights != 0).sum(dtype=jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """Unbiased estimates from one step, each of which scatters widely and may be negative.
+
+    Attributes:
+      signal: estimate of `|G|^2`, the squared norm of the true gradient.
+      noise: estimate of `tr(Sigma)`, the variance of the gradient of one example.
+    """
+
+    signal: float
+    noise: float
+
+
+def estimate_step(
+    *, grad_norm: float, small_grad_norm_sq: float, num_small_grads: int, batch_size: int
+) -> StepEstimate | None:
+    """Tells signal from noise in one step (appendix A.1); None if it had a single part or a gradient was not finite.
+
+    With parts of equal size, `small_grad_norm_sq` is `|G_small|^2` for `B_small = batch_size / num_small_grads`. With
+    uneven ones it is the mean by weight, and the result is as unbiased if noise goes down as one over the weight (as it
+    does for a mean over tokens): the mean by weight of `tr(Sigma) / weight` depends on the number of parts alone.
+
+    Args:
+      grad_norm: global norm of the batch's gradient.
+      small_grad_norm_sq: mean by weight of the squared norms of the parts' gradients.
+      num_small_grads: parts with a weight above 0.
+      batch_size: examples in the batch.
+    """
+    big = grad_norm * grad_norm
+    if num_small_grads < 2 or not math.isfinite(big) or not math.isfinite(small_grad_norm_sq):
+        return None
+    # (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small), and (|G_small|^2 - |G_big|^2) / (1/B_small - 1/B_big)
+    signal = (num_small_grads * big - small_grad_norm_sq) / (num_small_grads - 1)
+    noise = batch_size * (small_grad_norm_sq - big) / (num_small_grads - 1)
+    return StepEstimate(signal=signal, noise=noise)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoiseScaleEstimate:
+    """The noise scale, and how well it is known.
+
+    Attributes:
+      num_examples: the noise scale.
+      error_examples: its standard error, from how the steps scatter.
+      num_steps: steps that were averaged, the latest ones counting most.
+    """
+
+    num_examples: float
+    error_examples: float
+    num_steps: int
+
+    def __str__(self) -> str:
+        return f"{self.num_examples:,.3g} ± {self.error_examples:,.2g} examples, from {self.num_steps} steps"
+
+
+_SUMS = ("signal", "noise", "signal_sq", "noise_sq", "product", "weight", "weight_sq")
+
+
+class NoiseScale:
+    """Follows the noise scale through a run, on the host.
+
+    Signal and noise of a step are averaged over steps on their own, and the averages are divided: the ratio of averages
+    is nearly unbiased, the average of ratios is not (appendix A.1). Its standard error is that of a ratio to first
+    order, from the running variances of both and their covariance.
+    """
+
+    def __init__(self, *, decay: float = 0.99, min_steps: int = 20):
+        """Starts with nothing.
+
+        Args:
+          decay: what remains of a step's weight in the averages after another step.
+          min_steps: steps before there is an estimate.
+
+        Raises:
+          ValueError: a decay outside [0, 1), or fewer than 2 steps.
+        """
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay}: give a number from 0 to below 1, such as 0.99")
+        if min_steps < 2:
+            raise ValueError(f"min_steps={min_steps}: give at least 2, an error cannot be told from fewer")
+        self.decay, self.min_steps = decay, min_steps
+        self._num_steps = 0
+        self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)
+
+    def update(
+        self, *, grad_norm: float, small_grad_norm_sq: float | None, num_small_grads: int | None, batch_size: int
+    ) -> float | None:
+        """Takes in a step and returns the noise scale in examples, None while it is unknown.
+
+        A step with a gradient that is not finite, or with a single part, changes nothing.
+
+        Args:
+          grad_norm: `metrics.grad_norm`.
+          small_grad_norm_sq: `metrics.small_grad_norm_sq`.
+          num_small_grads: `metrics.num_small_grads`.
+          batch_size: examples in the batch, all devices and microbatches; it may change from step to step.
+        """
+        if small_grad_norm_sq is not None and num_small_grads is not None:
+            step = estimate_step(
+                grad_norm=float(grad_norm),
+                small_grad_norm_sq=float(small_grad_norm_sq),
+                num_small_grads=int(num_small_grads),
+                batch_size=batch_size,
+            )
+            if step is not None:
+                self._add(step)
+        estimate = self.estimate
+        return None if estimate is None else estimate.num_examples
+
+    def _add(self, step: StepEstimate) -> None:
+        keep, new = self.decay, 1 - self.decay
+        values = {
+            "signal": step.signal,
+            "noise": step.noise,
+            "signal_sq": step.signal**2,
+            "noise_sq": step.noise**2,
+            "product": step.signal * step.noise,
+            "weight": 1.0,
+        }
+        weight_sq = keep * keep * self._sums["weight_sq"] + new * new
+        self._sums = {name: keep * self._sums[name] + new * value for name, value in values.items()}
+        self._sums["weight_sq"] = weight_sq
+        self._num_steps += 1
+
+    @property
+    def estimate(self) -> NoiseScaleEstimate | None:
+        """The noise scale so far; None after too few steps, or if no signal stands out of the noise."""
+        if self._num_steps < self.min_steps:
+            return None
+        weight = self._sums["weight"]
+        mean = {name: value / weight for name, value in self._sums.items()}
+        signal, noise = mean["signal"], mean["noise"]
+        if signal <= 0:
+            return None
+        ratio = max(noise, 0.0) / signal
+        independent_steps = weight * weight / self._sums["weight_sq"]
+        spread = (
+            (mean["noise_sq"] - noise * noise)
+            - 2 * ratio * (mean["product"] - signal * noise)
+            + ratio * ratio * (mean["signal_sq"] - signal * signal)
+        )
+        # Below 2 independent steps (a decay near 0) nothing is known of the error.
+        error = math.inf if independent_steps < 2 else math.sqrt(max(spread, 0.0) / (independent_steps - 1)) / signal
+        return NoiseScaleEstimate(num_examples=ratio, error_examples=error, num_steps=self._num_steps)
+
+    def advice(self, batch_size: int, *, unit: str = "sequences") -> str | None:
+        """Says so if the batch is past the point of diminishing returns, and None if not or while that is uncertain.
+
+        A batch of `B` takes `1 + B_noise / B` times the fewest steps and `1 + B / B_noise` times the fewest examples
+        (section 2.3). The batch is past the point if it is twice the noise scale and more, beyond two standard errors.
+
+        Args:
+          batch_size: examples in the batch.
+          unit: what to call them.
+        """
+        estimate = self.estimate
+        if estimate is None or batch_size < 2 * (estimate.num_examples + 2 * estimate.error_examples):
+            return None
+        share = estimate.num_examples / batch_size
+        steps, examples = (1 + 2 * share) / (1 + share), (0.5 + share) / (1 + share)
+        return (
+            f"the batch of {batch_size:,} {unit} is past the point of diminishing returns: the gradient noise scale is "
+            f"{estimate.num_examples:,.3g} ± {estimate.error_examples:,.2g} {unit}. Half the batch would take about "
+            f"{steps:.2f} times the steps and {examples:.2f} times the {unit}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all that `from_json` needs to go on exactly."""
+        return {"decay": self.decay, "min_steps": self.min_steps, "num_steps": self._num_steps, **self._sums}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> NoiseScale:
+        """Returns the noise scale that `to_json` was asked of.
+
+        Raises:
+          ValueError: a record with other entries.
+        """
+        known = {"decay", "min_steps", "num_steps", *_SUMS}
+        if set(record) != known:
+            odd = sorted(set(record) ^ known)
+            raise ValueError(
+                f"the record of the noise scale lacks or does not know {', '.join(odd)}: give what to_json returned, "
+                "or start afresh with NoiseScale()"
+            )
+        noise_scale = cls(decay=record["decay"], min_steps=record["min_steps"])
+        noise_scale._num_steps = record["num_steps"]
+        noise_scale._sums = {name: float(record[name]) for name in _SUMS}
+        return noise_scale

@@ -1,0 +1,52 @@
+"""The command `zero-jax plot`: runs over one another."""
+
+import argparse
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from zero_jax.curves import X_LABELS, RunRecords, plot_runs, read_run
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "plot",
+        usage="zero-jax plot RUN ... [OPTION ...]",
+        help="draw runs over one another",
+        description="Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: "
+        "each training step pale, the mean over some steps, and evaluations as dots.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out", default="curves.png", metavar="FILE", help="the picture: .png, .svg or .pdf (default: curves.png)"
+    )
+    parser.add_argument(
+        "--metric",
+        default="loss",
+        metavar="NAME",
+        help="name of a figure in the records, such as grad_norm, learning_rate or mfu (default: loss)",
+    )
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
+    parser.add_argument("--title", default="", metavar="TEXT", help="what stands above the picture")
+    parser.set_defaults(run=_plot, parser=parser)
+
+
+def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
+    """Returns the runs, those that share a name called by the path that was given."""
+    counts = collections.Counter(run.name for run in runs)
+    pairs = zip(paths, runs, strict=True)
+    return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
+
+
+def _plot(options: argparse.Namespace) -> int:
+    try:
+        runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
+        plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
+    except ValueError as error:
+        return options.parser.error(str(error))
+    except OSError as error:
+        return options.parser.error(f"cannot draw {options.out!r} ({error.strerror})")
+    print(f"drew {options.out}")
+    return 0

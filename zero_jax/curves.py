@@ -1,0 +1,279 @@
+"""Curves of runs: read from their `metrics.jsonl`, drawn over one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_jax.writers import read_records
+
+RECORDS = "metrics.jsonl"
+X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+# Okabe and Ito's palette, which most colour-blind people can tell apart, and further ones for many runs.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B4513", "#7F7F7F", "#6A3D9A")
+_LABELS = {"loss": "loss (nats per token)", "grad_norm": "gradient norm", "mfu": "model FLOPs utilization"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """The records of a run, each kind in the order of its steps.
+
+    Attributes:
+      name: what to call the run.
+      train: records of kind `train`, one a step.
+      validation: records of kind `validation`.
+    """
+
+    name: str
+    train: tuple[dict[str, Any], ...]
+    validation: tuple[dict[str, Any], ...]
+
+    def curve(self, metric: str, *, x: str = "step") -> Curve:
+        """Returns the curve of a figure.
+
+        Args:
+          metric: name of a figure in the records, such as `loss`.
+          x: what it is drawn against: `step`, `tokens` or `seconds`.
+
+        Raises:
+          ValueError: no such figure in the records.
+        """
+        if x not in X_LABELS:
+            near = difflib.get_close_matches(x, X_LABELS, n=1, cutoff=0)[0]
+            raise ValueError(f"x={x!r}: did you mean {near!r}? Choose one of {', '.join(X_LABELS)}")
+        if not any(metric in record for record in (*self.train, *self.validation)):
+            raise ValueError(self._no_such(metric))
+        steps = np.array([record["step"] for record in self.train], float)
+        along = self._along(x, steps)
+        held_out = [record for record in self.validation if _is_number(record.get(metric))]
+        at = np.array([record["step"] for record in held_out], float)
+        return Curve(
+            name=self.name,
+            x=along,
+            y=_values(self.train, metric),
+            validation_x=np.interp(at, [0, *steps], [0, *along]) if len(steps) else at,
+            validation_y=_values(held_out, metric),
+        )
+
+    def _along(self, x: str, steps: np.ndarray) -> np.ndarray:
+        if x == "step":
+            return steps
+        name = {"tokens": "tokens", "seconds": "step_seconds"}[x]
+        values = _values(self.train, name)
+        if np.isnan(values).all():
+            raise ValueError(f"the records of {self.name} have no {name}: draw them against the step")
+        return np.cumsum(np.nan_to_num(values)) if x == "seconds" else values
+
+    def _no_such(self, metric: str) -> str:
+        names = {name for record in (*self.train, *self.validation) for name in record if _is_number(record[name])}
+        names -= {"step"}
+        near = difflib.get_close_matches(metric, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A figure of a run; NaN where a step has none.
+
+    Attributes:
+      name: what the run is called.
+      x: what it is drawn against, for each training step.
+      y: the figure at each training step.
+      validation_x: the same for each evaluation.
+      validation_y: the figure at each evaluation.
+    """
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    validation_x: np.ndarray
+    validation_y: np.ndarray
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    values = [record.get(name) for record in records]
+    return np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
+
+
+def read_run(path: str | pathlib.Path) -> RunRecords:
+    """Reads the records of a run; a step that comes twice counts as the later one has it, half a line not at all.
+
+    Args:
+      path: folder of the run, or its `metrics.jsonl`.
+
+    Raises:
+      ValueError: no such run, or one that has no records.
+    """
+    given = pathlib.Path(path)
+    file = given / RECORDS if given.is_dir() else given
+    if not file.is_file():
+        raise ValueError(_no_run(given))
+    kinds: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
+    for record in read_records(file):
+        kinds.setdefault(record.get("kind", "train"), {})[record["step"]] = record
+    train, validation = (tuple(kinds[kind][step] for step in sorted(kinds[kind])) for kind in ("train", "validation"))
+    if not train and not validation:
+        raise ValueError(f"{file} has no records: the run has not taken a step yet, or this is no run")
+    return RunRecords(name=file.resolve().parent.name, train=train, validation=validation)
+
+
+def _no_run(path: pathlib.Path) -> str:
+    """Returns what to say of a path that is no run: the nearest runs, or what the folder has instead."""
+    what = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
+    places = [path, path.parent, pathlib.Path("runs")]
+    found = {
+        str(file.parent): None for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))
+    }
+    by_name = {pathlib.Path(run).name: run for run in found}
+    near = [by_name[name] for name in difflib.get_close_matches(path.name, by_name, n=3, cutoff=0)]
+    return f"{what}; the nearest are {', '.join(near)}" if near else f"{what}, and there is none beside it"
+
+
+def plot_runs(
+    path: str | pathlib.Path, runs: Sequence[RunRecords], *, metric: str = "loss", x: str = "step", title: str = ""
+) -> None:
+    """Draws a figure of several runs over one another: each step pale, its mean over some steps, and evaluations.
+
+    Args:
+      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      runs: the runs.
+      metric: name of the figure.
+      x: what it is drawn against: `step`, `tokens` or `seconds`.
+      title: what stands above.
+
+    Raises:
+      ValueError: no runs, another suffix, or a figure that a run does not have.
+    """
+    from matplotlib.ticker import EngFormatter
+
+    if not runs:
+        raise ValueError("plot_runs: there are no runs to draw")
+    curves = [run.curve(metric, x=x) for run in runs]
+    figure, axes = _figure(path)
+    for i, curve in enumerate(curves):
+        color = _COLORS[i % len(_COLORS)]
+        axes.plot(curve.x, curve.y, color=color, linewidth=0.6, alpha=0.25)
+        window = _window(curve.y)
+        mean = smoothed(curve.y, window)
+        axes.plot(curve.x, mean, color=color, linewidth=1.5, label=_label(curve), **_lone_points(mean))
+        style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
+        axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
+    if x == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter())
+    _finish(axes, title=title, x=X_LABELS[x], y=_LABELS.get(metric, metric.replace("_", " ")))
+    handles = axes.get_legend_handles_labels()[0] + _styles(curves)
+    # Beside the curves, not over them: the longest names and the most runs still leave the curves alone.
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def plot_losses(
+    path: str | pathlib.Path,
+    *,
+    train: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    title: str,
+) -> None:
+    """Draws training and validation loss of one run against the step.
+
+    Args:
+      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      train: step and loss of every training step.
+      validation: step and loss of every evaluation.
+      title: what the run is.
+    """
+    figure, axes = _figure(path)
+    steps, losses = np.array(train, float).reshape(-1, 2).T
+    window = _window(losses)
+    axes.plot(steps, losses, color="#c9d8e8", linewidth=0.8, label="training, each batch")
+    mean, label = smoothed(losses, window), f"training, mean of {window} batches"
+    axes.plot(steps, mean, color="#4c72b0", linewidth=1.5, label=label, **_lone_points(mean))
+    if validation:
+        label = f"validation ({validation[-1][1]:.3f} at the end)"
+        steps, losses = np.array(validation, float).T
+        axes.plot(steps, losses, color="#c44e52", linewidth=1.5, marker="o", markersize=4, label=label)
+    _finish(axes, title=title, x="step", y=_LABELS["loss"])
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """Returns the mean of each value and those around it, `window` in all or as many as there are.
+
+    Values that are not finite are left out of the means, and are NaN in the result, so that a gap stays a gap.
+    """
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    middle = np.arange(len(values))
+    starts, ends = np.maximum(middle - window // 2, 0), np.minimum(middle - window // 2 + window, len(values))
+    means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
+    return np.where(finite, means, np.nan)
+
+
+def _window(values: np.ndarray) -> int:
+    return max(1, len(values) // 40)
+
+
+def _lone_points(values: np.ndarray) -> dict[str, Any]:
+    """Returns the style that makes a curve of a single point visible."""
+    return {"marker": "."} if np.isfinite(values).sum() == 1 else {}
+
+
+def _label(curve: Curve) -> str:
+    last = curve.validation_y if len(curve.validation_y) else curve.y[np.isfinite(curve.y)]
+    return f"{curve.name} ({last[-1]:.4g})" if len(last) else curve.name
+
+
+def _styles(curves: Sequence[Curve]) -> list[Any]:
+    """Returns what the legend says of the styles of lines, where there is more than one."""
+    from matplotlib.lines import Line2D
+
+    styles = [Line2D([], [], color="#666666", linewidth=1.5, label="training, smoothed")]
+    if any(len(curve.validation_y) for curve in curves):
+        line = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
+        styles.append(Line2D([], [], color="#666666", label="validation", **line))
+    return styles if len(styles) > 1 else []
+
+
+def _figure(path: str | pathlib.Path) -> tuple[Any, Any]:
+    # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, path: str | pathlib.Path) -> None:
+    import matplotlib
+
+    # Text stays text in an SVG, and the same data give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
+        is_svg = pathlib.Path(path).suffix.lower() == ".svg"
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)
+
+
+def _finish(axes: Any, *, title: str, x: str, y: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,154 @@
+"""What the tests launch: `python launched.py WHAT [WHO]` as one of several processes, and a small `zero-jax launch`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+INDEX = int(os.environ.get("ZERO_JAX_PROCESS_ID", "0"))
+
+
+def say(*words, file=sys.stdout):
+    print(*words, file=file, flush=True)
+
+
+def make_sum():
+    """Returns a function that sums the numbers of all devices, which no process has all of."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    count = jax.device_count()
+    mesh = jax.make_mesh((count,), ("data",))
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    numbers = jax.make_array_from_callback((count,), place, lambda index: np.arange(count, dtype=np.float32)[index])
+    total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return lambda: float(total(numbers))
+
+
+def joined(**options):
+    """Joins, sums over all devices, and says so."""
+    from zero_jax.launch import join
+
+    place = join(timeout_seconds=60, **options)
+    import jax
+
+    say(f"{place.process_index}/{place.num_processes} {place.source} {jax.local_device_count()} {make_sum()():g}")
+    return place
+
+
+def bare():
+    import jax
+
+    jax.distributed.initialize()
+    say(f"{jax.process_index()}/{jax.process_count()} {jax.local_device_count()} {make_sum()():g}")
+
+
+def collectives_until(who, what, **options):
+    """Sums again and again; after some time process `who` does `what`."""
+    place = joined(**options)
+    total = make_sum()
+    for i in range(100_000):
+        if i == 20 and place.process_index == who:
+            what()
+        total()
+        time.sleep(0.01)
+
+
+def fail():
+    raise RuntimeError("the disk is on fire")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    from zero_jax.launch import Place
+
+    Place(process_index=INDEX, num_processes=2).leave(2)
+
+
+def wait(on_term):
+    """Waits; on SIGTERM does as told."""
+    signal.signal(signal.SIGTERM, on_term)
+    if callable(on_term):
+        signal.signal(signal.SIGINT, on_term)
+    say("waiting", os.getpid())
+    time.sleep(60)
+
+
+def save(number, frame):
+    say("saved", signal.Signals(number).name)
+    sys.exit(75)
+
+
+def deaf():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait(signal.SIG_IGN)
+
+
+def parent():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    say("child", child.pid)
+
+
+def with_a_child():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    say("pids", os.getpid(), child.pid)
+    time.sleep(60)
+
+
+def one_ends(who, how):
+    if who == INDEX:
+        time.sleep(0.2)  # the others listen to signals by then
+        say("bye", file=sys.stderr)
+        how()
+    wait(save)
+
+
+def bar():
+    for i in range(5):
+        print(f"\r{i} of 4", end="", flush=True, file=sys.stderr)
+        time.sleep(0.02)
+    say(file=sys.stderr)
+    say("[Gloo] Rank 3 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7")
+    say("é after the bar")
+
+
+def command_line(arguments):
+    from zero_jax import cli_launch
+    from zero_jax.options import Parser
+
+    parser = Parser(prog="zero-jax")
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("train")
+    cli_launch.add_commands(commands)
+    options = parser.parse_args(arguments)
+    sys.exit(options.run(options))
+
+
+WHATS = {
+    "sum": joined,
+    "bare": bare,
+    "raise": lambda who: collectives_until(who, fail),
+    "leave": lambda who: collectives_until(who, leave),
+    "killed": lambda who: collectives_until(who, kill),
+    "exit": lambda who, status: one_ends(who, lambda: sys.exit(status)),
+    "signal": lambda who, number: one_ends(who, lambda: os.kill(os.getpid(), number)),
+    "heartbeat": lambda who, seconds: collectives_until(who, kill, heartbeat_timeout_seconds=seconds),
+    "wait": lambda: wait(save),
+    "stubborn": lambda: wait(signal.SIG_IGN) if INDEX else sys.exit(3),
+    "children": with_a_child,
+    "bar": bar,
+    "arguments": lambda *rest: say(*rest),
+    "environment": lambda: say(os.environ["XLA_FLAGS"], *sorted(name for name in os.environ if name[:6] == "SLURM_")),
+    "parent": parent,
+    "deaf": deaf,
+}
+
+if __name__ == "__main__":
+    if sys.argv[1] == "zero-jax":
+        command_line(sys.argv[2:])
+    WHATS[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -1,0 +1,282 @@
+"""Several processes on one machine: they find each other, end together, and leave nothing."""
+
+import io
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zero_jax import cli_launch
+from zero_jax.cluster import NUM_PROCESSES
+from zero_jax.launch import LaunchConfig, launch
+
+SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
+COMMANDS = ("launch", "plan", "train")
+
+
+class Launched:
+    """What came of a launch."""
+
+    def __init__(self, *what, environment=None, **fields):
+        out, err = io.StringIO(), io.StringIO()
+        config = LaunchConfig(**{"grace_seconds": 2, **fields})
+        started = time.monotonic()
+        command = [sys.executable, SCRIPT, *map(str, what)]
+        self.result = launch(command, config=config, environment=environment, out=out, err=err)
+        self.seconds = time.monotonic() - started
+        self.out, self.err = out.getvalue(), err.getvalue()
+
+
+def start(*arguments, **options):
+    """Starts the command line in a process of its own, as a user does."""
+    command = [sys.executable, SCRIPT, "zero-jax", "launch", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def run(*arguments):
+    process = start(*arguments)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def read_until(stream, pattern, count):
+    """Returns the matches of a pattern in a stream's lines, as soon as there are enough."""
+    found = []
+    while len(found) < count:
+        line = stream.readline()
+        assert line, f"the stream ended after {found}"
+        found += re.findall(pattern, line)
+    return found
+
+
+def is_alive(pid):
+    """Says whether a process runs: one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] not in "ZX"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def await_end(pids, seconds=5):
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def test_processes_join_and_compute_together():
+    launched = Launched("sum")
+    assert launched.result.status == 0, launched.err
+    assert launched.out == "0/2 launcher 4 28\n"  # process 0's own words, and nothing of gloo's
+    assert "[1] 1/2 launcher 4 28\n" in launched.err
+
+
+@pytest.mark.slow
+def test_a_script_that_calls_initialize_without_arguments():
+    launched = Launched("bare", num_processes=3, devices_per_process=2)
+    assert launched.result.status == 0, launched.err
+    assert launched.out == "0/3 2 15\n"
+    assert "[2] 2/3 2 15\n" in launched.err
+
+
+def test_one_process_is_no_special_case():
+    launched = Launched("sum", num_processes=1, devices_per_process=2)
+    assert (launched.result.status, launched.out) == (0, "0/1 launcher 2 1\n")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("status", [1, 3, 75, 76])
+def test_the_status_is_that_of_the_first_to_fail(who, status):
+    launched = Launched("exit", who, status)
+    assert launched.result.status == status
+    assert launched.result.first_failure.process_index == who
+    assert launched.result.first_failure.last_lines == ("bye",)
+    assert not launched.result.first_failure.was_told
+    assert f"process {who} of 2 " in str(launched.result).splitlines()[0]
+    assert launched.seconds < 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_status_of_a_signal(number):
+    launched = Launched("signal", 1, int(number))
+    assert launched.result.status == 128 + number
+    lines = str(launched.result).splitlines()
+    assert lines[0].startswith(f"process 1 of 2 was ended by {number.name}")
+    assert "  bye" in lines
+
+
+def test_75_says_how_to_go_on():
+    assert "--resume auto" in str(Launched("exit", 0, 75).result).splitlines()[0]
+
+
+def test_who_does_not_listen_is_killed_after_the_grace():
+    launched = Launched("stubborn", grace_seconds=0.5)
+    assert launched.result.status == 3
+    assert [one.returncode for one in launched.result.endings] == [3, -signal.SIGKILL]
+    assert 0.5 <= launched.seconds < 5
+    assert "still running 0.5 s after" in launched.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "who", "status"), [("raise", 0, 1), ("raise", 1, 1), ("leave", 1, 2)])
+def test_an_error_in_the_middle_of_collectives_ends_all(what, who, status):
+    """JAX alone would keep the process that failed at its exit for five minutes."""
+    launched = Launched(what, who)
+    assert launched.result.status == status
+    assert launched.result.first_failure.process_index == who
+    if what == "raise":
+        assert launched.result.first_failure.last_lines[-1] == "RuntimeError: the disk is on fire"
+    assert launched.seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_killed_in_the_middle_of_collectives_ends_all(who):
+    launched = Launched("killed", who)
+    assert launched.result.status == 128 + signal.SIGKILL
+    first, last = launched.result.endings
+    assert first.process_index == who
+    assert last.seconds - first.seconds < 2 + 1  # the grace, and what it takes to notice
+
+
+def test_progress_bars_do_not_garble():
+    launched = Launched("bar")
+    assert launched.out == "é after the bar\n"
+    assert sorted(launched.err.splitlines()) == ["[0] 4 of 4", "[1] 4 of 4", "[1] é after the bar"]
+
+
+def test_colors_are_for_terminals():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    err = Terminal()
+    launch([sys.executable, SCRIPT, "bar"], config=LaunchConfig(), err=err, out=io.StringIO())
+    assert "\x1b[33m[1]\x1b[0m é after the bar\n" in err.getvalue()
+
+
+def test_what_was_set_for_one_process_is_not_passed_on():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_dump_to=",
+        "SLURM_NODEID": "3",
+    }
+    launched = Launched("environment", environment=environment)
+    assert launched.out == "--xla_dump_to= SLURM_JOB_ID SLURM_LOCALID SLURM_NTASKS SLURM_PROCID SLURM_STEP_NODELIST\n"
+
+
+def test_killing_the_launcher_leaves_nothing():
+    process = start("-n", "2", "--", "python", SCRIPT, "children")
+    pids = [int(pid) for pid in read_until(process.stdout, r"\d+", 2)]
+    pids += [int(pid) for line in read_until(process.stderr, r"pids (\d+ \d+)", 1) for pid in line.split()]
+    assert len(pids) == 4 and all(map(is_alive, pids))
+    process.kill()
+    process.communicate(timeout=10)
+    assert await_end(pids) == []
+
+
+def test_what_a_process_has_started_ends_with_it():
+    launched = Launched("parent")
+    assert launched.result.status == 0
+    assert launched.seconds < 5
+    assert await_end([int(pid) for pid in re.findall(r"child (\d+)", launched.out + launched.err)]) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_once(number):
+    process = start("-n", "2", "--", "python", SCRIPT, "wait")
+    read_until(process.stdout, "waiting", 1)
+    read_until(process.stderr, "waiting", 1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert out == f"saved {number.name}\n"
+    assert f"[1] saved {number.name}\n" in err
+    assert f"{number.name} is passed on" in err
+
+
+def test_a_second_signal_kills():
+    process = start("-n", "2", "--grace-seconds", "60", "--", "python", SCRIPT, "deaf")
+    pids = [int(pid) for pid in read_until(process.stdout, r"waiting (\d+)", 1)]
+    pids += [int(pid) for pid in read_until(process.stderr, r"waiting (\d+)", 1)]
+    process.send_signal(signal.SIGINT)
+    read_until(process.stderr, "once more kills", 1)
+    assert all(map(is_alive, pids))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert await_end(pids) == []
+
+
+def test_the_command_line_passes_arguments_on():
+    status, out, err = run("-n", "1", "--", "python", SCRIPT, "arguments", "3", "4")
+    assert (status, out, err) == (0, "3 4\n", "")
+
+
+def test_the_closing_message_has_the_reason_first():
+    status, _, err = run("-n", "2", "--", "python", SCRIPT, "exit", "1", "7")
+    assert status == 7
+    closing = err[err.index("zero-jax launch: process 1 of 2 ended with status 7") :]
+    assert closing.splitlines()[1:3] == ["the last lines of its stderr:", "  bye"]
+
+
+ERRORS = {
+    "nothing": ([], "follows after `--`"),
+    "no dashes": (["-n", "2", "train"], "write `--` before 'train'"),
+    "nothing behind": (["--"], "is no command"),
+    "near": (["--", "trian"], "did you mean 'train'?"),
+    "nested": (["--", "launch", "--", "train"], "cannot launch"),
+    "none": (["-n", "0", "--", "train"], "num_processes=0: give a number from 1 on"),
+    "grace": (["--grace-seconds", "-1", "--", "train"], "grace_seconds=-1.0"),
+    "word": (["-n", "two", "--", "train"], "invalid int value: 'two'"),
+    "option": (["--num-proceses", "2", "--", "train"], "did you mean --num-processes?"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_usage(name, capsys):
+    arguments, told = ERRORS[name]
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["launch", *arguments]).run(parser().parse_args(["launch", *arguments]))
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def parser():
+    from zero_jax.options import Parser
+
+    made = Parser(prog="zero-jax")
+    commands = made.add_subparsers(required=True)
+    commands.add_parser("train")
+    cli_launch.add_commands(commands)
+    return made
+
+
+def test_command_lines():
+    python = sys.executable
+    assert cli_launch.command_line(["--", "train", "--help"], COMMANDS) == [
+        python,
+        "-m",
+        "zero_jax.cli",
+        "train",
+        "--help",
+    ]
+    assert cli_launch.command_line(["--", "python", "-c", "1"], COMMANDS) == [python, "-c", "1"]
+    assert cli_launch.command_line(["--", "sh", "--", "x"], COMMANDS)[1:] == ["--", "x"]
+
+
+def test_no_launch_in_a_launch(monkeypatch):
+    monkeypatch.setenv(NUM_PROCESSES, "2")
+    with pytest.raises(ValueError, match="cannot launch"):
+        cli_launch.command_line(["--", "train"], COMMANDS)
+
+
+def test_a_program_that_cannot_be_started():
+    with pytest.raises(ValueError, match=r"cannot start '/no/such/program' .No such file"):
+        launch(["/no/such/program"], config=LaunchConfig())

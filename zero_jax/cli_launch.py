@@ -1,0 +1,77 @@
+"""The command `zero-jax launch`: several processes on this machine."""
+
+import argparse
+import difflib
+import os
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from zero_jax.cluster import NUM_PROCESSES
+from zero_jax.launch import LaunchConfig, launch
+from zero_jax.options import add_fields, given
+
+_PYTHONS = ("python", "python3")
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "launch",
+        usage="zero-jax launch [-n N] [OPTION ...] -- COMMAND [ARGUMENT ...]",
+        help="run a command as several processes on this machine",
+        description="Runs a command of zero-jax, such as `train`, or any program, such as `python my_script.py`, as "
+        "several processes on this machine that work together, each with simulated CPU devices. Where one fails, all "
+        "end. The exit status is that of the process that failed first.",
+    )
+    defaults = LaunchConfig()
+    group = parser.add_argument_group("processes")
+    group.add_argument(
+        "-n", "--num-processes", type=int, metavar="N", default=defaults.num_processes,
+        dest="LaunchConfig.num_processes",
+        help=f"processes to start on this machine (default: {defaults.num_processes})",
+    )  # fmt: skip
+    add_fields(group, LaunchConfig, default_of=defaults, without=("num_processes",))
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
+    parser.set_defaults(run=lambda options: _launch(options, commands.choices), parser=parser)
+
+
+def _launch(options: argparse.Namespace, known: Collection[str]) -> int:
+    try:
+        config = LaunchConfig(**given(LaunchConfig, options))
+        result = launch(command_line(options.command, known), config=config)
+    except ValueError as error:
+        return options.parser.error(str(error))
+    if result.status:
+        print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
+    return result.status
+
+
+def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """Returns the program to start and its arguments.
+
+    Args:
+      words: what follows the options of `launch`, from `--` on.
+      known: the commands of zero-jax.
+
+    Raises:
+      ValueError: no `--`, nothing behind it, or neither a command of zero-jax nor a program.
+    """
+    if not words or words[0] != "--":
+        before = f"before {words[0]!r}" if words else "and a command, such as `-- train`"
+        raise ValueError(f"what to run follows after `--`: write `--` {before}")
+    name, *arguments = words[1:] or [""]
+    if name == "launch" or NUM_PROCESSES in os.environ:
+        raise ValueError("a launched process cannot launch: give the command itself, such as `-- train`")
+    if name in known:
+        return [sys.executable, "-m", "zero_jax.cli", name, *arguments]
+    if name in _PYTHONS:
+        return [sys.executable, *arguments]  # the one that has zero_jax
+    found = shutil.which(name)
+    if found is None:
+        near = difflib.get_close_matches(name, [*known, *_PYTHONS], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        commands = ", ".join(sorted(set(known) - {"launch"}))
+        raise ValueError(f"{name!r} is no command of zero-jax and no program: {hint}Commands are {commands}")
+    return [found, *arguments]

@@ -1,0 +1,315 @@
+"""Several processes on one machine, each with simulated CPU devices: starting, watching and ending them.
+
+The processes share a process group with a guard, which waits for the end of a pipe that only the launcher holds:
+however the launcher ends, kill -9 included, the guard then kills the group. Children of the processes are in it, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import io
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, BinaryIO, TextIO, cast
+
+from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
+from zero_jax.merge import Merger
+
+__all__ = ["Ending", "LaunchConfig", "LaunchResult", "NotJoined", "Place", "join", "launch"]
+
+SAVED = 75
+_GUARD = """
+import os, signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+while os.read(0, 1):
+    pass
+os.killpg(0, signal.SIGKILL)
+"""
+_NUM_LAST_LINES = 12
+_ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Says how many processes to start.
+
+    Attributes:
+      num_processes: processes to start on this machine.
+      devices_per_process: simulated CPU devices of each process.
+      grace_seconds: time that the other processes have to save and end, once one has failed, before they are killed.
+    """
+
+    num_processes: int = 2
+    devices_per_process: int = 4
+    grace_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, lowest in {"num_processes": 1, "devices_per_process": 1, "grace_seconds": 0}.items():
+            value = getattr(self, name)
+            if not lowest <= value < 10_000:
+                raise ValueError(f"{name}={value}: give a number from {lowest} on, below 10,000")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Says how a process ended.
+
+    Attributes:
+      process_index: which process.
+      returncode: its exit status, or the negative number of the signal that ended it.
+      seconds: when, since the launch.
+      was_told: whether it was told to end before.
+      last_lines: the last lines of its stderr.
+    """
+
+    process_index: int
+    returncode: int
+    seconds: float
+    was_told: bool
+    last_lines: tuple[str, ...]
+
+    @property
+    def status(self) -> int:
+        """The status as a shell gives it: 128 and the signal's number where a signal ended the process."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    def __str__(self) -> str:
+        if self.returncode == SAVED:
+            return "saved and stopped (status 75)"
+        if self.returncode >= 0:
+            return f"ended with status {self.returncode}"
+        hint = ": out of memory?" if self.returncode == -signal.SIGKILL and not self.was_told else ""
+        return f"was ended by {signal.Signals(-self.returncode).name}{hint}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchResult:
+    """Says how the processes ended, in the order in which they did; prints the reason first."""
+
+    num_processes: int
+    endings: tuple[Ending, ...]
+
+    @property
+    def first_failure(self) -> Ending | None:
+        """The process that failed first."""
+        return next((one for one in self.endings if one.returncode != 0), None)
+
+    @property
+    def status(self) -> int:
+        """The exit status of the whole: that of the process that failed first, or 0."""
+        return self.first_failure.status if self.first_failure else 0
+
+    def __str__(self) -> str:
+        first = self.first_failure
+        if first is None:
+            return f"all {self.num_processes} processes are done"
+        lines = [f"process {first.process_index} of {self.num_processes} {first} after {first.seconds:.1f} s"]
+        if first.returncode == SAVED:
+            lines[0] += "; the same command with `--resume auto` goes on from there"
+        elif first.last_lines:
+            lines.append("the last lines of its stderr:")
+            lines += [f"  {line}" for line in first.last_lines]
+        others = [f"process {one.process_index} {one}" for one in self.endings if one is not first]
+        return "\n".join([*lines, *(["then " + ", ".join(others)] if others else [])])
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    config: LaunchConfig,
+    environment: Mapping[str, str] | None = None,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+) -> LaunchResult:
+    """Runs a command as several processes that find each other by `jax.distributed` on this machine.
+
+    What process 0 writes to stdout goes to `out` as it is. All else goes to `err`, line by line, each line after the
+    process's number. Where a process fails, the others get SIGTERM, and SIGKILL after the grace. SIGINT, SIGTERM and
+    SIGHUP are passed on; the second one kills. Nothing that was started is left.
+
+    Args:
+      command: the program and its arguments.
+      config: how many processes, and of how many devices.
+      environment: what the processes find in their environment besides, `os.environ` if None.
+      out: takes what process 0 writes to stdout; by default stdout.
+      err: takes everything else; by default stderr.
+
+    Raises:
+      ValueError: the program cannot be started.
+    """
+    environment = os.environ if environment is None else environment
+    merger = Merger(out or sys.stdout, err or sys.stderr)
+    events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()
+    with _reserved_port() as port, _guarded_group() as group, _handled_signals(events):
+        processes = _Processes(config=config, events=events, merger=merger)
+        for index in range(config.num_processes):
+            processes.start(command, index, _environment(environment, config, index, port), group)
+        endings = processes.watch()
+    processes.finish_reading()
+    return LaunchResult(num_processes=config.num_processes, endings=endings)
+
+
+class _Processes:
+    """The processes of a launch, from the start of the first to the end of the last."""
+
+    def __init__(self, *, config: LaunchConfig, events: queue.SimpleQueue, merger: Merger):
+        self._config = config
+        self._events = events
+        self._merger = merger
+        self._started_at = time.monotonic()
+        self._processes: dict[int, subprocess.Popen] = {}
+        self._readers: list[threading.Thread] = []
+        self._told_at: float | None = None
+
+    def start(self, command: Sequence[str], index: int, environment: Mapping[str, str], group: int) -> None:
+        try:
+            process = subprocess.Popen(
+                command, env=dict(environment), process_group=group, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(f"cannot start {command[0]!r} ({error.strerror}): give the path of a program") from error
+        self._processes[index] = process
+        last: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
+        readers = [self._reader(process.stdout, index, False, None), self._reader(process.stderr, index, True, last)]
+        self._readers += readers
+        threading.Thread(target=self._wait, args=(index, process, readers[1], last), daemon=True).start()
+
+    def _reader(self, stream: IO[bytes] | None, *about: object) -> threading.Thread:
+        assert stream is not None
+        # Only "\n" ends a line: a progress bar is one line, drawn over and over.
+        text = io.TextIOWrapper(cast(BinaryIO, stream), encoding="utf-8", errors="replace", newline="\n")
+        reader = threading.Thread(target=self._merger.read, args=(text, *about), daemon=True)
+        reader.start()
+        return reader
+
+    def _wait(self, index: int, process: subprocess.Popen, reader: threading.Thread, last: Sequence[str]) -> None:
+        """Tells when a process has ended, with a time of its own: the first to fail is the reason."""
+        returncode = process.wait()
+        now = time.monotonic()
+        was_told = self._told_at is not None and now > self._told_at
+        reader.join(timeout=1)  # its last words; what it has started may keep the pipe open
+        self._events.put(
+            Ending(
+                process_index=index,
+                returncode=returncode,
+                seconds=now - self._started_at,
+                was_told=was_told,
+                last_lines=tuple(last),
+            )
+        )
+
+    def watch(self) -> tuple[Ending, ...]:
+        """Waits until all have ended, and sees to it that they do once one has failed."""
+        endings: list[Ending] = []
+        kill_at: float | None = None
+        num_asked = 0
+        while len(endings) < len(self._processes):
+            try:
+                event = self._events.get(timeout=None if kill_at is None else max(0.0, kill_at - time.monotonic()))
+            except queue.Empty:
+                self._merger.say(f"still running {self._config.grace_seconds:g} s after they were told to end: killed")
+                self._signal(signal.SIGKILL)
+                kill_at = None
+                continue
+            if isinstance(event, Ending):
+                endings.append(event)
+                if event.returncode != 0 and self._told_at is None and len(endings) < len(self._processes):
+                    self._merger.say(f"process {event.process_index} {event}: the others are told to end")
+                    self._signal(signal.SIGTERM)
+                if event.returncode != 0 and kill_at is None:
+                    kill_at = time.monotonic() + self._config.grace_seconds
+            else:
+                num_asked += 1
+                self._merger.say(f"{event.name} is passed on; once more kills" if num_asked == 1 else "killed")
+                self._signal(event if num_asked == 1 else signal.SIGKILL)
+        return tuple(sorted(endings, key=lambda one: one.seconds))
+
+    def _signal(self, number: signal.Signals) -> None:
+        self._told_at = self._told_at or time.monotonic()
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    def finish_reading(self) -> None:
+        """Waits for the last lines."""
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Holds a free port which nobody else gets, and which process 0 can still listen at, as gRPC reuses ports."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _guarded_group() -> Iterator[int]:
+    """Yields a process group that is gone afterwards, and when this process dies."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD], process_group=0, stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield guard.pid
+    finally:
+        with contextlib.suppress(OSError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        if guard.stdin:
+            guard.stdin.close()
+        guard.wait()
+
+
+@contextlib.contextmanager
+def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
+    """Turns what asks to stop into events, in the main thread; other threads get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, lambda received, frame: events.put(signal.Signals(received)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environment(base: Mapping[str, str], config: LaunchConfig, index: int, port: int) -> dict[str, str]:
+    """Returns the environment of a process.
+
+    JAX reads the coordinator's address from it, but neither the number of processes nor their own: it takes these from
+    SLURM's variables. With them, `jax.distributed.initialize()` without arguments does as well as `join()`.
+    """
+    kept = {name: value for name, value in base.items() if not name.startswith(("OMPI_", "SLURM_"))}
+    for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PARTITION_INDEX", "JAX_COORDINATOR_PORT"):
+        kept.pop(name, None)
+    flags = [flag for flag in kept.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in flag]
+    address = f"127.0.0.1:{port}"
+    slurm = dict(zip(SLURM, ("0", "127.0.0.1", str(config.num_processes), str(index), str(index)), strict=True))
+    return {
+        **kept,
+        **slurm,
+        COORDINATOR: address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # not to be reached from other machines
+        NUM_PROCESSES: str(config.num_processes),
+        PROCESS_ID: str(index),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(config.devices_per_process),
+        "XLA_FLAGS": " ".join(flags),
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,64 @@
+"""The output of several processes as one log."""
+
+import collections
+import contextlib
+import os
+import re
+import threading
+from typing import TextIO
+
+# What gloo and XLA's C++ print besides, which says nothing to a reader; gloo's threads write into each other's lines.
+_GLOO = re.compile(
+    r"\[Gloo\] Rank \d+|(?:( is)? connected to \d+)? ?peer ranks\. Expected number of connected .* : \d+"
+)
+_NOISE = re.compile(r"^\s*(?:PC: )?@ |^\*\*\* Check failure stack trace|^=== Source Location|^external/xla|^\s*$")
+_COLORS = (36, 33, 35, 32, 34, 31)
+
+
+class Merger:
+    """Writes the lines of several processes, whole and one at a time.
+
+    What process 0 writes to stdout goes to `out` as it is; all else to `err`, after the process's number.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO):
+        self._out = out
+        self._err = err
+        self._lock = threading.Lock()
+        self._has_color = err.isatty() and "NO_COLOR" not in os.environ
+
+    def say(self, line: str) -> None:
+        """Writes a line of the launcher's own."""
+        self._write(self._err, f"zero-jax launch: {line}")
+
+    def read(self, stream: TextIO, index: int, is_stderr: bool, last: collections.deque[str] | None) -> None:
+        """Passes on the lines of a stream until it ends.
+
+        Args:
+          stream: the stream; it is closed then.
+          index: the process that it comes from.
+          is_stderr: whether it is that process's stderr.
+          last: takes the lines that may tell why the process failed.
+        """
+        with stream:
+            for text in stream:
+                line = text.rstrip("\r\n").rpartition("\r")[2]  # of a bar, what it was in the end
+                if _GLOO.search(line):
+                    line = _GLOO.sub("", line)
+                    if not line.strip():
+                        continue
+                if last is not None and not _NOISE.match(line):
+                    last.append(line)
+                if index == 0 and not is_stderr:
+                    self._write(self._out, line)
+                else:
+                    self._write(self._err, f"{self._prefix(index)} {line}")
+
+    def _prefix(self, index: int) -> str:
+        return f"\x1b[{_COLORS[index % len(_COLORS)]}m[{index}]\x1b[0m" if self._has_color else f"[{index}]"
+
+    def _write(self, to: TextIO, line: str) -> None:
+        # A reader that has seen enough, such as `head`, must not stop the processes from being read.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            to.write(line + "\n")
+            to.flush()

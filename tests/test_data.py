@@ -1,163 +1,468 @@
-"""Text in, the same windows out, every time."""
+"""Documents in, the same tokens and the same split out, whatever they came as."""
 
-import chex
+import gzip
+import json
+import sys
+
 import numpy as np
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
-from zero_jax import data
+from zero_jax import data, token_cache
+from zero_jax.documents import read_text
+from zero_jax.sources import find
+from zero_jax.token_files import Chunk, TokenMeta, open_folder, write_folder
+from zero_jax.tokenizer import train_bpe
+
+DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
+ENDED = [[*document.encode(), 0] for document in DOCUMENTS]
+STREAM = [token for document in ENDED for token in document]
 
 
-def write_files(folder, sizes):
+@pytest.fixture
+def load(tmp_path):
+    """Loads with a cache of the test's own."""
+
+    def load(path, seq_len=1, log=lambda line: None, own_tokenizer=None, **changes):
+        config = data.DataConfig(**{"data": str(path), "token_cache": str(tmp_path / "cache"), **changes})
+        return data.load(config, seq_len=seq_len, log=log, tokenizer=own_tokenizer)
+
+    return load
+
+
+def in_order(dataset):
+    """Returns the tokens of both parts in the order of the files."""
+    documents = {}
+    for part in (dataset.train, dataset.validation):
+        for start, first, last in zip(part.starts, part.offsets[:-1], part.offsets[1:], strict=True):
+            documents[int(start)] = part.read(first, last).tolist()
+    return [token for start in sorted(documents) for token in documents[start]]
+
+
+def write_text(folder):
+    for index, text in enumerate(DOCUMENTS):
+        (folder / f"{index}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def write_json_lines(folder):
+    lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in DOCUMENTS]
+    (folder / "a.jsonl").write_text("\n".join(lines[:2]) + "\n\n", encoding="utf-8")
+    with gzip.open(folder / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\ufeff" + "\n".join(lines[2:]))
+    return folder
+
+
+def write_parquet(folder):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": DOCUMENTS, "id": [1, 2, 3, 4]}), folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def write_npy(folder):
+    np.save(folder / "a.npy", np.array(STREAM, np.int64))
+    return folder / "a.npy"
+
+
+def write_raw(folder):
+    (folder / "a.bin").write_bytes(np.array(STREAM, "<u2").tobytes())
+    return folder / "a.bin"
+
+
+def write_raw_with_offsets(folder):
+    # Nothing between the documents but the file beside it that says where they begin.
+    offsets = np.cumsum([0, *map(len, ENDED[:-1])])
+    np.save(folder / "a.documents.npy", offsets)
+    return write_raw(folder)
+
+
+def write_raw_shards(folder):
+    for name, documents in (("a.bin", ENDED[:2]), ("b.bin", ENDED[2:])):
+        (folder / name).write_bytes(np.array([t for d in documents for t in d], "<u2").tobytes())
+    return folder
+
+
+def write_array_record(folder, name="a.arrayrecord"):
+    writer = ArrayRecordWriter(str(folder / name), "group_size:1")
+    for index, document in enumerate(ENDED):
+        # Whether a record has the end itself makes no difference.
+        writer.write(np.array(document[: len(document) - index % 2], "<u2").tobytes())
+    writer.close()
+    return folder
+
+
+def write_token_folder(folder):
+    meta = TokenMeta(source="test", tokenizer="bytes", tokenizer_fingerprint="bytes", vocab_size=256, end_of_document=0)
+    chunks = [Chunk(tokens=np.array(tokens), document_hash=i) for i, tokens in enumerate(ENDED)]
+    write_folder(folder / "tokens", chunks, meta=meta, dtype=np.dtype("<u2"))
+    return folder / "tokens"
+
+
+FORMATS = [
+    write_text,
+    write_json_lines,
+    write_parquet,
+    write_npy,
+    write_raw,
+    write_raw_with_offsets,
+    write_raw_shards,
+    write_array_record,
+    write_token_folder,
+]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_the_same_tokens(write, cached, load, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    path = write(folder)
+    changes = {"validation_fraction": 0.4} | ({} if cached else {"token_cache": None})
+    for _ in range(2):  # the second time from the cache
+        dataset = load(path, **changes)
+        assert in_order(dataset) == STREAM
+        assert dataset.num_documents == 4
+        assert dataset.train.num_documents + dataset.validation.num_documents == 4
+    assert isinstance(dataset.train.tokens, np.memmap) == (cached or write in (write_token_folder,))
+
+
+def test_text_formats_split_alike_and_token_formats_too(load, tmp_path):
+    prints = {}
+    for write in FORMATS[:-1]:
+        folder = tmp_path / write.__name__
+        folder.mkdir()
+        prints[write.__name__] = load(write(folder), validation_fraction=0.4).fingerprint
+    text = {prints[write.__name__] for write in FORMATS[:3]}
+    tokens = {prints[write.__name__] for write in FORMATS[3:-1]}
+    assert len(text) == len(tokens) == 1
+
+
+def test_standard_library_has_megabytes_of_python(load):
+    dataset = load("stdlib", seq_len=128)
+    assert dataset.train.size > 2_000_000
+    assert 0.08 < dataset.validation.size / (dataset.train.size + dataset.validation.size) < 0.1001
+    for part in (dataset.train, dataset.validation):
+        assert "def __init__(self" in dataset.tokenizer.decode(part.read())
+    assert "documents" in str(dataset)
+
+
+def write_many(folder, sizes):
     """Makes files of the given numbers of characters, each of its own letter."""
     for index, size in enumerate(sizes):
         path = folder / f"part{index % 3}" / f"file{index}.txt"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(chr(ord("a") + index) * size)
+    return folder
 
 
-# Each character is one more than the one before.
-ASCENDING = "".join(chr(code) for code in range(32, 127))
+def letters(dataset):
+    return [set(dataset.tokenizer.decode(part.read())) - {"\0"} for part in (dataset.train, dataset.validation)]
 
 
-def load(path, seq_len=8, **changes):
-    return data.load(data.DataConfig(data=str(path), **changes), seq_len=seq_len)
+def test_documents_are_on_one_side_and_the_share_is_kept(load, tmp_path):
+    dataset = load(write_many(tmp_path / "x", [100] * 20), validation_fraction=0.2)
+    train, validation = letters(dataset)
+    assert train.isdisjoint(validation)
+    assert len(train | validation) == 20
+    assert len(validation) == 4
 
 
-def test_bytes_survive_a_round_trip():
-    tokenizer = data.ByteTokenizer()
-    text = "def f(x):\n    return 'ü€😀'\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(text).max() < tokenizer.vocab_size
-    assert tokenizer.decode(np.array([0x64, 0xFF])) == "d\ufffd"
+def test_the_split_depends_on_neither_names_nor_order_nor_tokenizer(load, tmp_path):
+    texts = [chr(ord("a") + index) * (20 + 3 * index) for index in range(26)]
+    made = {}
+    for name, order in (("here", texts), ("there", texts[::-1])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in order))
+        made[name] = load(tmp_path / f"{name}.jsonl", validation_fraction=0.4)
+    assert letters(made["here"])[1] == letters(made["there"])[1]
+    assert made["here"].fingerprint != made["there"].fingerprint  # the rows are others
+    # A BPE that merges nothing: as many tokens, but other ones.
+    train_bpe(["a b"], vocab_size=257, path=tmp_path / "bpe.json")
+    other = load(tmp_path / "here.jsonl", validation_fraction=0.4, tokenizer=str(tmp_path / "bpe.json"))
+    assert other.validation.starts.tolist() == made["here"].validation.starts.tolist()
+    assert other.validation.read(0, 20).tolist() != made["here"].validation.read(0, 20).tolist()
 
 
-def test_standard_library_has_megabytes_of_python():
-    dataset = data.load(data.DataConfig(), seq_len=128)
-    assert dataset.train.size > 2_000_000
-    assert 0.08 < dataset.validation.size / (dataset.train.size + dataset.validation.size) < 0.1
-    for part in (dataset.train, dataset.validation):
-        assert "def __init__(self" in dataset.tokenizer.decode(part)
-    assert "files" in str(dataset)
+def test_a_document_that_occurs_twice_is_on_one_side(load, tmp_path):
+    texts = [chr(ord("a") + index % 13) * 30 for index in range(26)]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    for fraction in (0.1, 0.25, 0.37, 0.5):
+        train, validation = letters(load(tmp_path / "x.jsonl", validation_fraction=fraction))
+        assert train.isdisjoint(validation)
+        assert abs(len(validation) - 13 * fraction) < 1
 
 
-def test_a_folder_is_split_by_file(tmp_path):
-    write_files(tmp_path, [100] * 20)
-    dataset = load(tmp_path, validation_fraction=0.2)
-    letters = [set(dataset.tokenizer.decode(part)) - {"\0"} for part in (dataset.train, dataset.validation)]
-    assert letters[0].isdisjoint(letters[1])
-    assert len(letters[0] | letters[1]) == 20
-    assert len(letters[1]) == 4
-    assert dataset.num_files == 20
+def test_the_end_of_a_single_document_is_for_validation(load, tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 90 + "b" * 10)
+    dataset = load(tmp_path / "text.txt")
+    assert dataset.train.read().tolist() == [ord("a")] * 90 + [ord("b")]
+    assert dataset.validation.read().tolist() == [ord("b")] * 9 + [0]
 
 
-def test_the_split_depends_on_names_alone(tmp_path):
-    for name in ("here", "elsewhere"):
-        (tmp_path / name).mkdir()
-        write_files(tmp_path / name, [50, 60, 70, 80, 90, 100])
-    chex.assert_trees_all_equal(
-        *(load(tmp_path / name, validation_fraction=0.4).validation for name in ("here", "elsewhere"))
+def test_of_documents_too_large_for_validation_the_longest_is_cut(load, tmp_path):
+    dataset = load(write_many(tmp_path / "x", [100, 120]))
+    assert (dataset.train.size, dataset.validation.size) == (200, 22)
+    assert letters(dataset)[1] == {"b"}
+
+
+def test_binary_empty_and_hidden_files_do_not_count(load, tmp_path):
+    folder = tmp_path / "x"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "image.bin").write_bytes(b"\x00\x01" * 100)
+    (folder / "empty.txt").touch()
+    (folder / ".hidden").write_text("no" * 100)
+    (folder / ".git" / "config").write_text("no" * 100)
+    (folder / "text.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9 " + "\ufffd".encode() + b" caf\xe9" * 99)
+    dataset = load(folder)
+    assert dataset.num_documents == 1
+    assert letters(dataset)[0] == set("caf\ufffd ")
+    assert "2 empty, binary or other files left out" in str(dataset)
+    assert "100 places that were no valid Unicode replaced" in str(dataset)
+
+
+def test_empty_rows_are_told_and_lone_surrogates_replaced(load, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some"}\n{"text": ""}\n{"text": "a\\ud800b"}\n')
+    dataset = load(tmp_path / "x.jsonl", validation_fraction=0.5)
+    assert dataset.num_documents == 2
+    assert "1 empty documents left out; 1 places" in str(dataset)
+
+
+def test_text_is_read_in_pieces_that_end_between_words(tmp_path):
+    path = tmp_path / "x.txt"
+    text = "".join(f"word{i} ü{i}\n" for i in range(300_000))
+    path.write_text(text, encoding="utf-8")
+    pieces = list(read_text(find(str(path))))
+    assert len(pieces) > 3
+    assert max(len(piece.text) for piece in pieces) < 2_100_000
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(piece.text[-1].isalnum() for piece in pieces[:-1])
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@pytest.mark.parametrize("character", ["é", "€", "😀"])
+def test_text_without_any_space_is_cut_between_characters(character, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("a" + character * 1_200_000, encoding="utf-8")
+    pieces = list(read_text(find(str(path))))
+    assert "".join(piece.text for piece in pieces) == "a" + character * 1_200_000
+    assert not any(piece.num_replaced for piece in pieces)
+    assert len(pieces) > 1
+
+
+def test_patterns_name_files(load, tmp_path):
+    write_text(tmp_path)
+    (tmp_path / "other.md").write_text("no")
+    assert in_order(load(tmp_path / "*.txt", validation_fraction=0.4)) == STREAM
+
+
+def test_the_cache_is_used_and_follows_the_files(load, tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    path.write_text("a" * 100)
+    first = load(path)
+    made = []
+    monkeypatch.setattr(
+        token_cache, "_make", lambda *args, real=token_cache._make, **kw: made.append(1) or real(*args, **kw)
     )
+    assert load(path).fingerprint == first.fingerprint
+    assert not made
+    path.write_text("b" * 100)
+    assert load(path).train.read()[0] == ord("b")
+    assert len(made) == 1
 
 
-def test_the_end_of_a_single_file_is_for_validation(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("a" * 90 + "b" * 10)
-    dataset = load(path)
-    assert set(dataset.train) == {ord("a")}
-    assert dataset.validation.tolist() == [ord("b")] * 10
+def test_a_damaged_cache_is_made_anew(load, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("a" * 100)
+    first = load(path)
+    (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
+    tokens.write_bytes(tokens.read_bytes()[:-20])
+    lines = []
+    assert load(path, log=lines.append).fingerprint == first.fingerprint
+    assert "cut off" in lines[0]
+    assert not list((tmp_path / "cache").glob(".*"))
 
 
-def test_files_too_large_for_validation_are_cut(tmp_path):
-    write_files(tmp_path, [100, 100])
-    dataset = load(tmp_path)
-    assert (dataset.train.size, dataset.validation.size) == (182, 20)
+def test_where_there_is_no_cache_the_tokens_stay_in_memory(load, tmp_path):
+    path, lines = tmp_path / "x.txt", []
+    path.write_text("a" * 100)
+    (tmp_path / "file").touch()
+    dataset = load(path, token_cache=str(tmp_path / "file"), log=lines.append)
+    assert dataset.train.size == 91
+    assert "stay in memory" in lines[0]
+    assert dataset.fingerprint == load(path).fingerprint == load(path, token_cache=None).fingerprint
 
 
-def test_binary_empty_and_hidden_files_do_not_count(tmp_path):
-    (tmp_path / "image.bin").write_bytes(b"\x00\x01" * 100)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / ".hidden").write_text("no" * 100)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("no" * 100)
-    (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
-    dataset = load(tmp_path)
-    assert dataset.num_files == 1
-    assert set(dataset.tokenizer.decode(dataset.train)) == set("caf\ufffd ")
+def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
+    folder = write_token_folder(tmp_path)
+    before = (folder / "meta.json").stat().st_mtime_ns
+    write_token_folder(tmp_path)
+    assert (folder / "meta.json").stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    assert open_folder(folder).offsets[-1] == len(STREAM)
 
 
-def test_batches_are_windows_that_seed_and_step_decide(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(ASCENDING)
-    dataset = load(path)
-    sizes = {"batch_size": 4, "seq_len": 8}
-    batch = data.train_batch(dataset, 3, seed=1, **sizes)
-    chex.assert_trees_all_equal(batch, data.train_batch(dataset, 3, seed=1, **sizes))
-    for other in (data.train_batch(dataset, 4, seed=1, **sizes), data.train_batch(dataset, 3, seed=2, **sizes)):
-        assert (other["inputs"] != batch["inputs"]).any()
-    assert batch["inputs"].dtype == np.int32
-    chex.assert_shape(list(batch.values()), (4, 8))
-    chex.assert_trees_all_equal(batch["inputs"] + 1, batch["targets"])
-
-
-def test_every_window_is_drawn_and_none_beyond_the_end(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(ASCENDING[:20])
-    dataset = load(path, seq_len=4, validation_fraction=0.5)
-    drawn = data.train_batch(dataset, 0, seed=0, batch_size=500, seq_len=4)["inputs"][:, 0]
-    assert set(drawn) == set(range(32, 38))
-
-
-def test_validation_batches_span_the_part_and_never_change(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(ASCENDING)
-    dataset = load(path, validation_fraction=0.5)
-    batches = data.validation_batches(dataset, num_batches=3, batch_size=2, seq_len=8)
-    chex.assert_trees_all_equal(batches, data.validation_batches(dataset, num_batches=3, batch_size=2, seq_len=8))
-    assert batches[0]["inputs"][0, 0] == dataset.validation[0]
-    assert batches[-1]["targets"][-1, -1] == dataset.validation[-1]
+def test_a_token_folder_brings_its_tokenizer(load, tmp_path):
+    tokenizer = train_bpe(["some words and some others"] * 9, vocab_size=280, path=tmp_path / "bpe.json")
+    (tmp_path / "x.txt").write_text("some words and some others " * 20)
+    source = find(str(tmp_path / "x.txt"))
+    chunks = token_cache.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
+    token_cache.make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
+    dataset = load(tmp_path / "folder")
+    assert dataset.tokenizer.fingerprint == tokenizer.fingerprint
+    assert dataset.fingerprint == load(tmp_path / "x.txt", tokenizer=str(tmp_path / "bpe.json")).fingerprint
+    assert dataset.tokenizer.decode(dataset.train.read()).startswith("some words and some others some")
+    with pytest.raises(ValueError, match=r"was made with the tokenizer bpe.json .* leave out --tokenizer"):
+        load(tmp_path / "folder", tokenizer="bytes")
 
 
 class Words:
-    """A tokenizer of another kind: the seam that real ones will use."""
+    """A tokenizer of another kind."""
 
-    vocab_size = 1000
-    end_of_document = 999
+    name = fingerprint = "words"
+    vocab_size = 100_000
+    end_of_document = 99_999
 
     def encode(self, text):
-        return np.array([len(word) for word in text.split()], np.uint16)
+        return np.array([len(word) for word in text.split()], np.uint8)
+
+    def encode_all(self, texts):
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens):
         return " ".join("x" * token for token in tokens)
 
 
-def test_any_tokenizer_serves(tmp_path):
-    write_files(tmp_path, [3, 4, 5, 6])
-    dataset = data.load(data.DataConfig(data=str(tmp_path), validation_fraction=0.5), seq_len=1, tokenizer=Words())
-    assert sorted([*dataset.train, *dataset.validation]) == [3, 4, 5, 6, 999, 999, 999, 999]
+def test_any_tokenizer_serves_and_large_vocabularies_take_four_bytes(load, tmp_path):
+    dataset = load(write_many(tmp_path / "x", [3, 4, 5, 6]), validation_fraction=0.5, own_tokenizer=Words())
+    assert sorted([*dataset.train.read(), *dataset.validation.read()]) == [3, 4, 5, 6, 99_999, 99_999, 99_999, 99_999]
+    assert dataset.train.tokens.dtype == np.uint32
+
+
+def bad_array_record(folder):
+    write_array_record(folder)
+    path = folder / "a.arrayrecord"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def odd_array_record(folder):
+    writer = ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1")
+    writer.write(b"abc")
+    writer.close()
+
+
+def bad_parquet(folder):
+    path = write_parquet(folder)
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def null_parquet(folder):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["some", None]}), folder / "a.parquet")
+
+
+def bad_gzip(folder):
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "some"}\n' * 99)[:-12])
+
+
+def file(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("content", "changes", "message"),
+    ("write", "changes", "message"),
     [
-        (None, {}, "there is no .*'stdlib' for the source code"),
-        ("", {}, "holds no text"),
+        (file("t.txt", b""), {}, "holds no text"),
+        (file("t.txt", b"a\0b"), {}, "NUL byte"),
+        (file("t.txt", b"a" * 50), {"seq_len": 60}, r"46 tokens for training, .* seq_len \+ 1 = 61: give more text"),
+        (file("t.txt", b"a" * 50), {"seq_len": 5}, "5 tokens for validation"),
+        (file("t.txt", b"a" * 50), {"tokenizer": "nope.json"}, "cannot read the tokenizer nope.json"),
+        (file("t.jsonl", b'{"text": "a"}\n{"txt": 1, "id": 2}'), {}, "line 2 of .*t.jsonl has no field 'text' .*'txt'"),
+        (file("t.jsonl", b'{"text": "a"}\n{"text": "b"'), {}, "line 2 of .*t.jsonl is no JSON"),
+        (file("t.jsonl", b'{"text": 3}'), {}, "line 1 of .*holds int, not a string"),
+        (file("t.jsonl", b'["text"]'), {}, "line 1 of .*is a JSON list, not an object"),
+        (file("t.jsonl", b'{"text": ""}\n'), {}, "all of its documents are empty"),
+        (bad_gzip, {}, "a.jsonl.gz .*cut off"),
+        (bad_parquet, {}, "a.parquet as Parquet"),
+        (null_parquet, {}, "row 2 of .*a.parquet: column 'text' is null"),
+        (write_parquet, {"text_field": "body"}, "a.parquet has no column 'body' .*'text', 'id'"),
+        (write_parquet, {"text_field": "id"}, "column 'id' holds int64"),
+        (bad_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off"),
+        (write_array_record, {"token_dtype": "int64"}, r"has the token \d+, .*--token-dtype"),
+        (odd_array_record, {"token_dtype": "int64"}, "record 0 of .*no multiple of the 8 .*--token-dtype"),
+        (file("t.bin", b"abc"), {}, "3 bytes of tokens, no multiple of the 2"),
         (
-            "a" * 50,
-            {"seq_len": 60},
-            r"45 tokens for training, .* seq_len \+ 1 = 61: give more text, a shorter",
+            file("t.bin", np.array([1, 300], "<u2").tobytes()),
+            {},
+            "token 300, but the tokenizer bytes has tokens 0 to 255",
         ),
-        ("a" * 50, {"seq_len": 5}, "5 tokens for validation"),
+        (file("t.npy", b"nothing"), {}, "t.npy is no array of numpy"),
+        (lambda folder: np.save(folder / "t.npy", np.ones((2, 2))), {}, r"t.npy holds float64 \[2, 2\]: give a vector"),
+        (
+            lambda folder: np.save(write_raw(folder).with_name("a.documents.npy"), np.array([0, 5, 5])),
+            {},
+            "a.documents.npy must hold where each document",
+        ),
+        (lambda folder: (write_raw(folder), write_array_record(folder)), {}, "several formats: .* --format"),
     ],
 )
-def test_errors_name_the_remedy(tmp_path, content, changes, message):
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_text(content)
+def test_errors_name_the_file_and_the_remedy(write, changes, message, load, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder)
     with pytest.raises(ValueError, match=message):
-        load(path, **changes)
+        load(folder, **changes)
+    assert not list((tmp_path / "cache").glob(".*")), "half-written tokens were left"
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
-def test_a_fraction_leaves_something_on_both_sides(fraction):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        data.DataConfig(validation_fraction=fraction)
+def test_nothing_there_names_the_choices(load, tmp_path):
+    with pytest.raises(ValueError, match=r"there is no .*'stdlib' for the source code"):
+        load(tmp_path / "nope")
+
+
+def test_without_pyarrow_the_error_says_what_to_install(load, tmp_path, monkeypatch):
+    path = write_parquet(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install .zero-jax\[parquet\]"):
+        load(path)
+
+
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_text("b" * 99)])
+def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("a" * 100)
+    pieces = read_text(find(str(path)))
+    next(pieces)
+    change(path)
+    with pytest.raises(ValueError, match=r"x.txt (vanished|changed) while it was read"):
+        list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"validation_fraction": 0.0}, "between 0 and 1"),
+        ({"validation_fraction": 1.0}, "between 0 and 1"),
+        ({"prefetch_batches": -1}, "prefetch_batches=-1"),
+        ({"format": "json"}, "format='json': give one of auto, text, jsonl"),
+        ({"token_dtype": "float32"}, "give one of uint8"),
+        ({"text_field": ""}, "leave it out for 'text'"),
+    ],
+)
+def test_configs_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        data.DataConfig(**changes)
+
+
+def test_the_fingerprint_tells_tokens_and_splits_apart(load, tmp_path):
+    path = write_many(tmp_path / "x", [30] * 10)
+    one = load(path, validation_fraction=0.2)
+    assert load(path, validation_fraction=0.4).fingerprint != one.fingerprint
+    assert load(path, validation_fraction=0.2, own_tokenizer=Words()).fingerprint != one.fingerprint
+    copied = tmp_path / "y"
+    write_many(copied, [30] * 10)
+    assert load(copied, validation_fraction=0.2).fingerprint == one.fingerprint
+    (copied / "part0" / "file0.txt").write_text("A" * 30)
+    assert load(copied, validation_fraction=0.2).fingerprint != one.fingerprint

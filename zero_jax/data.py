@@ -1,162 +1,193 @@
-"""Real text without a download: bytes of source files, split into training and validation, cut into windows.
-
-A batch is a pure function of the seed and the step, so a run that resumes sees what an unbroken one would have seen.
-Text becomes tokens through a `Tokenizer`; bytes are the one that needs no vocabulary file.
-"""
+"""A data set: documents of text or tokens from a file or folder, in a part to train on and a part to validate on."""
 
 import dataclasses
+import hashlib
 import pathlib
-import sysconfig
-import zlib
-from collections.abc import Sequence
-from typing import Protocol
+import typing
 
 import numpy as np
 
-# Tables, generated text and code about other code's syntax: none of it reads like the Python that people write.
-_STDLIB_SKIPPED = frozenset(
-    "site-packages dist-packages test tests idlelib idle_test lib2to3 encodings pydoc_data turtledemo".split()
-)
-
-
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of different tokens."""
-        ...
-
-    @property
-    def end_of_document(self) -> int:
-        """The token that is put after each document."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the text's tokens, a vector of any integer dtype."""
-        ...
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens, however badly a model chose them."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
-    """Takes each byte of the UTF-8 text as a token; byte 0, which no text has, ends a document."""
-
-    vocab_size: int = dataclasses.field(default=256, init=False)
-    end_of_document: int = dataclasses.field(default=0, init=False)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the bytes of the text, as `uint8`."""
-        return np.frombuffer(text.encode(), np.uint8)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text; bytes that are no UTF-8 show as replacement characters."""
-        return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+from zero_jax.sources import Format, find
+from zero_jax.split import TokenPart, split_documents
+from zero_jax.token_cache import TOKENIZER_FILE, Log, default_cache, read_tokens
+from zero_jax.token_files import TokenDtype, Tokens, is_token_folder, open_folder
+from zero_jax.tokenizer import ByteTokenizer as ByteTokenizer
+from zero_jax.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Says which text a model is trained on.
+    """Says what a model is trained on.
 
     Attributes:
-      data: where the text comes from: `stdlib` is the source code of Python's own standard library, anything else is
-        the path of a text file or of a folder of them.
-      validation_fraction: share of the text that is kept for validation: whole files of a folder, or the end of a
-        single file.
+      data: where the documents come from: `stdlib` is the source code of Python's own standard library, anything else
+        is the path of a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a
+        folder that `zero-jax tokenize` wrote.
+      format: how to read it; `auto` goes by the names of the files.
+      text_field: field of a JSON line, or column of a Parquet file, that holds the text.
+      tokenizer: `bytes`, or the path of a JSON file of the tokenizers library; `auto` takes a token folder's own, and
+        bytes for everything else.
+      token_dtype: dtype of the tokens in .bin files and ArrayRecords.
+      token_cache: folder where the tokens of a text are kept for the next run; `default` is zero_jax in the user's
+        cache folder, none keeps them in memory.
+      validation_fraction: share of the tokens that is kept for validation: whole documents, or the end of a single one.
+      prefetch_batches: batches that are read ahead while the devices compute.
     """
 
     data: str = "stdlib"
+    format: Format = "auto"
+    text_field: str = "text"
+    tokenizer: str = "auto"
+    token_dtype: TokenDtype = "uint16"
+    token_cache: str | None = "default"
     validation_fraction: float = 0.1
+    prefetch_batches: int = 2
 
     def __post_init__(self):
-        """Refuses a fraction that leaves one of the parts empty."""
+        """Refuses what cannot be read."""
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 "
                 "and 1, 0.1 for example"
             )
+        if self.prefetch_batches < 0:
+            raise ValueError(f"prefetch_batches={self.prefetch_batches}: give 0 to read none ahead, or more")
+        for name, words in (("format", Format), ("token_dtype", TokenDtype)):
+            if getattr(self, name) not in typing.get_args(words):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(typing.get_args(words))}")
+        for name in ("data", "text_field", "tokenizer"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}='' says nothing: leave it out for {getattr(DataConfig, name)!r}")
+
+    @property
+    def cache(self) -> pathlib.Path | None:
+        """The folder where tokens are kept."""
+        if self.token_cache == "default":
+            return default_cache()
+        return None if self.token_cache is None else pathlib.Path(self.token_cache).expanduser()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """Tokens of a text, in two parts.
+    """Documents as tokens, in two parts.
 
     Attributes:
-      name: what the text is.
+      name: what the documents are.
       tokenizer: what made the tokens.
-      num_files: files that were read.
-      train: tokens to learn from, a vector.
-      validation: tokens to measure on, a vector.
+      num_documents: documents that were read.
+      train: tokens to learn from.
+      validation: tokens to measure on.
+      fingerprint: tells it from every data set with other tokens or another split; the same on every machine.
+      notes: what was left out or replaced, for people.
     """
 
     name: str
     tokenizer: Tokenizer
-    num_files: int
-    train: np.ndarray
-    validation: np.ndarray
+    num_documents: int
+    train: TokenPart
+    validation: TokenPart
+    fingerprint: str
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.num_files:,} file{'s' if self.num_files != 1 else ''}, "
+        text = (
+            f"{self.name}: {self.num_documents:,} document{'s' if self.num_documents != 1 else ''}, "
             f"{self.train.size:,} tokens to train on, {self.validation.size:,} to validate on"
         )
+        return "; ".join([text, *self.notes])
 
 
-def load(config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Reads the text and splits it.
+def load(
+    config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None, log: Log = lambda line: None
+) -> Dataset:
+    """Reads the documents, or finds their tokens in the cache, and splits them.
 
     Args:
-      config: which text.
-      seq_len: tokens in the windows that will be cut from it.
-      tokenizer: what makes tokens of it; bytes if None.
+      config: which documents.
+      seq_len: tokens in the rows that will be cut from them.
+      tokenizer: what makes tokens of text; the one that the config names if None.
+      log: takes lines that tell how it goes.
 
     Returns:
-      The tokens of both parts.
+      The tokens of both parts, mapped from a file where there is one.
 
     Raises:
-      ValueError: there is no such path, no text there, or too little of it for a window.
+      ValueError: there is no such path, something there cannot be read (with file, and line or row), tokens and
+        tokenizer do not belong together, or there is too little for a row.
     """
-    tokenizer = tokenizer or ByteTokenizer()
-    if config.data == "stdlib":
-        root = pathlib.Path(sysconfig.get_path("stdlib"))
-        name, files = f"Python's standard library ({root})", _stdlib_files(root)
+    folder = pathlib.Path(config.data).expanduser()
+    num_left_out = 0
+    if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
+        name, tokens = str(folder), open_folder(folder)
+        tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
+        _check_tokenizer(tokens, tokenizer, folder)
     else:
-        root = pathlib.Path(config.data).expanduser()
-        name, files = str(root), _text_files(root)
-    documents = {path: tokenizer.encode(path.read_text(encoding="utf-8", errors="replace")) for path in files}
-    if len(documents) == 1:
-        (tokens,) = documents.values()
-        train, validation = _cut_tail(tokens, config.validation_fraction)
-    else:
-        names = [path.relative_to(root).as_posix() for path in documents]
-        train, validation = _split_by_file(
-            names, list(documents.values()), config.validation_fraction, tokenizer.end_of_document
+        source = find(config.data, format=config.format)
+        name, num_left_out = source.name, source.num_left_out
+        tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
+        tokens = read_tokens(
+            source,
+            tokenizer,
+            text_field=config.text_field,
+            token_dtype=config.token_dtype,
+            cache=config.cache,
+            log=log,
         )
+    train, validation = split_documents(tokens, validation_fraction=config.validation_fraction)
+    _check_sizes(name, train, validation, seq_len)
+    return Dataset(
+        name=name,
+        tokenizer=tokenizer,
+        num_documents=len(tokens.hashes),
+        train=train,
+        validation=validation,
+        fingerprint=_fingerprint(tokens, train, validation),
+        notes=_notes(tokens, num_left_out),
+    )
+
+
+def _tokenizer_of(folder: pathlib.Path, name: str) -> Tokenizer:
+    own = folder / TOKENIZER_FILE
+    return load_tokenizer(name if name != "auto" else own if own.is_file() else "bytes")
+
+
+def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+    if tokenizer.fingerprint != tokens.meta.tokenizer_fingerprint:
+        raise ValueError(
+            f"{folder} was made with the tokenizer {tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint}), not "
+            f"with {tokenizer.name} ({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
+        )
+
+
+def _check_sizes(name: str, train: TokenPart, validation: TokenPart, seq_len: int) -> None:
     for part, tokens in (("training", train), ("validation", validation)):
         if tokens.size < seq_len + 1:
             raise ValueError(
                 f"{name} has {tokens.size:,} tokens for {part}, but one sequence takes seq_len + 1 = {seq_len + 1:,}: "
                 f"give more text, a shorter --seq-len, or another --validation-fraction"
             )
-    return Dataset(name=name, tokenizer=tokenizer, num_files=len(documents), train=train, validation=validation)
+
+
+def _fingerprint(tokens: Tokens, train: TokenPart, validation: TokenPart) -> str:
+    meta = tokens.meta
+    digest = hashlib.sha256(repr((meta.tokenizer_fingerprint, meta.vocab_size, meta.end_of_document)).encode())
+    for vector in (tokens.offsets, tokens.hashes, train.starts, train.offsets, validation.starts, validation.offsets):
+        digest.update(len(vector).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(vector, "<u8").tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
+    counts = {
+        "empty, binary or other files left out": num_left_out,
+        "empty documents left out": tokens.meta.num_empty,
+        "places that were no valid Unicode replaced": tokens.meta.num_replaced,
+    }
+    return tuple(f"{count:,} {what}" for what, count in counts.items() if count)
 
 
 def train_batch(dataset: Dataset, step: int, *, seed: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
-    """Cuts the batch of one step: windows from anywhere in the training part, chosen by the seed and the step alone.
-
-    Args:
-      dataset: the tokens.
-      step: number of the optimizer step, from 0.
-      seed: chooses among sequences of batches.
-      batch_size: windows in the batch, over all devices.
-      seq_len: tokens in a window.
-
-    Returns:
-      `inputs` and, one token later, `targets`: int32 `[batch_size, seq_len]`.
-    """
+    """Cuts the batch of one step: windows from anywhere in the training part, chosen by the seed and the step alone."""
     starts = np.random.default_rng((seed, step)).integers(0, dataset.train.size - seq_len, batch_size)
     return _windows(dataset.train, starts, seq_len)
 
@@ -170,66 +201,6 @@ def validation_batches(
     return [_windows(dataset.validation, some, seq_len) for some in starts.reshape(num_batches, batch_size)]
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    windows = tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
+def _windows(part: TokenPart, starts: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
+    windows = part.take(starts[:, None] + np.arange(seq_len + 1))[0].astype(np.int32)
     return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
-
-
-def _stdlib_files(root: pathlib.Path) -> list[pathlib.Path]:
-    files = sorted(path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts))
-    if not files:
-        raise ValueError(f"this Python has no .py files at {root}: give the path of some text with --data PATH")
-    return files
-
-
-def _text_files(root: pathlib.Path) -> list[pathlib.Path]:
-    if not root.exists():
-        raise ValueError(
-            f"there is no {root}: give the path of a text file or of a folder of them, or 'stdlib' for the source code "
-            "of Python's standard library"
-        )
-    if root.is_file():
-        candidates = [root]
-    else:
-        shown = (path for path in root.rglob("*") if not any(p.startswith(".") for p in path.relative_to(root).parts))
-        candidates = sorted(path for path in shown if path.is_file())
-    files = [path for path in candidates if _is_text(path)]
-    if not files:
-        raise ValueError(
-            f"{root} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
-            "text file or of a folder of them"
-        )
-    return files
-
-
-def _is_text(path: pathlib.Path) -> bool:
-    """Tells text from binary as git does: by the absence of NUL from the first 8,000 bytes."""
-    with path.open("rb") as file:
-        head = file.read(8000)
-    return bool(head) and b"\0" not in head
-
-
-def _cut_tail(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    num_train = tokens.size - int(tokens.size * fraction)
-    return tokens[:num_train], tokens[num_train:]
-
-
-def _split_by_file(
-    names: Sequence[str], documents: Sequence[np.ndarray], fraction: float, end_of_document: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Gives validation the files whose names hash lowest, as many as fit into its share of the tokens.
-
-    A hash of the name, because neighbours in a folder are alike and the split must not depend on the machine. Where not
-    one file fits, validation gets the end of the whole text.
-    """
-    ended = [np.append(document, np.asarray(end_of_document, document.dtype)) for document in documents]
-    room = fraction * sum(document.size for document in ended)
-    in_validation = set()
-    for index in sorted(range(len(names)), key=lambda index: (zlib.crc32(names[index].encode()), names[index])):
-        if ended[index].size <= room:
-            room -= ended[index].size
-            in_validation.add(index)
-    if not in_validation:
-        return _cut_tail(np.concatenate(ended), fraction)
-    train = [document for index, document in enumerate(ended) if index not in in_validation]
-    return np.concatenate(train), np.concatenate([ended[index] for index in sorted(in_validation)])

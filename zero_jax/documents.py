@@ -1,0 +1,176 @@
+"""Documents of text from text files, JSON Lines and Parquet, read in pieces: no more than a few megabytes at a time."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zero_jax.sources import Source, SourceFile
+
+_BLOCK_BYTES = 1 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_REPLACEMENT = "\ufffd"
+# The end of a word before a space: tokenizers begin a new token there, so cutting the text there changes nothing.
+_SEAM = re.compile(rb"[A-Za-z0-9](?=[ \n])")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a document.
+
+    Attributes:
+      text: the text.
+      ends: whether the document ends with it.
+      num_replaced: places where the text was no valid Unicode and has a replacement character instead.
+    """
+
+    text: str
+    ends: bool = True
+    num_replaced: int = 0
+
+
+def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
+    """Reads the documents of a source one after the other.
+
+    A text file is a document, in pieces; so is a line of JSON Lines and a row of Parquet.
+
+    Args:
+      source: files of format `text`, `jsonl` or `parquet`.
+      text_field: the field of a line, or the column, that holds the text.
+
+    Raises:
+      ValueError: what cannot be read, with file and line.
+    """
+    read = _READERS[source.format]
+    for file in source.files:
+        try:
+            yield from read(file, text_field)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again") from error
+        file.check()
+
+
+def _read_file(file: SourceFile, _: str) -> Iterator[Piece]:
+    """Reads a text file in blocks that end between words."""
+    with file.path.open("rb") as stream:
+        rest = stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
+        while block := stream.read(_BLOCK_BYTES):
+            rest += block
+            cut = _last_seam(rest)
+            if cut:
+                yield _decode(rest[:cut], ends=False)
+                rest = rest[cut:]
+        yield _decode(rest)
+
+
+def _last_seam(block: bytes) -> int:
+    """Returns where to cut a block: after the last word, or else before the last character."""
+    seams = [match.end() for match in _SEAM.finditer(block, max(0, len(block) - (1 << 14)))]
+    if seams:
+        return seams[-1]
+    if len(block) < 2 * _BLOCK_BYTES:
+        return 0
+    cut = block.rfind(b"\n") + 1 or len(block) - 1
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # not inside a character
+        cut -= 1
+    return cut
+
+
+def _decode(raw: bytes, *, ends: bool = True) -> Piece:
+    text = raw.decode(errors="replace")
+    if _REPLACEMENT not in text:
+        return Piece(text=text, ends=ends)
+    return Piece(text=text, ends=ends, num_replaced=text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode()))
+
+
+def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    with _open_maybe_zipped(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if not line.strip():
+                continue
+            decoded = _decode(line)
+            yield _string(_json_text(decoded.text, text_field, f"line {number} of {file.path}"), decoded.num_replaced)
+
+
+def _open_maybe_zipped(file: SourceFile) -> Any:
+    return gzip.open(file.path) if file.path.name.lower().endswith(".gz") else file.path.open("rb")
+
+
+def _json_text(line: str, text_field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON ({error}): mend or remove the line") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{{text_field!r}: ...}}")
+    return _field(record, text_field, where)
+
+
+def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
+    if text_field not in record:
+        found = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise ValueError(
+            f"{where} has no field {text_field!r} (it has {found}): name the one that holds the text with --text-field"
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: field {text_field!r} holds {type(text).__name__}, not a string: mend or remove it")
+    return text
+
+
+def _string(text: str, num_replaced: int = 0) -> Piece:
+    """Makes a document of a string, whose lone surrogates (which JSON can spell) are no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text, num_surrogates = re.subn("[\ud800-\udfff]", _REPLACEMENT, text)
+        num_replaced += num_surrogates
+    return Piece(text=text, num_replaced=num_replaced)
+
+
+def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f'{file.path} is Parquet, which needs pyarrow: pip install "zero-jax[parquet]"') from error
+    row = 0
+    with contextlib.ExitStack() as stack:
+        try:
+            table = stack.enter_context(pyarrow.parquet.ParquetFile(file.path))
+            _check_column(table.schema_arrow, text_field, file)
+            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
+                for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    row += 1
+                    if raw is None:
+                        raise ValueError(
+                            f"row {row} of {file.path}: column {text_field!r} is null: fill or remove the row"
+                        )
+                    yield _decode(raw)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"cannot read {file.path} as Parquet ({error}): write it again") from error
+
+
+def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
+    if text_field not in schema.names:
+        found = ", ".join(map(repr, schema.names[:8]))
+        raise ValueError(
+            f"{file.path} has no column {text_field!r} (it has {found}): name the one that holds the text with "
+            "--text-field"
+        )
+    kind = schema.field(text_field).type
+    if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary"):
+        raise ValueError(f"{file.path}: column {text_field!r} holds {kind}, not strings: choose another --text-field")
+
+
+_READERS: Mapping[str, Callable[[SourceFile, str], Iterator[Piece]]] = {
+    "text": _read_file,
+    "jsonl": _read_json_lines,
+    "parquet": _read_parquet,
+}

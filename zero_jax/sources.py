@@ -1,0 +1,175 @@
+"""Which files a data set is made of, and in which format they are."""
+
+import dataclasses
+import glob
+import hashlib
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+Format = Literal["auto", "text", "jsonl", "parquet", "tokens", "arrayrecord"]
+
+# Tables, generated text and code about other code's syntax: none of it reads like the Python that people write.
+_STDLIB_SKIPPED = frozenset(
+    "site-packages dist-packages test tests idlelib idle_test lib2to3 encodings pydoc_data turtledemo".split()
+)
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+    ".npy": "tokens",
+    ".bin": "tokens",
+}
+_BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no data of its own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file as it was when the data set was put together.
+
+    Attributes:
+      path: where it is.
+      name: its path from the data set's folder.
+      size_bytes: its size then.
+      modified_ns: when it had been modified, in nanoseconds.
+    """
+
+    path: pathlib.Path
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+    def check(self) -> None:
+        """Raises `ValueError` if the file is gone or another than it was."""
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise ValueError(f"{self.path} vanished while it was read ({error.strerror}): run again") from error
+        if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.modified_ns):
+            raise ValueError(f"{self.path} changed while it was read: run again when it is written completely")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a data set.
+
+    Attributes:
+      name: what to call it.
+      format: how to read the files; never `auto`.
+      files: the files, sorted by name.
+      num_left_out: files of a folder that do not count: empty ones, binary ones among text, others among a format.
+    """
+
+    name: str
+    format: Format
+    files: tuple[SourceFile, ...]
+    num_left_out: int = 0
+
+    def fingerprint(self, *settings: str) -> str:
+        """Returns a hash of what would be read: paths, sizes, times of change, and settings that decide how."""
+        digest = hashlib.sha256(repr((self.format, *settings)).encode())
+        for file in self.files:
+            digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
+        return digest.hexdigest()[:24]
+
+
+def find(data: str, *, format: Format = "auto") -> Source:
+    """Finds the files of a data set.
+
+    Args:
+      data: `stdlib`, the path of a file or of a folder, or a pattern such as `corpus/*.jsonl`.
+      format: how to read them; `auto` goes by the names of the files.
+
+    Raises:
+      ValueError: there are none, all are empty or binary, or formats are mixed.
+    """
+    if data == "stdlib":
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts)]
+        if not paths:
+            raise ValueError(f"this Python has no .py files at {root}: give the path of some text with --data PATH")
+        return _source(f"Python's standard library ({root})", root, paths, "text")
+    root = pathlib.Path(data).expanduser()
+    if root.is_file():
+        return _source(str(root), root.parent, [root], _choose([root], format, root))
+    if root.is_dir():
+        paths = [path for path in root.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(root))]
+    else:
+        paths = [path for path in map(pathlib.Path, glob.glob(str(root), recursive=True)) if path.is_file()]
+        root = pathlib.Path()
+        if not paths:
+            raise ValueError(
+                f"there is no {data}: give the path of a text file or of a folder of them, of .jsonl, .parquet, "
+                "ArrayRecord or token files, or 'stdlib' for the source code of Python's standard library"
+            )
+    paths = [path for path in paths if not path.name.endswith(_BESIDE_TOKENS)]
+    return _source(data, root, paths, _choose(paths, format, root))
+
+
+def source_file(path: pathlib.Path, *, root: pathlib.Path | None = None) -> SourceFile:
+    """Takes down a file as it is now, with its name from the folder `root`."""
+    status = path.stat()
+    inside = path.relative_to(root) if root and path.is_relative_to(root) else path
+    return SourceFile(path=path, name=inside.as_posix(), size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -> Format:
+    """Returns the format of files: what was asked for, or what their names say."""
+    if format != "auto":
+        return format
+    kinds: dict[Format, list[pathlib.Path]] = {}
+    for path in paths:
+        kinds.setdefault(_format_of(path), []).append(path)
+    if "text" in kinds and not [path for path in kinds["text"] if _is_text(path)]:
+        del kinds["text"]
+    if "text" in kinds and len(paths) > 1:
+        kinds.pop("tokens", None)  # among text, what ends in .bin is anything
+    if len(kinds) > 1:
+        found = ", ".join(f"{len(some)} of {kind} ({some[0].name})" for kind, some in sorted(kinds.items()))
+        raise ValueError(f"{root} holds files of several formats: {found}. Say which to read with --format")
+    return next(iter(kinds)) if kinds else "text"
+
+
+def _format_of(path: pathlib.Path) -> Format:
+    for ending, kind in _FORMATS.items():
+        if path.name.lower().endswith(ending):
+            return kind
+    return "text"
+
+
+def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
+    """Takes down the files that count."""
+    paths = sorted(paths)
+    named = [path for path in paths if _format_of(path) == format] if format != "text" else []
+    counted = [path for path in named or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
+    if not counted:
+        raise ValueError(
+            f"{name} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
+            "text file or of a folder of them"
+            if format == "text"
+            else f"{name} is empty: give files of format {format} that hold something"
+        )
+    return Source(
+        name=name,
+        format=format,
+        files=tuple(source_file(path, root=root) for path in counted),
+        num_left_out=len(paths) - len(counted),
+    )
+
+
+def _is_hidden(path: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_text(path: pathlib.Path) -> bool:
+    """Tells text from binary as git does: by the absence of NUL from the first 8,000 bytes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8000)
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or move it away") from error
+    return bool(head) and b"\0" not in head

@@ -1,0 +1,96 @@
+"""Which documents are kept for validation, and the two parts as streams of tokens."""
+
+import dataclasses
+
+import numpy as np
+
+from zero_jax.sources import SourceFile
+from zero_jax.token_files import Tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenPart:
+    """Documents of a data set, one after the other, as one stream of tokens: nothing is copied.
+
+    Attributes:
+      tokens: the tokens of the whole data set.
+      starts: where each document of the part begins in `tokens`: `[num_documents]`.
+      offsets: where it begins in the stream, and the end of the last: `[num_documents + 1]`.
+      file: the file that `tokens` is mapped from, if any.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    offsets: np.ndarray
+    file: SourceFile | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return int(self.offsets[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.starts)
+
+    def take(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens at places of the stream, and which document of the part each belongs to.
+
+        Raises:
+          ValueError: the file of the tokens is another than it was: reading on could end the process.
+        """
+        if self.file is not None:
+            self.file.check()
+        documents = np.searchsorted(self.offsets, positions, side="right") - 1
+        return self.tokens[positions + (self.starts - self.offsets[:-1])[documents]], documents
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns the tokens of a range of the stream."""
+        return self.take(np.arange(start, self.size if stop is None else stop))[0]
+
+
+def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[TokenPart, TokenPart]:
+    """Gives validation the documents whose hashes are lowest, as many as fit into its share of the tokens.
+
+    A hash of what is in the document: neighbours are alike, the split must not depend on names, order or machine, and
+    a document that occurs twice must not be on both sides. Where not one fits, as with a single document, validation
+    gets the end of the longest.
+
+    Returns:
+      The documents to train on, and those to validate on.
+    """
+    lengths = np.diff(tokens.offsets)
+    room = int(validation_fraction * int(tokens.offsets[-1]))
+    _, group = np.unique(tokens.hashes, return_inverse=True)
+    sizes = np.bincount(group, weights=lengths).astype(np.int64)
+    held_out = _first_that_fit(sizes, room)[group]
+    starts = np.asarray(tokens.offsets[:-1])
+    if held_out.any():
+        return _part(tokens, starts[~held_out], lengths[~held_out]), _part(tokens, starts[held_out], lengths[held_out])
+    longest = np.flatnonzero(lengths == lengths.max())
+    cut = longest[np.argmin(tokens.hashes[longest])]
+    room = min(room, int(lengths[cut]) - 1)
+    lengths[cut] -= room
+    end = np.array([starts[cut] + lengths[cut]])
+    return _part(tokens, starts, lengths), _part(tokens, end[:room], np.array([room])[:room])
+
+
+def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return TokenPart(tokens=tokens.tokens, starts=starts, offsets=offsets, file=tokens.file)
+
+
+def _first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
+    """Goes through sizes in order and takes each that still fits; returns which were taken."""
+    taken = np.zeros(len(sizes), bool)
+    left = np.arange(len(sizes))
+    while True:
+        left = left[sizes[left] <= room]
+        if not left.size:
+            return taken
+        totals = np.cumsum(sizes[left])
+        num_fitting = int(np.searchsorted(totals, room, side="right"))
+        taken[left[:num_fitting]] = True
+        room -= int(totals[num_fitting - 1])
+        left = left[num_fitting:]

@@ -1,0 +1,155 @@
+"""A source as tokens: made once, then mapped from a cache folder."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from zero_jax.documents import read_text
+from zero_jax.sources import Source
+from zero_jax.token_chunks import array_chunks, file_chunks, map_tokens, read_offsets, record_chunks, text_chunks
+from zero_jax.token_files import Chunk, MappedFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
+from zero_jax.tokenizer import JsonTokenizer, Tokenizer
+
+Log = Callable[[str], None]
+TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
+_VERSION = "1"  # of how sources are read: another one makes the cache anew
+_LOG_SECONDS = 5.0
+_ABANDONED_SECONDS = 24 * 3600.0
+
+
+def default_cache() -> pathlib.Path:
+    """Returns the folder of tokens that were made before: `zero_jax` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "zero_jax" / "tokens"
+
+
+def read_tokens(
+    source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str, cache: pathlib.Path | None, log: Log
+) -> Tokens:
+    """Returns the tokens of a source: from the cache, or made now and kept there.
+
+    A single token file stays where it is: only the places of its documents are kept.
+
+    Args:
+      source: the files.
+      tokenizer: what makes tokens of text, and says which token ends a document.
+      text_field: the field or column that holds the text.
+      token_dtype: dtype of the tokens in raw files and records.
+      cache: folder of tokens, or None to keep them in memory.
+      log: takes lines that tell how it goes.
+
+    Raises:
+      ValueError: the source cannot be read, changed meanwhile, or holds no document.
+    """
+    make = functools.partial(_make, source, tokenizer, text_field=text_field, token_dtype=token_dtype, log=log)
+    if cache is None:
+        return make(None)
+    stem = pathlib.Path(source.files[0].name).name if len(source.files) == 1 else pathlib.Path(source.name).name
+    key = source.fingerprint(_VERSION, tokenizer.fingerprint, text_field, token_dtype)
+    folder = cache / f"{''.join(c if c.isalnum() else '-' for c in stem)[:40]}-{key}"
+    if folder.exists():
+        try:
+            return open_folder(folder)
+        except ValueError as error:
+            log(f"{error}; making it anew")
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove_abandoned(cache)
+    try:
+        return make(folder)
+    except OSError as error:
+        log(f"cannot keep the tokens in {folder} ({error}): they stay in memory, and the next run makes them again")
+        return make(None)
+
+
+def _make(
+    source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
+) -> Tokens:
+    mapped = _mapped(source, token_dtype) if folder else None
+    if mapped:
+        tokens = mapped.map()
+        offsets = read_offsets(mapped.path, num_tokens=len(tokens))
+        chunks = array_chunks(tokens, end_of_document=tokenizer.end_of_document, offsets=offsets)
+    else:
+        chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
+    return make_tokens(_told(chunks, source, log), source.name, tokenizer, folder=folder, mapped=mapped)
+
+
+def make_tokens(
+    chunks: Iterable[Chunk],
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    folder: pathlib.Path | None,
+    mapped: MappedFile | None = None,
+) -> Tokens:
+    """Writes chunks as a token folder and maps it, or keeps them in memory where `folder` is None.
+
+    Raises:
+      ValueError: there is no document among them.
+      OSError: the folder cannot be written.
+    """
+    meta = TokenMeta(
+        source=name,
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+    )
+    dtype = mapped.dtype if mapped else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    some = _at_least_one(chunks, name)
+    if folder is None:
+        return keep_in_memory(some, meta=meta, dtype=dtype)
+    attached = {TOKENIZER_FILE: tokenizer.content} if isinstance(tokenizer, JsonTokenizer) else {}
+    write_folder(folder, some, meta=meta, dtype=dtype, mapped=mapped, attached=attached)
+    return open_folder(folder)
+
+
+def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str) -> Iterator[Chunk]:
+    """Reads a source of any format as chunks of tokens."""
+    ends = {"token_dtype": token_dtype, "end_of_document": tokenizer.end_of_document}
+    if source.format == "tokens":
+        return file_chunks(source, **ends)
+    if source.format == "arrayrecord":
+        return record_chunks(source, **ends)
+    return text_chunks(read_text(source, text_field=text_field), tokenizer)
+
+
+def _mapped(source: Source, token_dtype: str) -> MappedFile | None:
+    is_one_file = source.format == "tokens" and len(source.files) == 1
+    return map_tokens(source.files[0], token_dtype=token_dtype) if is_one_file else None
+
+
+def _at_least_one(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
+    found = False
+    for chunk in chunks:
+        found = found or chunk.document_hash is not None
+        yield chunk
+    if not found:
+        raise ValueError(f"{name} holds no text: all of its documents are empty")
+
+
+def _told(chunks: Iterable[Chunk], source: Source, log: Log) -> Iterator[Chunk]:
+    """Passes chunks on, and tells now and then how far it is."""
+    started = told = time.monotonic()
+    num_tokens = num_bytes = 0
+    for chunk in chunks:
+        num_tokens, num_bytes = num_tokens + chunk.tokens.size, num_bytes + chunk.num_text_bytes
+        if time.monotonic() - told > _LOG_SECONDS:
+            told = time.monotonic()
+            of_text = f" of {num_bytes / 1e6:,.0f} MB of text" if num_bytes else ""
+            log(f"reading {source.name}: {num_tokens:,} tokens{of_text} in {told - started:.0f} s")
+        yield chunk
+
+
+def _remove_abandoned(cache: pathlib.Path) -> None:
+    """Removes what processes left that ended while they wrote, a day ago or earlier."""
+    for path in cache.glob(".*-*.*"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)

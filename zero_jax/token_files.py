@@ -1,0 +1,253 @@
+"""Token folders: a data set as a memory-mapped vector of tokens, with where its documents are.
+
+`tokens.bin` holds the tokens, little endian, each document followed by the token that ends it; `documents.npy` the
+places where documents begin, and the end of the last; `hashes.npy` a hash of each document; `meta.json` the rest.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import pathlib
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from zero_jax.sources import SourceFile, source_file
+
+TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+_VERSION = 1
+_TOKENS, _DOCUMENTS, _HASHES, _META = "tokens.bin", "documents.npy", "hashes.npy", "meta.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Tokens on their way into a folder.
+
+    Attributes:
+      tokens: a part of a document, a vector of integers.
+      document_hash: a hash of the whole document if this is its end, or None.
+      num_text_bytes: bytes of the text that the tokens were made of.
+      num_replaced: places in that text that were no valid Unicode.
+      num_empty: documents without text that were left out here.
+    """
+
+    tokens: np.ndarray
+    document_hash: int | None = None
+    num_text_bytes: int = 0
+    num_replaced: int = 0
+    num_empty: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenMeta:
+    """What `meta.json` says of the tokens beside their number.
+
+    Attributes:
+      source: what they were made of.
+      tokenizer: name of what made them.
+      tokenizer_fingerprint: its fingerprint.
+      vocab_size: all tokens are less.
+      end_of_document: the token after each document.
+      num_text_bytes: bytes of the text, 0 if the source was tokens.
+      num_replaced: places in the text that were no valid Unicode.
+      num_empty: documents without text, which were left out.
+    """
+
+    source: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    end_of_document: int
+    num_text_bytes: int = 0
+    num_replaced: int = 0
+    num_empty: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """The documents of a data set.
+
+    Attributes:
+      tokens: all tokens, a vector, mapped from a file if `file` is one.
+      offsets: where each document begins, and the end of the last: int64 `[num_documents + 1]`.
+      hashes: a hash of each document: uint64 `[num_documents]`.
+      meta: what made the tokens.
+      file: the file that is mapped.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    hashes: np.ndarray
+    meta: TokenMeta
+    file: SourceFile | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MappedFile:
+    """A file of tokens that stays where it is.
+
+    Attributes:
+      path: the file.
+      dtype: of the tokens in it.
+      start_bytes: what comes before the first token.
+    """
+
+    path: pathlib.Path
+    dtype: np.dtype
+    start_bytes: int = 0
+
+    def map(self) -> np.ndarray:
+        """Returns the tokens, mapped."""
+        size = self.path.stat().st_size - self.start_bytes
+        if size % self.dtype.itemsize or size <= 0:
+            raise ValueError(
+                f"{self.path} has {size:,} bytes of tokens, no multiple of the {self.dtype.itemsize} that one of "
+                f"{self.dtype} takes: give the right --token-dtype, or write the file again"
+            )
+        return np.memmap(self.path, self.dtype, "r", offset=self.start_bytes, shape=(size // self.dtype.itemsize,))
+
+
+class _Writer:
+    """Takes chunks, and keeps where documents begin."""
+
+    def __init__(self, stream: BinaryIO | None, dtype: np.dtype, meta: TokenMeta):
+        self._stream, self._dtype, self._meta = stream, dtype, meta
+        self._num_tokens = 0
+        self._ends, self._hashes = io.BytesIO(), io.BytesIO()
+        self._counts = dict.fromkeys(("num_text_bytes", "num_replaced", "num_empty"), 0)
+
+    def add(self, chunk: Chunk) -> None:
+        if chunk.tokens.size:
+            low, high = int(chunk.tokens.min()), int(chunk.tokens.max())
+            if low < 0 or high >= self._meta.vocab_size:
+                raise ValueError(
+                    f"{self._meta.source} has the token {low if low < 0 else high}, but the tokenizer "
+                    f"{self._meta.tokenizer} has tokens 0 to {self._meta.vocab_size - 1}: give the --tokenizer and the "
+                    "--token-dtype that it was made with"
+                )
+            if self._stream is not None:
+                self._stream.write(chunk.tokens.astype(self._dtype, copy=False).tobytes())
+            self._num_tokens += chunk.tokens.size
+        if chunk.document_hash is not None:
+            self._ends.write(self._num_tokens.to_bytes(8, "little"))
+            self._hashes.write(chunk.document_hash.to_bytes(8, "little"))
+        for name in self._counts:
+            self._counts[name] += getattr(chunk, name)
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray, TokenMeta]:
+        ends = np.frombuffer(self._ends.getbuffer(), "<i8")
+        hashes = np.frombuffer(self._hashes.getbuffer(), "<u8")
+        return np.concatenate([[0], ends]), hashes, dataclasses.replace(self._meta, **self._counts)
+
+
+def write_folder(
+    folder: pathlib.Path,
+    chunks: Iterable[Chunk],
+    *,
+    meta: TokenMeta,
+    dtype: np.dtype,
+    mapped: MappedFile | None = None,
+    attached: Mapping[str, bytes] | None = None,
+) -> None:
+    """Writes a token folder under another name and gives it its own when it is whole.
+
+    Several processes may do this at once: the first to finish wins, and what it wrote is as good as the others'.
+
+    Args:
+      folder: where it goes.
+      chunks: the documents.
+      meta: what made the tokens; its counts are taken from the chunks.
+      dtype: of the tokens in the folder.
+      mapped: a file that holds the tokens already, so that only the rest is written.
+      attached: further files of the folder.
+
+    Raises:
+      OSError: it cannot be written; nothing is left behind.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}"
+    temporary.mkdir()
+    try:
+        with contextlib.nullcontext() if mapped else (temporary / _TOKENS).open("wb") as stream:
+            writer = _Writer(stream, dtype, meta)
+            for chunk in chunks:
+                writer.add(chunk)
+        offsets, hashes, meta = writer.finish()
+        np.save(temporary / _DOCUMENTS, offsets)
+        np.save(temporary / _HASHES, hashes)
+        record = {
+            "version": _VERSION,
+            "dtype": dtype.name,
+            "num_tokens": int(offsets[-1]),
+            "num_documents": len(hashes),
+            "tokens_file": str(mapped.path.resolve()) if mapped else _TOKENS,
+            "tokens_start_bytes": mapped.start_bytes if mapped else 0,
+            **dataclasses.asdict(meta),
+        }
+        for name, content in (attached or {}).items():
+            (temporary / name).write_bytes(content)
+        (temporary / _META).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not is_token_folder(folder):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def keep_in_memory(chunks: Iterable[Chunk], *, meta: TokenMeta, dtype: np.dtype) -> Tokens:
+    """Returns the documents without writing any file."""
+    stream = io.BytesIO()
+    writer = _Writer(stream, dtype, meta)
+    for chunk in chunks:
+        writer.add(chunk)
+    offsets, hashes, meta = writer.finish()
+    return Tokens(tokens=np.frombuffer(stream.getbuffer(), dtype), offsets=offsets, hashes=hashes, meta=meta)
+
+
+def is_token_folder(path: pathlib.Path) -> bool:
+    """Tells whether there is a token folder."""
+    return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
+
+
+def open_folder(folder: pathlib.Path) -> Tokens:
+    """Maps a token folder.
+
+    Raises:
+      ValueError: it is not whole, or of a version that is not known.
+    """
+    remedy = "write the folder again, with `zero-jax tokenize --tokens FOLDER`"
+    try:
+        record = json.loads((folder / _META).read_text(encoding="utf-8"))
+        offsets = np.load(folder / _DOCUMENTS, mmap_mode="r")
+        hashes = np.load(folder / _HASHES, mmap_mode="r")
+        fields = {field.name: record[field.name] for field in dataclasses.fields(TokenMeta)}
+        version, num_tokens, num_documents = (record[name] for name in ("version", "num_tokens", "num_documents"))
+        mapped = MappedFile(
+            path=folder / record["tokens_file"],
+            dtype=np.dtype(record["dtype"]).newbyteorder("<"),
+            start_bytes=record["tokens_start_bytes"],
+        )
+        tokens = mapped.map()
+    except KeyError as error:
+        raise ValueError(f"{folder / _META} has no {error}: {remedy}") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"cannot read the token folder {folder} ({error}): {remedy}") from error
+    if version != _VERSION:
+        raise ValueError(f"{folder / _META} is of version {version}, not {_VERSION}: {remedy}")
+    if tokens.size != num_tokens or offsets.shape != (num_documents + 1,) or hashes.shape != (num_documents,):
+        raise ValueError(
+            f"{folder} has {tokens.size:,} tokens and {len(hashes):,} documents, but its {_META} says {num_tokens:,} "
+            f"and {num_documents:,}: it was cut off; {remedy}"
+        )
+    if not num_documents or offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) <= 0).any():
+        raise ValueError(
+            f"{folder / _DOCUMENTS} does not go up from 0 to {num_tokens:,}, the end of the tokens: {remedy}"
+        )
+    file = source_file(mapped.path)
+    return Tokens(tokens=tokens, offsets=offsets, hashes=hashes, meta=TokenMeta(**fields), file=file)

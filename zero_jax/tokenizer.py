@@ -1,0 +1,206 @@
+"""Text as tokens and back: bytes, or a vocabulary in a `tokenizers` JSON file, which may be trained here."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+# What tokenizer files call the token between documents, the usual ones first.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
+_NUM_BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells it from every tokenizer that would make other tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """The token that is put after each document."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the text's tokens, a vector of any integer dtype."""
+        ...
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each of several texts."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens, however badly a model chose them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """Takes each byte of the UTF-8 text as a token; byte 0, which no text has, ends a document."""
+
+    name: str = dataclasses.field(default="bytes", init=False)
+    fingerprint: str = dataclasses.field(default="bytes", init=False)
+    vocab_size: int = dataclasses.field(default=_NUM_BYTES, init=False)
+    end_of_document: int = dataclasses.field(default=0, init=False)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the bytes of the text, as `uint8`."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text; bytes that are no UTF-8 show as replacement characters."""
+        return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library; `load_tokenizer` reads it from its JSON file.
+
+    Attributes:
+      name: the file's name.
+      fingerprint: a hash of the file.
+      vocab_size: one more than the largest token.
+      end_of_document: the token that ends a document.
+      content: what is in the file.
+      library: the library's own object.
+    """
+
+    name: str = dataclasses.field(compare=False)
+    fingerprint: str
+    vocab_size: int
+    end_of_document: int
+    content: bytes = dataclasses.field(repr=False, compare=False)
+    library: Any = dataclasses.field(repr=False, compare=False)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the text's tokens, as `uint32`, without any that the library would add."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text; the library takes several threads."""
+        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in encoded]
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text, ends of documents included."""
+        return self.library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+
+
+def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
+    """Returns the tokenizer of a name: `bytes`, or the path of a `tokenizers` JSON file.
+
+    All of a text is tokenized, whatever the file says of truncation and padding, and text that looks like a special
+    token stays text: only the trainer puts ends of documents.
+
+    Raises:
+      ValueError: the file cannot be read, is no tokenizer, or has no token that ends a document.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = pathlib.Path(name).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"cannot read the tokenizer {name} ({error.strerror}): give 'bytes', or the path of a file that the "
+            "tokenizers library wrote, such as tokenizer.json"
+        ) from error
+    library = _parse(content, path)
+    ends = [token for token in map(library.token_to_id, _ENDS) if token is not None]
+    if not ends:
+        raise ValueError(
+            f"{path} has no token that ends a document (none of {', '.join(_ENDS)}): add one to its added_tokens, "
+            "or train a tokenizer with `zero-jax tokenize --vocab-size N --out FILE`"
+        )
+    return JsonTokenizer(
+        name=path.name,
+        fingerprint=hashlib.sha256(content).hexdigest()[:32],
+        vocab_size=max(library.get_vocab(with_added_tokens=True).values()) + 1,
+        end_of_document=ends[0],
+        content=content,
+        library=library,
+    )
+
+
+def _parse(content: bytes, path: pathlib.Path) -> Any:
+    import tokenizers  # only who asks for a vocabulary needs the library
+
+    try:
+        library = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+            f"{path} is no tokenizer of the tokenizers library ({error}): give its JSON file, often called "
+            "tokenizer.json"
+        ) from error
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    return library
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path, progress: bool = False) -> Tokenizer:
+    """Trains a byte-level BPE, which any text survives unchanged, and writes it as a `tokenizers` JSON file.
+
+    Args:
+      texts: the text, in pieces; they are read once and not kept.
+      vocab_size: tokens at most: `<|endoftext|>`, the 256 bytes, and what is merged of them. Little text makes fewer.
+      path: where the file goes; there must be none yet.
+      progress: whether the library shows how far it is.
+
+    Raises:
+      ValueError: the vocabulary has no room for the bytes, there is a file already, or it cannot be written.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    path = pathlib.Path(path).expanduser()
+    if vocab_size < _NUM_BYTES + 1:
+        raise ValueError(
+            f"vocab_size={vocab_size}: give at least {_NUM_BYTES + 1}, for the bytes and the end of a document; "
+            "8192 for example"
+        )
+    if path.exists():
+        raise ValueError(f"{path} exists already: give another path, or remove it")
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_ENDS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()  # better now than after an hour
+        library.train_from_iterator(texts, trainer)
+        temporary.write_text(library.to_str(pretty=True), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path} ({error.strerror}): give another path") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return load_tokenizer(path)

@@ -1,0 +1,244 @@
+"""Batches of packed rows as global arrays: shuffled, read ahead, and each process reads only its own rows.
+
+The documents of a part are one stream of tokens. Row `r` is `seq_len` tokens of it from place `r * seq_len` on, each
+with the next token as its target, so that an epoch has every token but the first as a target once. Which rows a batch
+has is a pure function of the seed and the number of examples before it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zero_jax.data import Dataset
+from zero_jax.split import TokenPart
+
+Batch = dict[str, jax.Array]
+_MAX_THREADS = 4
+_NO_ROW = -1
+
+
+def num_rows(part: TokenPart, *, seq_len: int) -> int:
+    """Returns the number of rows that a part fills, a last one that is not full included."""
+    return -(-(part.size - 1) // seq_len)
+
+
+def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
+    """Cuts rows from the stream of a part.
+
+    Args:
+      part: the tokens.
+      rows: numbers of the rows, a vector; -1 makes a row whose weights are 0.
+      seq_len: tokens in a row.
+
+    Returns:
+      `inputs` and `targets`, int32; `weights`, float32: 0 where the target begins another document or is beyond the
+      end, else 1; `segments`, int32: which document of the row each input belongs to, from 0 on. All are
+      `[len(rows), seq_len]`.
+    """
+    positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
+    exists = (rows[:, None] != _NO_ROW) & (positions < part.size)
+    tokens, documents = part.take(np.where(exists, positions, part.size - 1))
+    tokens = np.where(exists, tokens, 0).astype(np.int32)
+    documents = np.where(exists, documents, documents.max(axis=1, keepdims=True) + 1)
+    goes_on = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    return {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": goes_on.astype(np.float32),
+        "segments": (documents[:, :-1] - documents[:, :1]).astype(np.int32),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Share:
+    """What of a batch this process' devices hold.
+
+    Attributes:
+      rows: places of its rows in the batch, ascending.
+      shape: of the whole batch.
+      sharding: of the batch over the devices.
+      pieces: for each device of this process, which part of the local rows it holds.
+    """
+
+    rows: np.ndarray
+    shape: tuple[int, int]
+    sharding: NamedSharding
+    pieces: Mapping[Any, tuple[slice, slice]]
+
+    def assemble(self, local: Mapping[str, np.ndarray]) -> Batch:
+        """Makes global arrays of this process' rows; nothing goes to other processes."""
+        devices = list(self.pieces)
+        pieces = {name: [array[piece] for piece in self.pieces.values()] for name, array in local.items()}
+        placed = jax.device_put(pieces, dict.fromkeys(pieces, devices))
+        return {
+            name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
+            for name, arrays in placed.items()
+        }
+
+
+def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int) -> _Share:
+    shape = (batch_size, seq_len)
+    try:
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide over {dict(sharding.mesh.shape)} as {sharding.spec}: choose a "
+            "multiple of the devices that the batch is spread over"
+        ) from error
+    spans = {device: (index[0].indices(batch_size)[:2], index[1]) for device, index in indices.items() if index}
+    rows = np.unique(np.concatenate([np.arange(*span) for span, _ in spans.values()]))
+    pieces = {
+        device: (slice(*np.searchsorted(rows, span).tolist()), columns) for device, (span, columns) in spans.items()
+    }
+    return _Share(rows=rows, shape=shape, sharding=sharding, pieces=pieces)
+
+
+class Batches(Iterator[Batch]):
+    """Shuffled batches without end, read ahead by threads.
+
+    Each is a dict of global arrays `[batch_size, seq_len]`, as `cut_rows` describes them.
+    """
+
+    def __init__(
+        self,
+        part: TokenPart,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        sharding: NamedSharding,
+        position: int = 0,
+        prefetch_batches: int = 2,
+    ):
+        """Starts after `position` examples."""
+        if batch_size < 1 or position < 0:
+            raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
+        share = _share(sharding, batch_size=batch_size, seq_len=seq_len)
+        # Of all seeds, however large, one of the 32 bits that grain takes; neighbours must not share epochs.
+        seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
+
+        def read(start: int) -> dict[str, np.ndarray]:
+            rows = np.array([order[start + place] for place in share.rows.tolist()])
+            return cut_rows(part, rows, seq_len=seq_len)
+
+        starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
+        options = grain.ReadOptions(
+            num_threads=min(prefetch_batches, _MAX_THREADS), prefetch_buffer_size=prefetch_batches
+        )
+        self._host_batches = iter(starts.to_iter_dataset(options))
+        self._share, self._batch_size, self._position, self._is_open = share, batch_size, position, True
+
+    @property
+    def position(self) -> int:
+        """Examples that were handed out so far, those before the start included: what goes on exactly from here."""
+        return self._position
+
+    def __next__(self) -> Batch:
+        if not self._is_open:
+            raise ValueError("these batches were closed, or could not be read on: make new ones from their position")
+        try:
+            batch = self._share.assemble(next(self._host_batches))
+        except BaseException:
+            self.close()  # what was read ahead must not be taken for the batch that failed
+            raise
+        self._position += self._batch_size
+        return batch
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads; reading on needs new batches."""
+        if self._is_open:
+            self._is_open = False
+            self._host_batches.close()
+
+
+def train_batches(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    sharding: NamedSharding,
+    position: int = 0,
+    prefetch_batches: int = 2,
+) -> Batches:
+    """Returns the training batches: in each epoch all rows once, in an order of its own.
+
+    Args:
+      dataset: the documents.
+      batch_size: examples in a batch, over all devices and processes.
+      seq_len: tokens in a row.
+      seed: chooses among orders.
+      sharding: of the batch; it says which rows this process reads.
+      position: examples that were taken before, `Batches.position` of the run that goes on here. Neither the batch size
+        nor the number of processes need be what they were.
+      prefetch_batches: batches that are read ahead; 0 reads each when it is asked for.
+
+    Raises:
+      ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
+    """
+    return Batches(
+        dataset.train,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        seed=seed,
+        sharding=sharding,
+        position=position,
+        prefetch_batches=prefetch_batches,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ValidationBatches(Sequence[Batch]):
+    """Batches that are the same each time, made anew whenever one is asked for.
+
+    Attributes:
+      part: the tokens.
+      rows: the rows of each batch, -1 where the last one has none: `[num_batches, batch_size]`.
+      seq_len: tokens in a row.
+      share: what of a batch this process reads.
+    """
+
+    part: TokenPart
+    rows: np.ndarray
+    seq_len: int
+    share: _Share
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return dataclasses.replace(self, rows=self.rows[index])
+        return self.share.assemble(cut_rows(self.part, self.rows[index][self.share.rows], seq_len=self.seq_len))
+
+
+def validation_batches(
+    dataset: Dataset, *, num_batches: int, batch_size: int, seq_len: int, sharding: NamedSharding
+) -> ValidationBatches:
+    """Returns batches of evenly spaced rows of the validation part: the same ones whenever it is called.
+
+    Where the part has fewer rows than asked for, there are fewer batches, and the last one is filled up with rows
+    whose weights are 0: no row counts twice.
+
+    Raises:
+      ValueError: the batch does not divide over the devices.
+    """
+    share = _share(sharding, batch_size=batch_size, seq_len=seq_len)
+    available, asked = num_rows(dataset.validation, seq_len=seq_len), num_batches * batch_size
+    rows = np.linspace(0, available - 1, min(available, asked)).astype(np.int64)
+    padding = np.full(-len(rows) % batch_size, _NO_ROW)
+    rows = np.concatenate([rows, padding]).reshape(-1, batch_size)
+    return ValidationBatches(part=dataset.validation, rows=rows, seq_len=seq_len, share=share)

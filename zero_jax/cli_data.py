@@ -1,0 +1,168 @@
+"""The command `zero-jax tokenize`: a vocabulary trained on the user's text, and the text as a folder of tokens."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from zero_jax.data import DataConfig
+from zero_jax.documents import Piece, read_text
+from zero_jax.options import add_fields, given
+from zero_jax.sources import Source, find
+from zero_jax.token_cache import make_tokens, source_chunks
+from zero_jax.token_files import Tokens, is_token_folder
+from zero_jax.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+_SAMPLE_BYTES = 4_000_000  # of text, to tell how many tokens it makes
+_LOG_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizeResult:
+    """What `zero-jax tokenize` made.
+
+    Attributes:
+      data: the text.
+      tokenizer: the tokenizer's file, or `bytes`.
+      vocab_size: number of different tokens.
+      tokens_per_byte: of the text (1 for bytes), the ends of documents left out; None if there was no text.
+      tokens: the token folder, or None.
+      num_tokens: tokens in it.
+      num_documents: documents in it.
+      num_replaced: places in the text that were no valid Unicode.
+    """
+
+    data: str
+    tokenizer: str
+    vocab_size: int
+    tokens_per_byte: float | None
+    tokens: str | None = None
+    num_tokens: int | None = None
+    num_documents: int | None = None
+    num_replaced: int | None = None
+
+    def __str__(self) -> str:
+        lines = [f"tokenizer  {self.tokenizer}, {self.vocab_size:,} tokens"]
+        if self.tokens_per_byte is not None:
+            lines.append(f"text       1 token a byte before, {self.tokens_per_byte:.3f} now")
+        if self.tokens is not None:
+            lines.append(f"tokens     {self.tokens}: {self.num_tokens:,} tokens, {self.num_documents:,} documents")
+        if self.num_replaced:
+            lines.append(f"replaced   {self.num_replaced:,} places that were no valid Unicode")
+        options = f"--data {self.tokens}" if self.tokens else f"--data {self.data} --tokenizer {self.tokenizer}"
+        return "\n".join([*lines, f"next       zero-jax train {options} --vocab-size {self.vocab_size}"])
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "tokenize",
+        usage="zero-jax tokenize [OPTION ...]",
+        help="train a tokenizer on text, or turn text into a folder of tokens",
+        description="Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that "
+        "`zero-jax train --data` maps (--tokens), or both.",
+    )
+    without = ("validation_fraction", "prefetch_batches", "token_cache")
+    add_fields(parser.add_argument_group("text"), DataConfig, default_of=DataConfig(), without=without)
+    group = parser.add_argument_group("what to make")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="train a tokenizer of N tokens on the text")
+    group.add_argument("--out", metavar="FILE", help="where the tokenizer goes (default: tokenizer.json)")
+    group.add_argument("--tokens", metavar="FOLDER", help="write the tokens there; there must be no such folder yet")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+    parser.set_defaults(run=_tokenize, parser=parser)
+
+
+def _tokenize(options: argparse.Namespace) -> int:
+    try:
+        result = _make(options, DataConfig(**given(DataConfig, options)))
+    except ValueError as error:
+        options.parser.error(str(error))
+    except KeyboardInterrupt:
+        print("stopped; nothing was left half-written", file=sys.stderr)
+        return 130
+    print(json.dumps(dataclasses.asdict(result)) if options.json else result)
+    return 0
+
+
+def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
+    _check_options(options, config)
+    source = find(config.data, format=config.format)
+    is_text = source.format not in ("tokens", "arrayrecord")
+    if options.vocab_size is None:
+        file = "bytes" if config.tokenizer == "auto" else config.tokenizer
+        tokenizer = load_tokenizer(file)
+    elif is_text:
+        file = options.out or "tokenizer.json"
+        pieces = _told(read_text(source, text_field=config.text_field), "read for the vocabulary")
+        texts = (piece.text for piece in pieces)
+        tokenizer = train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
+    else:
+        raise ValueError(f"{source.name} holds tokens: a tokenizer is trained on text")
+    tokens = _write(options.tokens, source, tokenizer, config) if options.tokens else None
+    written = {}
+    if tokens:
+        written = {
+            "tokens": options.tokens,
+            "num_tokens": tokens.tokens.size,
+            "num_documents": len(tokens.hashes),
+            "num_replaced": tokens.meta.num_replaced,
+        }
+    ratio = _tokens_per_byte(read_text(source, text_field=config.text_field), tokenizer) if is_text else None
+    return TokenizeResult(
+        data=config.data,
+        tokenizer=file,
+        vocab_size=tokenizer.vocab_size,
+        tokens_per_byte=ratio,
+        **written,
+    )
+
+
+def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
+    if options.vocab_size is None and options.tokens is None:
+        raise ValueError(
+            "nothing to make: give --vocab-size N to train a tokenizer, --tokens FOLDER to write tokens, or both"
+        )
+    if options.vocab_size is None and options.out is not None:
+        raise ValueError(f"--out {options.out} is for a tokenizer that is trained: give --vocab-size N as well")
+    if options.vocab_size is not None and config.tokenizer != "auto":
+        raise ValueError(
+            f"--vocab-size trains a tokenizer, --tokenizer {config.tokenizer} takes one that is there: give one of them"
+        )
+    if is_token_folder(pathlib.Path(config.data).expanduser()):
+        raise ValueError(f"{config.data} holds tokens already: train on it with `zero-jax train --data {config.data}`")
+    if options.tokens and pathlib.Path(options.tokens).exists():
+        raise ValueError(f"{options.tokens} exists already: give another --tokens FOLDER, or remove it")
+
+
+def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig) -> Tokens:
+    chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
+    try:
+        return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
+    except OSError as error:
+        raise ValueError(f"cannot write {folder} ({error}): give another --tokens FOLDER") from error
+
+
+def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
+    """Returns the number of tokens that the first megabytes of text make of a byte."""
+    num_bytes = num_tokens = 0
+    for piece in pieces:
+        num_bytes += len(piece.text.encode())
+        num_tokens += len(tokenizer.encode(piece.text))
+        if num_bytes >= _SAMPLE_BYTES:
+            break
+    return num_tokens / max(num_bytes, 1)
+
+
+def _told(pieces: Iterable[Piece], what: str) -> Iterator[Piece]:
+    """Passes pieces on, and tells now and then how far it is."""
+    told, num_characters = time.monotonic(), 0
+    for piece in pieces:
+        num_characters += len(piece.text)
+        if time.monotonic() - told > _LOG_SECONDS:
+            told = time.monotonic()
+            print(f"{num_characters / 1e6:,.0f} million characters {what}", file=sys.stderr, flush=True)
+        yield piece

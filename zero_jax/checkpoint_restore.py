@@ -220,6 +220,7 @@ def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: boo
             lines.append(f"{name}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     if not lines:
         return
+    lines.sort(key=lambda line: _group(line) != "params")
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     in_params = any(_group(line) == "params" for line in lines)
     remedy = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import logging
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from zero_jax.checkpoint_files import (
     resolve,
     step_path,
 )
+from zero_jax.orbax_noise import Quiet
 from zero_jax.saved_state import encode_state
 from zero_jax.state import TrainState
 
@@ -98,9 +98,10 @@ class Checkpointer:
         handler = ocp.CompositeCheckpointHandler(
             **{STATE: ocp.PyTreeCheckpointHandler(use_ocdbt=True), RECORD: ocp.JsonCheckpointHandler()}
         )
-        self._orbax = ocp.AsyncCheckpointer(handler)
-        self._quiet = _OrbaxFilter()
-        logging.getLogger("absl").addFilter(self._quiet)
+        # A folder that cannot be made is told at once: in the background all other tasks would wait for it in vain.
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._quiet = Quiet()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -162,7 +163,7 @@ class Checkpointer:
         """Waits for the last save and lets go of the folder."""
         self.wait()
         self._orbax.close()
-        logging.getLogger("absl").removeFilter(self._quiet)
+        self._quiet.remove()
 
     def _prepare(self) -> None:
         try:
@@ -265,10 +266,3 @@ def _explain(error: Exception) -> str:
     code = error.errno if isinstance(error, OSError) else None
     advice = [text for known, text in _ADVICE.items() if known == code or os.strerror(known) in first]
     return f"{first} ({advice[0]})" if advice else first
-
-
-class _OrbaxFilter(logging.Filter):
-    """Keeps orbax's tracebacks of failed saves off the screen: `Checkpointer` tells of them in its own words."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname

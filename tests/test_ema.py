@@ -59,7 +59,7 @@ def test_it_is_kept_in_float32_and_follows_small_steps_of_bfloat16():
     assert updates["w"].dtype == params["w"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2))])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_it_equals_one_device_and_is_sharded_as_the_state_is(stage):
     batches = reference.make_batches(3)
     _, plain_state, _ = run_plain(reference.loss_fn, adam(), batches)
@@ -74,6 +74,7 @@ def test_it_equals_one_device_and_is_sharded_as_the_state_is(stage):
     assert {num_shards(x) for x in jax.tree.leaves(average)} == {1 if stage == 0 else 4}
 
 
+@pytest.mark.slow
 def test_in_mixed_precision_it_averages_the_master_params():
     tx = optax.chain(optax.adam(1e-2), params_ema(DECAY))
     state, step = reference.make_trainer(reference.loss_fn, tx, mesh=mesh_of("2"), stage=1, precision="bf16")

@@ -232,13 +232,13 @@ def test_a_process_that_hangs_ends_with_the_code_and_its_stack(tmp_path):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped here")
 def test_a_process_that_was_stopped_goes_on(tmp_path):
-    child = start_child(0.6, tmp_path, 30, "end")
+    child = start_child(0.6, tmp_path, 15, "end")
     assert child.stdout.readline() == "0\n"
     child.send_signal(signal.SIGSTOP)
-    time.sleep(1.8)
+    time.sleep(1.4)
     child.send_signal(signal.SIGCONT)
     output, errors = child.communicate(timeout=20)
-    assert child.returncode == 0 and output.endswith("29\n")
+    assert child.returncode == 0 and output.endswith("14\n")
     assert "hangs" not in errors
 
 

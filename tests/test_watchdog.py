@@ -62,11 +62,12 @@ def test_a_hang_is_told_once_and_ended_after_as_long_again(tmp_path):
 
 
 def test_what_is_told_has_stacks_and_places(tmp_path):
-    (tmp_path / "process-1.json").write_text(
-        json.dumps({"phase": "data", "step": 7, "beat_time": time.time() - 40, "alive_time": time.time() - 35})
-    )
+    now = time.time()
+    word = {"phase": "data", "step": 7, "beat_time": now - 40, "alive_time": now - 35, "every_seconds": 10}
+    (tmp_path / "process-1.json").write_text(json.dumps(word))
+    (tmp_path / "process-3.json").write_text(json.dumps({**word, "alive_time": now - 25}))
     (tmp_path / "process-2.json").write_text("{half a")
-    watched = Watched(tmp_path, num_processes=4)
+    watched = Watched(tmp_path, num_processes=5)
     waiting = threading.Event()
 
     def wait_for_a_batch():
@@ -84,7 +85,8 @@ def test_what_is_told_has_stacks_and_places(tmp_path):
     assert "process 0 hangs: no progress for 11 s in phase 'step' at step 8, which may take 10 s" in told
     assert "process 0: step at step 8, for 0 s" in told
     assert "process 1: data at step 7, for 40 s, no sign of life for 35 s" in told
-    assert "process 2: no word of it" in told and "process 3: no word of it" in told
+    assert "process 2: no word of it" in told and "process 4: no word of it" in told
+    assert "process 3: data at step 7, for 40 s\n" in told
     assert told.index("thread MainThread") < told.index("thread prefetch")
     assert "in test_what_is_told_has_stacks_and_places" in told and "in wait_for_a_batch" in told
     assert told in (tmp_path / "hang-0.txt").read_text()

@@ -28,7 +28,8 @@ class ProcessPlace:
       phase: what it was doing, or None if it has left no word.
       step: the step it was at, or None.
       age_seconds: time since it said so.
-      silent_seconds: time since its watchdog's last sign of life; a process that is gone or stopped has none.
+      silent_seconds: time since its watchdog's last sign of life.
+      is_silent: whether that is longer than it should be: a process that is gone or stopped gives no sign.
     """
 
     process_index: int
@@ -36,12 +37,13 @@ class ProcessPlace:
     step: int | None = None
     age_seconds: float = 0
     silent_seconds: float = 0
+    is_silent: bool = False
 
     def __str__(self) -> str:
         if self.phase is None:
             return f"process {self.process_index}: no word of it"
         at = "" if self.step is None else f" at step {self.step}"
-        gone = f", no sign of life for {self.silent_seconds:.0f} s" if self.silent_seconds > 30 else ""
+        gone = f", no sign of life for {self.silent_seconds:.0f} s" if self.is_silent else ""
         return f"process {self.process_index}: {self.phase}{at}, for {self.age_seconds:.0f} s{gone}"
 
 
@@ -219,11 +221,12 @@ class Watchdog:
     def _leave_word(self) -> None:
         beat = self._beat
         word = {"phase": beat.phase, "step": beat.step, "beat_time": beat.wall_seconds, "alive_time": time.time()}
+        word |= {"every_seconds": self._interval, "pid": os.getpid()}
         path = self._folder / f"process-{self._process_index}.json"
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({**word, "pid": os.getpid()}), encoding="utf-8")
+            temporary.write_text(json.dumps(word), encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
             if not self._has_failed_to_write:
@@ -241,25 +244,27 @@ def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace
 def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
     try:
         word, now = json.loads(path.read_text(encoding="utf-8")), time.time()
+        silent = max(0.0, now - word["alive_time"])
         return ProcessPlace(
             process_index=process_index,
             phase=word["phase"],
             step=word["step"],
             age_seconds=max(0.0, now - word["beat_time"]),
-            silent_seconds=max(0.0, now - word["alive_time"]),
+            silent_seconds=silent,
+            is_silent=word["phase"] != "ended" and silent > 1 + 3 * word["every_seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return ProcessPlace(process_index=process_index, phase=None)
 
 
 def _stacks() -> str:
-    """Returns the stack of each thread but this one, the main thread's first, innermost calls last."""
+    """Returns the stack of each thread but the watchdog's, the main thread's first, innermost calls last."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     frames, main = sys._current_frames(), threading.main_thread().ident
     lines = []
     for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident != threading.get_ident():
-            name = threads[ident].name if ident in threads else str(ident)
+        name = threads[ident].name if ident in threads else str(ident)
+        if not name.startswith("watchdog") and ident != threading.get_ident():
             lines += [f"thread {name}, innermost call last:\n", *traceback.format_stack(frames[ident])]
     return "".join(lines).rstrip("\n")
 

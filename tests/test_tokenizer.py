@@ -40,9 +40,9 @@ def test_a_trained_tokenizer_takes_any_text_and_shortens_its_own(bpe):
 
 
 def test_tokenizing_a_long_document_in_pieces_changes_nothing(bpe, tmp_path):
-    text = "".join(f"hello world{i % 7}, hello\n\n  words ({i}).\n" for i in range(36_000))
+    text = "".join(f"hello world{i % 7}, hello\n\n  words ({i}).\n" for i in range(6_000))
     (tmp_path / "x.txt").write_text(text)
-    assert len(list(read_text(find(str(tmp_path / "x.txt"))))) > 1
+    assert len(list(read_text(find(str(tmp_path / "x.txt"))))) > 2
     config = data.DataConfig(data=str(tmp_path / "x.txt"), tokenizer=str(tmp_path / "bpe.json"), token_cache=None)
     dataset = data.load(config, seq_len=8)
     whole = [*bpe.encode(text).tolist(), bpe.end_of_document]

@@ -1,4 +1,4 @@
-"""Documents of text from text files, JSON Lines and Parquet, read in pieces: no more than a few megabytes at a time."""
+"""Documents of text from text files, JSON Lines and Parquet, read in pieces of some kilobytes."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_jax.sources import Source, SourceFile
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
 # The end of a word before a space: tokenizers begin a new token there, so cutting the text there changes nothing.

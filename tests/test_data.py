@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -281,6 +282,26 @@ def test_a_damaged_cache_is_made_anew(load, tmp_path):
     assert load(path, log=lines.append).fingerprint == first.fingerprint
     assert "cut off" in lines[0]
     assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_what_a_killed_process_left_goes_a_day_later(load, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("a" * 100)
+    old, new = (tmp_path / "cache" / f".x-txt-0123.{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    load(path)
+    assert new.exists()
+    assert not old.exists()
+
+
+def test_how_far_it_is_is_told(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "_LOG_SECONDS", -1)
+    lines = []
+    load(write_many(tmp_path / "x", [100, 100]), log=lines.append)
+    assert "101 tokens of 0 MB of text" in lines[0]
+    assert "202 tokens" in lines[1]
 
 
 def test_where_there_is_no_cache_the_tokens_stay_in_memory(load, tmp_path):

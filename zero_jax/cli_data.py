@@ -13,7 +13,7 @@ from zero_jax.data import DataConfig
 from zero_jax.documents import Piece, read_text
 from zero_jax.options import add_fields, given
 from zero_jax.sources import Source, find
-from zero_jax.token_cache import make_tokens, source_chunks
+from zero_jax.token_cache import make_tokens, source_chunks, told
 from zero_jax.token_files import Tokens, is_token_folder
 from zero_jax.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
@@ -97,7 +97,7 @@ def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
         tokenizer = load_tokenizer(file)
     elif is_text:
         file = options.out or "tokenizer.json"
-        pieces = _told(read_text(source, text_field=config.text_field), "read for the vocabulary")
+        pieces = _counted(read_text(source, text_field=config.text_field))
         texts = (piece.text for piece in pieces)
         tokenizer = train_bpe(texts, vocab_size=options.vocab_size, path=file, progress=sys.stderr.isatty())
     else:
@@ -140,6 +140,7 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
 
 def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig) -> Tokens:
     chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
+    chunks = told(chunks, source.name, log=_log)
     try:
         return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
     except OSError as error:
@@ -157,12 +158,16 @@ def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
     return num_tokens / max(num_bytes, 1)
 
 
-def _told(pieces: Iterable[Piece], what: str) -> Iterator[Piece]:
+def _counted(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Passes pieces on, and tells now and then how far it is."""
-    told, num_characters = time.monotonic(), 0
+    last, num_characters = time.monotonic(), 0
     for piece in pieces:
         num_characters += len(piece.text)
-        if time.monotonic() - told > _LOG_SECONDS:
-            told = time.monotonic()
-            print(f"{num_characters / 1e6:,.0f} million characters {what}", file=sys.stderr, flush=True)
+        if time.monotonic() - last > _LOG_SECONDS:
+            last = time.monotonic()
+            _log(f"read {num_characters / 1e6:,.0f} million characters for the vocabulary")
         yield piece
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -85,8 +85,15 @@ def find(data: str, *, format: Format = "auto") -> Source:
       format: how to read them; `auto` goes by the names of the files.
 
     Raises:
-      ValueError: there are none, all are empty or binary, or formats are mixed.
+      ValueError: there are none, all are empty or binary, formats are mixed, or one cannot be read.
     """
+    try:
+        return _find(data, format)
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename} ({error.strerror}): make it readable, or move it") from error
+
+
+def _find(data: str, format: Format) -> Source:
     if data == "stdlib":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         paths = [path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts)]
@@ -167,9 +174,6 @@ def _is_hidden(path: pathlib.Path) -> bool:
 
 def _is_text(path: pathlib.Path) -> bool:
     """Tells text from binary as git does: by the absence of NUL from the first 8,000 bytes."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8000)
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or move it away") from error
+    with path.open("rb") as file:
+        head = file.read(8000)
     return bool(head) and b"\0" not in head

@@ -78,7 +78,7 @@ def _make(
         chunks = array_chunks(tokens, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
         chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    return make_tokens(_told(chunks, source, log), source.name, tokenizer, folder=folder, mapped=mapped)
+    return make_tokens(told(chunks, source.name, log=log), source.name, tokenizer, folder=folder, mapped=mapped)
 
 
 def make_tokens(
@@ -135,7 +135,7 @@ def _at_least_one(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
         raise ValueError(f"{name} holds no text: all of its documents are empty")
 
 
-def _told(chunks: Iterable[Chunk], source: Source, log: Log) -> Iterator[Chunk]:
+def told(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:
     """Passes chunks on, and tells now and then how far it is."""
     started = told = time.monotonic()
     num_tokens = num_bytes = 0
@@ -144,7 +144,7 @@ def _told(chunks: Iterable[Chunk], source: Source, log: Log) -> Iterator[Chunk]:
         if time.monotonic() - told > _LOG_SECONDS:
             told = time.monotonic()
             of_text = f" of {num_bytes / 1e6:,.0f} MB of text" if num_bytes else ""
-            log(f"reading {source.name}: {num_tokens:,} tokens{of_text} in {told - started:.0f} s")
+            log(f"reading {name}: {num_tokens:,} tokens{of_text} in {told - started:.0f} s")
         yield chunk
 
 

@@ -101,14 +101,22 @@ class MappedFile:
     start_bytes: int = 0
 
     def map(self) -> np.ndarray:
-        """Returns the tokens, mapped."""
-        size = self.path.stat().st_size - self.start_bytes
-        if size % self.dtype.itemsize or size <= 0:
-            raise ValueError(
-                f"{self.path} has {size:,} bytes of tokens, no multiple of the {self.dtype.itemsize} that one of "
-                f"{self.dtype} takes: give the right --token-dtype, or write the file again"
-            )
-        return np.memmap(self.path, self.dtype, "r", offset=self.start_bytes, shape=(size // self.dtype.itemsize,))
+        """Returns the tokens, mapped.
+
+        Raises:
+          ValueError: the file cannot be read, or has no whole number of tokens.
+        """
+        try:
+            size = self.path.stat().st_size - self.start_bytes
+            if size % self.dtype.itemsize or size <= 0:
+                raise ValueError(
+                    f"{self.path} has {size:,} bytes of tokens, no multiple of the {self.dtype.itemsize} that one of "
+                    f"{self.dtype} takes: give the right --token-dtype, or write the file again"
+                )
+            shape = (size // self.dtype.itemsize,)
+            return np.memmap(self.path, self.dtype, "r", offset=self.start_bytes, shape=shape)
+        except OSError as error:
+            raise ValueError(f"cannot read {self.path} ({error.strerror}): make it readable") from error
 
 
 class _Writer:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from zero_jax.checkpoint_files import (
     RECORD,
@@ -25,6 +27,7 @@ from zero_jax.checkpoint_files import (
     step_path,
 )
 from zero_jax.orbax_noise import Quiet
+from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
 from zero_jax.state import TrainState
 
@@ -99,7 +102,8 @@ class Checkpointer:
             **{STATE: ocp.PyTreeCheckpointHandler(use_ocdbt=True), RECORD: ocp.JsonCheckpointHandler()}
         )
         # A folder that cannot be made is told at once: in the background all other tasks would wait for it in vain.
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        self._barrier = SaveBarrier()
+        options = ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=self._barrier)
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         self._quiet = Quiet()
 
@@ -140,8 +144,10 @@ class Checkpointer:
         encoded = encode_state(state, mesh=mesh)
         path = step_path(self.directory, step)
         try:
-            record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
-            self._set_aside(path)
+            self._barrier.begin()
+            with _Together():
+                record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
+                self._make_room(path)
             save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in encoded.arrays}
             arrays = ocp.args.PyTreeSave(encoded.arrays, save_args=save_args)
             self._orbax.save(path, args=ocp.args.Composite(**{STATE: arrays, RECORD: ocp.args.JsonSave(record)}))
@@ -182,9 +188,17 @@ class Checkpointer:
             except CheckpointError:
                 self._losses[step] = None
 
-    def _set_aside(self, path: epath.Path) -> None:
-        """Moves an older checkpoint of the same step out of the way; it is deleted when the new one is whole."""
-        if _is_primary() and path.exists():
+    def _make_room(self, path: epath.Path) -> None:
+        """Sees that a folder can be made, and moves an older checkpoint of the same step out of the way.
+
+        The older one is deleted when the new one is whole.
+        """
+        if not _is_primary():
+            return
+        probe = self.directory / f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}probe"
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmtree()
+        if path.exists():
             path.rename(_aside(path))
 
     def _finish(self, step: int, loss: float | None) -> None:
@@ -225,6 +239,7 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> None:
         """Tells that a save has failed, and removes the part of it that was written."""
         self.num_failed += 1
+        self._barrier.fail(_explain(error))
         path = step_path(self.directory, step)
         try:
             if _is_primary():
@@ -240,6 +255,20 @@ class Checkpointer:
         self._log(
             f"checkpoint of step {step} NOT saved to {self.directory}: {_explain(error)}. Training goes on; {kept}"
         )
+
+
+class _Together:
+    """Lets all processes go on with a save, or none: one that failed would be missed in the next collective."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if jax.process_count() == 1:
+            return
+        failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
+        if error is None and failed.any():
+            raise SaveFailed(f"process {int(failed.argmax())} failed")
 
 
 def _is_primary() -> bool:

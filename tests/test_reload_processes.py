@@ -1,0 +1,82 @@
+"""Checkpoints of several processes: each writes its own shards, and any number of processes reads them."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+WORKER = pathlib.Path(__file__).with_name("reload_worker.py")
+pytestmark = pytest.mark.slow
+
+
+def free_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start(num_processes, num_devices, stage, folder, action):
+    """Runs processes of so many devices each; returns what each of them prints."""
+    address = free_address()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, address, *map(str, (num_processes, i, num_devices, stage, folder, action))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(num_processes)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def assert_close(actual, expected, tolerance):
+    actual, expected = ([float.fromhex(x) for x in losses] for losses in (actual, expected))
+    assert actual == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_processes_save_and_one_reloads(tmp_path, stage):
+    first, second = start(2, 4, stage, tmp_path, "save")
+    assert first["losses"] == second["losses"] and first["steps"] == second["steps"] == [2]
+    assert first["failed"] == second["failed"] == 0
+    written = {path.name for path in (tmp_path / "step_00000002" / "state").glob("ocdbt.process_*")}
+    assert written == {"ocdbt.process_0", "ocdbt.process_1"}
+    (one,) = start(1, 8, stage, tmp_path, "load")
+    assert_close(one["losses"], first["losses"], 1e-6)  # processes sum in another order
+    (four,) = start(1, 4, stage, tmp_path, "load")
+    assert_close(four["losses"], first["losses"], 2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_process_saves_and_two_reload(tmp_path, stage):
+    (saved,) = start(1, 8, stage, tmp_path, "save")
+    loaded = start(2, 4, stage, tmp_path, "load")
+    assert loaded[0] == loaded[1] and not loaded[0]["told"]
+    assert_close(loaded[0]["losses"], saved["losses"], 1e-6)  # processes sum in another order
+
+
+def test_a_damaged_checkpoint_is_one_for_all_processes(tmp_path):
+    start(2, 4, 3, tmp_path, "save")
+    record = tmp_path / "step_00000002" / "record" / "metadata"
+    record.write_text(record.read_text()[:-9])
+    for result in start(2, 4, 3, tmp_path, "load"):
+        assert "no whole checkpoint" in result["error"]
+
+
+def test_a_full_disk_of_one_process_stops_none(tmp_path):
+    results = start(2, 4, 3, tmp_path, "fail")
+    assert [x["failed"] for x in results] == [1, 1], results
+    assert [x["steps"] for x in results] == [[], []]
+    assert "File too large" in results[1]["told"][0] and "process 1" in results[0]["told"][0]
+    assert results[0]["losses"] == results[1]["losses"] and not list(tmp_path.iterdir())

@@ -11,20 +11,35 @@ from zero_jax import cli
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
---batch-size --clip-norm --config --d-model --data --devices --eval-batches --eval-every --final-learning-rate --help
---json --keep-gathered --learning-rate --log-every --min-shard-size --mlp-ratio --model --name --no-keep-gathered
---no-remat --no-scan --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --out --position
---precision --remat --replica --sample-prompt --sample-tokens --scan --seed --seq-len --skip-nonfinite --stage --steps
---temperature --top-k --validation-fraction --vocab-size --warmup-steps --weight-decay -h
+--batch-size --beta1 --beta2 --clip-norm --config --d-model --data --decay-fraction --devices --ema-decay --epsilon
+--eval-batches --eval-every --final-learning-rate --format --hang-seconds --help --init-from --json --keep-best
+--keep-gathered --keep-last --learning-rate --log-every --max-nonfinite-steps --min-shard-size --mlp-ratio --model
+--momentum --name --no-decay --no-keep-gathered --no-remat --no-scan --no-skip-nonfinite --no-tensorboard
+--num-heads --num-layers --num-microbatches --optimizer --out --position --precision --prefetch-batches
+--profile-steps --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
+--schedule --seed --seq-len --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
+--token-dtype --tokenizer --top-k --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
---batch --batch-size --cache --clip-norm --d-model --data-layout --final-learning-rate --help --init --json
---keep-gathered --learning-rate --loss --min-shard-size --mlp-ratio --model --no-keep-gathered --no-remat --no-scan
---no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --position --precision --remat --replica
---scan --seq-len --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--batch --batch-size --beta1 --beta2 --cache --clip-norm --d-model --data-layout --decay-fraction --ema-decay
+--epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate --loss --min-shard-size
+--mlp-ratio --model --momentum --no-decay --no-keep-gathered --no-remat --no-scan --no-skip-nonfinite --num-heads
+--num-layers --num-microbatches --optimizer --position --precision --remat --replica --scan --schedule --seq-len
+--skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+""".split()
+TOKENIZE_OPTIONS = """
+--data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
+""".split()
+EXPORT_OPTIONS = """
+--dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step -h
 """.split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,
+    "tokenize": TOKENIZE_OPTIONS,
+    "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
+    "export": EXPORT_OPTIONS,
+    "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
+    "launch": ["--devices-per-process", "--grace-seconds", "--help", "--num-processes", "-h", "-n"],
     "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],

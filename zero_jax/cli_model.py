@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zero_jax.compile_job import batch_of
 from zero_jax.models import gpt
 from zero_jax.options import add_fields, given
-from zero_jax.trainer import Model
+from zero_jax.training_run import Model
 from zero_jax.tree import PyTree
 
 

@@ -27,7 +27,7 @@ from zero_jax.plan_report import PlanReport
 from zero_jax.ranking import Setting
 from zero_jax.sharding import sharded_groups
 from zero_jax.state import ZeroConfig
-from zero_jax.trainer import TrainConfig
+from zero_jax.training_run import TrainConfig
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 _STAGES = (0, 1, 2, 3)

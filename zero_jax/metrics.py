@@ -1,9 +1,7 @@
-"""What a run shows and leaves behind: progress lines, a JSON Lines file, and a picture of the loss."""
+"""The figures of a run: read back from the devices, put together, and handed to whoever shows or keeps them."""
 
 import dataclasses
-import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,78 +10,99 @@ import jax
 import numpy as np
 
 from zero_jax.evaluation import Metrics
+from zero_jax.noise_scale import NoiseScale
 
 Log = Callable[[str], None]
 
+# Two steps that are read back one right after the other say nothing alone.
+_SHORTEST_WINDOW_STEPS = 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step, as read back from the devices.
+class Dispatched:
+    """A step that was sent to the devices and not yet waited for.
 
     Attributes:
-      step: number of steps done.
-      loss: mean training loss of the step's batch, in nats.
-      grad_norm: global norm of the gradients before clipping.
-      skipped: whether the update was skipped because a gradient was not finite.
-      tokens_per_second: tokens trained on, over all devices, since the last record that was shown.
-      per_device_memory_bytes: memory in use on the first device.
+      step: its number, from 1.
+      metrics: what it reports.
+      param_norm: global norm of the params after it, or None where it is not shown.
+      data_wait_seconds: how long its batch was waited for.
     """
 
     step: int
-    loss: float
-    grad_norm: float
-    skipped: bool
-    tokens_per_second: float | None
-    per_device_memory_bytes: int
-
-    def line(self, num_steps: int) -> str:
-        """Returns the progress line of the step, of `num_steps` in all."""
-        speed = "" if self.tokens_per_second is None else f"  {self.tokens_per_second:>9,.0f} tokens/s"
-        note = "  skipped: a gradient was not finite" if self.skipped else ""
-        return (
-            f"step {self.step:>{len(str(num_steps))}}/{num_steps}  loss {self.loss:.3f}  grad norm {self.grad_norm:.2f}"
-            f"{speed}  {format_bytes(self.per_device_memory_bytes)}/device{note}"
-        )
+    metrics: Metrics
+    param_norm: jax.Array | None
+    data_wait_seconds: float
 
 
-class JsonLinesWriter:
-    """Appends records to a file, one JSON object a line, each on disk as soon as it is written."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speedometer:
+    """What a step's work is measured in.
 
-    def __init__(self, path: pathlib.Path):
-        """Opens the file, which must not exist yet."""
-        self._file = path.open("x", encoding="utf-8")
+    Attributes:
+      batch_size: sequences of a step, over all devices.
+      num_tokens: tokens of a step, over all devices.
+      flops: operations of a step, over all devices, without rematerialization.
+      peak_flops_per_second: what all devices could do; None where it is not known (a CPU).
+    """
 
-    def __enter__(self) -> "JsonLinesWriter":
-        return self
+    batch_size: int
+    num_tokens: int
+    flops: int
+    peak_flops_per_second: float | None
 
-    def __exit__(self, *_: Any) -> None:
-        self._file.close()
+    def tokens_per_second(self, step_seconds: float) -> float:
+        """Returns the speed at so many seconds a step."""
+        return self.num_tokens / step_seconds
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Writes one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+    def mfu(self, step_seconds: float) -> float | None:
+        """Returns the model FLOPs utilization at so many seconds a step (Chowdhery et al. 2022, appendix B)."""
+        return None if self.peak_flops_per_second is None else self.flops / step_seconds / self.peak_flops_per_second
 
 
 class Progress:
-    """Reads the metrics of steps back, keeps the losses and tells how the run goes.
+    """Reads the metrics of steps back and keeps count of what the run is judged by.
 
     Attributes:
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      compile_seconds: what the first step took, which is mostly compiling.
+      compile_seconds: what the first step of this process took, which is mostly compiling.
+      num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
+      num_skipped_steps: updates skipped so far.
+      nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
+      train: loss of every training step of this process.
+      validation: loss of every evaluation.
     """
 
-    def __init__(self, *, num_steps: int, tokens_per_step: int, log_every: int, writer: JsonLinesWriter, log: Log):
-        """Starts the clock."""
-        self.train: list[tuple[int, float]] = []
-        self.validation: list[tuple[int, float]] = []
+    def __init__(
+        self,
+        *,
+        sinks: Sequence[Callable[[Mapping[str, Any]], None]],
+        speedometer: Speedometer,
+        schedule: Callable[[int], Any] | None,
+        param_names: Sequence[str],
+        noise: NoiseScale,
+        log_every: int,
+    ):
+        """Starts the clock.
+
+        Args:
+          sinks: take the records, dicts of figures with a `kind` and a `step`.
+          speedometer: what the work of a step is measured in.
+          schedule: the learning rate by the number of updates; None if it is not known.
+          param_names: paths of the params, in the order of their leaves.
+          noise: follows the gradient noise scale.
+          log_every: steps that the speed is averaged over.
+        """
         self.compile_seconds = 0.0
-        self._num_steps, self._tokens_per_step, self._log_every = num_steps, tokens_per_step, log_every
-        self._writer, self._log = writer, log
+        self.num_nonfinite_in_a_row = 0
+        self.nonfinite_leaf: str | None = None
+        self.num_skipped_steps = 0
+        self.train: list[float] = []
+        self.validation: list[float] = []
+        self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
+        self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
-        self._shown_steps, self._shown_seconds = 0, 0.0
+        self._window: list[float] = []
 
     @property
     def seconds(self) -> float:
@@ -93,41 +112,70 @@ class Progress:
     @property
     def tokens_per_second(self) -> float:
         """Speed of the training steps alone, the first one (which compiles) left out."""
-        return self._speed(self._timed_steps, self._timed_seconds) or math.nan
+        if not self._timed_steps:
+            return math.nan
+        return self._speedometer.tokens_per_second(self._timed_seconds / self._timed_steps)
 
-    def add_step(self, step: int, metrics: Metrics) -> None:
-        """Waits until step `step` (counted from 1) is done and takes down what it reported."""
-        loss = float(metrics.loss)
-        seconds, self._resumed = time.perf_counter() - self._resumed, time.perf_counter()
-        if step == 1:
+    def add_step(self, dispatched: Dispatched) -> None:
+        """Waits until a step is done and takes down what it reported."""
+        metrics, loss = dispatched.metrics, float(dispatched.metrics.loss)
+        seconds = time.perf_counter() - self._resumed
+        self._resumed = time.perf_counter()
+        is_first = not self.train
+        if is_first:
             self.compile_seconds = seconds
         else:
             self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
-        record = StepRecord(
-            step=step,
-            loss=loss,
-            grad_norm=float(metrics["grad_norm"]),
-            skipped=bool(metrics["skipped"]),
-            tokens_per_second=self._speed(
-                self._timed_steps - self._shown_steps, self._timed_seconds - self._shown_seconds
-            ),
-            per_device_memory_bytes=device_memory_bytes(next(iter(metrics.loss.devices()))),
+            self._window = [*self._window, seconds][-max(self._log_every, _SHORTEST_WINDOW_STEPS) :]
+        self.train.append(loss)
+        leaf = int(metrics["nonfinite_leaf"])
+        is_finite = math.isfinite(loss) and leaf < 0
+        self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
+        self.nonfinite_leaf = None if leaf < 0 else self._param_names[leaf]
+        self.num_skipped_steps = int(metrics["num_skipped_steps"])
+        # A skipped update leaves the optimizer's count of steps where it was.
+        num_updates = dispatched.step - 1 - self.num_skipped_steps + bool(metrics["skipped"])
+        mean_seconds = float(np.mean(self._window)) if self._window else None
+        self._write(
+            {
+                "kind": "train",
+                "step": dispatched.step,
+                "loss": loss,
+                "grad_norm": float(metrics["grad_norm"]),
+                "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
+                "learning_rate": self._schedule and float(self._schedule(num_updates)),
+                "tokens": dispatched.step * self._speedometer.num_tokens,
+                "tokens_per_second": mean_seconds and self._speedometer.tokens_per_second(mean_seconds),
+                "mfu": mean_seconds and self._speedometer.mfu(mean_seconds),
+                "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
+                "step_seconds": None if is_first else seconds,
+                "data_wait_seconds": dispatched.data_wait_seconds,
+                "skipped": bool(metrics["skipped"]),
+                "num_skipped_steps": self.num_skipped_steps,
+                "nonfinite_leaf": self.nonfinite_leaf,
+                "loss_scale": float(metrics["loss_scale"]),
+                "noise_scale": self._noise.update(
+                    grad_norm=float(metrics["grad_norm"]),
+                    small_grad_norm_sq=metrics["small_grad_norm_sq"],
+                    num_small_grads=metrics["num_small_grads"],
+                    batch_size=self._speedometer.batch_size,
+                ),
+            }
         )
-        self.train.append((step, loss))
-        self._writer.write({"kind": "train", **dataclasses.asdict(record)})
-        if step in (1, self._num_steps) or step % self._log_every == 0:
-            self._log(record.line(self._num_steps))
-            self._shown_steps, self._shown_seconds = self._timed_steps, self._timed_seconds
 
-    def add_validation(self, step: int, loss: float) -> None:
+    def add_validation(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Takes down the validation loss after `step` steps, and goes on timing steps from here."""
-        self.validation.append((step, loss))
-        self._writer.write({"kind": "validation", "step": step, "loss": loss})
-        self._log(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  validation loss {loss:.3f}")
+        self.validation.append(loss)
+        self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss})
+        self.resume_clock()
+
+    def resume_clock(self) -> None:
+        """Leaves the time since the last step out of the next one's."""
         self._resumed = time.perf_counter()
 
-    def _speed(self, steps: int, seconds: float) -> float | None:
-        return steps * self._tokens_per_step / seconds if seconds else None
+    def _write(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink(record)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -155,42 +203,3 @@ def device_memory_bytes(device: Any) -> int:
 def _shard_bytes(x: jax.Array) -> int:
     # Not by `addressable_shards`: looking at a shard's data makes an array of it, which then counts as live itself.
     return x.nbytes * math.prod(x.sharding.shard_shape(x.shape)) // max(x.size, 1)
-
-
-def plot_losses(
-    path: pathlib.Path,
-    *,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
-    title: str,
-) -> None:
-    """Draws training and validation loss against the step, as a PNG.
-
-    Args:
-      path: where the picture goes.
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      title: what the run is.
-    """
-    # Figure and canvas by hand: pyplot would keep state between runs and look for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, losses = zip(*train, strict=True)
-    window = max(1, len(train) // 40)
-    axes.plot(steps, losses, color="#c9d8e8", linewidth=0.8, label="training, each batch")
-    means = np.convolve(losses, np.full(window, 1 / window), mode="valid")
-    axes.plot(steps[window - 1 :], means, color="#4c72b0", linewidth=1.5, label=f"training, mean of {window} batches")
-    label = f"validation ({validation[-1][1]:.3f} at the end)"
-    axes.plot(*zip(*validation, strict=True), color="#c44e52", linewidth=1.5, marker="o", markersize=4, label=label)
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path)

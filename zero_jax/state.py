@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -329,7 +331,7 @@ def init_state(
     placement = make_placement(shapes.params, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, given = _init_program(make, init_fn, tx, shapes, placement)
-    state = build(given, jax.device_put(key, NamedSharding(mesh, PartitionSpec())))
+    state = build(given, place(key, NamedSharding(mesh, PartitionSpec())))
     # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
     params = jax.tree.map(_gather_leaf, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
@@ -355,13 +357,30 @@ def _init_program(
     shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     given, donated = None, False
     if make is None:
-        given = jax.tree.map(jax.device_put, params, placement.param_shardings("master"))
+        given = jax.tree.map(place, params, placement.param_shardings("master"))
         masters = shapes.params if shapes.master is None else shapes.master
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
         donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(masters)]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
+
+
+def place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
+
+    With several processes each gives the same value, and reads of it what its own devices hold.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.jit(_identity, out_shardings=sharding)(x)
+    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
+        whole: Any = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.jit(wrap, out_shardings=sharding)(place(jax.random.key_data(x), whole))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _gather_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:

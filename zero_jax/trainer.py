@@ -1,359 +1,367 @@
-"""The training loop behind `zero-jax train`: from a config and a model to figures, a sample and a picture."""
+"""The training loop behind `zero-jax train`: from a run that was checked to checkpoints, figures and a picture."""
 
-import dataclasses
-import functools
-import json
-import pathlib
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Any, TextIO
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
-from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax import data as text
-from zero_jax.evaluation import Metrics, make_eval_step
-from zero_jax.grads import check_batch
-from zero_jax.mesh import axes_of, make_mesh
-from zero_jax.metrics import JsonLinesWriter, Log, Progress, format_bytes, per_device_bytes, plot_losses
-from zero_jax.optimizers import OptimizerConfig, make_optimizer
-from zero_jax.precision import cast_floating, resolve_precision
-from zero_jax.sharding import sharded_groups
-from zero_jax.spec import carries
-from zero_jax.state import TrainState, ZeroConfig, init_state, sharding_report
+from zero_jax.batches import train_batches, validation_batches
+from zero_jax.checkpoint import Checkpointer
+from zero_jax.console import Console
+from zero_jax.curves import plot_losses, read_run
+from zero_jax.describe import describe_run, groups, num_params
+from zero_jax.ema import ema_params
+from zero_jax.evaluation import make_eval_step
+from zero_jax.flops import forward_flops
+from zero_jax.grads import normalize_loss
+from zero_jax.mesh import batch_sharding
+from zero_jax.metrics import Dispatched, Log, Progress, Speedometer, per_device_bytes
+from zero_jax.noise_scale import NoiseScale
+from zero_jax.preemption import Preemption
+from zero_jax.profiling import Profiler
+from zero_jax.resume import Start, begin, identity
+from zero_jax.run_folder import as_json, save_config
+from zero_jax.sampling import make_sampler
+from zero_jax.state import trainable
 from zero_jax.step import make_train_step
+from zero_jax.topology import hardware_of
+from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
+from zero_jax.tree import leaf_names
+from zero_jax.watchdog import Watchdog
+from zero_jax.writers import Writers, open_writers
+
+EXIT_STATUS = {"done": 0, "diverged": 3, "preempted": 75}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the trainer has to know of a model.
-
-    Attributes:
-      name: what to call it.
-      config: whatever says its shape; saved with the run.
-      vocab_size: tokens it knows.
-      seq_len: tokens in a training sequence.
-      init_fn: `init_fn(key) -> params`.
-      loss_fn: `loss_fn(params, batch) -> (loss, aux)`; a batch has `inputs` and `targets`, both
-        int32 `[batch, seq_len]`.
-      generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
-    """
-
-    name: str
-    config: Any
-    vocab_size: int
-    seq_len: int
-    init_fn: Callable[[Array], Any]
-    loss_fn: Callable[[Any, Any], Any]
-    generate_fn: Callable[..., Array] | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Says what to train, on what, and for how long.
-
-    Attributes:
-      zero: stage, precision, microbatches and clipping.
-      data: the text.
-      optimizer: how params are updated.
-      devices: number of devices to use, the first ones there are; None takes all. A CPU stands in for as many as asked,
-        8 if not told.
-      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
-      steps: optimizer updates.
-      batch_size: sequences in a step, over all devices and microbatches.
-      eval_every: steps between two measurements of the validation loss.
-      eval_batches: batches of `batch_size` sequences in one such measurement, always the same ones.
-      log_every: steps between two progress lines.
-      seed: chooses the initial params, the batches and the sample.
-      out: folder of all runs.
-      name: name of the run's folder in `out`; None makes one up from model and stage.
-      sample_prompt: text that the sample at the end goes on from.
-      sample_tokens: length of that sample; 0 for none.
-      temperature: below 1 the sample sticks to likelier tokens, 0 always takes the likeliest.
-      top_k: the sample is chosen among this many of the likeliest tokens; None means among all.
-    """
-
-    zero: ZeroConfig = ZeroConfig(stage=3, precision="bf16", clip_norm=1.0)
-    data: text.DataConfig = text.DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    devices: int | None = None
-    replica: int = 1
-    steps: int = 800
-    batch_size: int = 8
-    eval_every: int = 50
-    eval_batches: int = 16
-    log_every: int = 20
-    seed: int = 0
-    out: str = "runs"
-    name: str | None = None
-    sample_prompt: str = "def "
-    sample_tokens: int = 256
-    temperature: float = 0.8
-    top_k: int | None = 40
-
-    def __post_init__(self):
-        """Refuses counts that make no run."""
-        for name in ("steps", "batch_size", "eval_every", "eval_batches", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
-        if self.seed < 0 or self.sample_tokens < 0 or self.temperature < 0:
-            raise ValueError(
-                f"seed={self.seed}, sample_tokens={self.sample_tokens}, temperature={self.temperature}: "
-                "none may be negative"
-            )
-        if self.sample_tokens and not self.sample_prompt:
-            raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A training run that was checked and may start: nothing is on the devices yet."""
-
-    config: TrainConfig
-    model: Model
-    mesh: Mesh
-    dataset: text.Dataset
-    tx: optax.GradientTransformation
-    directory: pathlib.Path
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What came of a run; losses are in nats per token."""
-
-    directory: str
-    model: str
-    stage: int
-    num_devices: int
-    num_params: int
-    num_steps: int
-    num_skipped_steps: int
-    first_train_loss: float
-    final_train_loss: float
-    first_validation_loss: float
-    final_validation_loss: float
-    tokens_per_second: float
-    compile_seconds: float
-    train_seconds: float
-    per_device_params_bytes: int
-    per_device_master_bytes: int
-    per_device_opt_state_bytes: int
-    prompt: str
-    sample: str
-
-    def __str__(self) -> str:
-        skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
-        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        lines = [
-            f"{self.model}: {self.num_steps} steps at stage {self.stage} on {devices} in "
-            f"{self.train_seconds:.0f} s{skipped}, {self.tokens_per_second:,.0f} tokens/s",
-            f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
-            f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
-            f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
-        ]
-        return "\n".join(lines)
-
-
-def train(config: TrainConfig, *, model: Model, log: Log = print) -> TrainResult:
+def train(
+    config: TrainConfig, *, model: Model, tx: optax.GradientTransformation | None = None, log: Log = print
+) -> TrainResult:
     """Trains a model.
 
     Args:
       config: what to train on, how, and for how long.
       model: the model.
-      log: takes the lines that tell how it goes.
+      tx: any optax optimizer, instead of the one that `config.optimizer` names.
+      log: takes the lines that tell how it goes; with several processes the first one's alone are told.
 
     Returns:
-      The figures of the run; curve, log and config are in its folder.
+      The figures of the run; curve, log, checkpoints and config are in its folder.
 
     Raises:
       ValueError: a config that contradicts itself or the devices; see `prepare`.
     """
-    return execute(prepare(config, model=model), log=log)
+    return execute(prepare(config, model=model, tx=tx), log=log)
 
 
-def prepare(config: TrainConfig, *, model: Model) -> Run:
-    """Checks a config against devices, data and model, reads the data and makes the run's folder.
+def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> TrainResult:
+    """Carries out a run that `prepare` has checked.
+
+    Args:
+      run: the run.
+      log: takes the lines that tell how it goes; with several processes the first one's alone are told.
+      terminal: where a live bar is drawn instead, if it is a terminal.
 
     Raises:
-      ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
-        or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
+      ValueError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
     """
-    devices = jax.devices()
-    if config.devices is not None and not 1 <= config.devices <= len(devices):
-        raise ValueError(
-            f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
-            f"choose from 1 to {len(devices)}, or leave it out to use all"
-        )
-    mesh = make_mesh(replica=config.replica, devices=devices[: config.devices])
-    batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
-    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
-    tx = make_optimizer(config.optimizer, num_steps=config.steps)
-    dataset = text.load(config.data, seq_len=model.seq_len)
-    if dataset.tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
-            f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
-        )
-    directory = _make_directory(pathlib.Path(config.out), config.name, f"{model.name}-stage{config.zero.stage}")
-    return Run(config=config, model=model, mesh=mesh, dataset=dataset, tx=tx, directory=directory)
+    with contextlib.ExitStack() as stack:
+        return _Training(run, log=log, terminal=terminal, stack=stack).execute()
 
 
-def execute(run: Run, *, log: Log = print) -> TrainResult:
-    """Carries out a run that `prepare` has checked."""
-    config, model = run.config, run.model
-    saved = {"model": {"name": model.name, **dataclasses.asdict(model.config)}, **dataclasses.asdict(config)}
-    (run.directory / "config.json").write_text(json.dumps(saved, indent=2, default=str) + "\n", encoding="utf-8")
-    state = init_state(model.init_fn, run.tx, jax.random.key(config.seed), mesh=run.mesh, config=config.zero)
-    log(_describe(run, state))
-    bytes_by_group = {f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in _groups(state).items()}
-    with JsonLinesWriter(run.directory / "metrics.jsonl") as writer:
-        progress = Progress(
-            num_steps=config.steps,
-            tokens_per_step=config.batch_size * model.seq_len,
+class _Training:
+    """One run, as long as it lasts; what has to be closed is on the stack."""
+
+    def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
+        """Makes or restores the state, and opens what the run writes to."""
+        config, model = run.config, run.model
+        self.run, self.config, self.model = run, config, model
+        is_first = jax.process_index() == 0
+        self.watchdog = stack.enter_context(
+            Watchdog(
+                config.hang_seconds,
+                run.folder / "processes",
+                process_index=jax.process_index(),
+                num_processes=jax.process_count(),
+            )
+        )
+        self.compiled: set[str] = set()
+        self.preemption = stack.enter_context(Preemption(log=log if is_first else _silent))
+        start = begin(run)
+        self.state, self.step = start.state, start.step
+        self.console = stack.enter_context(
+            Console(
+                config.steps,
+                config.log_every,
+                log=log if is_first else _silent,
+                terminal=terminal if is_first else None,
+                first_step=start.step,
+            )
+        )
+        self.say = self.console.line
+        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
+        for line in (self._describe(), *start.lines):
+            self.say(line)
+        self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
+        self.evaluate = make_eval_step(model.loss_fn, mesh=run.mesh, config=run.zero)
+        self.sample = make_sampler(run)
+        self.norm, self.total = jax.jit(_norm), jax.jit(jnp.sum)
+        sizes = {"batch_size": config.batch_size, "seq_len": model.seq_len, "sharding": batch_sharding(run.mesh)}
+        self.batches = stack.enter_context(
+            train_batches(
+                run.dataset,
+                seed=config.seed,
+                position=start.position,
+                prefetch_batches=config.data.prefetch_batches,
+                **sizes,
+            )
+        )
+        self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
+        self.checkpointer = stack.enter_context(
+            Checkpointer(run.folder / "checkpoints", config=config.checkpoint, log=self.say)
+        )
+        self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
+        self.progress = Progress(
+            sinks=[self._open_writers(start, stack).write, self.console.step] if is_first else [],
+            speedometer=self._speedometer(),
+            schedule=run.schedule,
+            param_names=leaf_names(self.state.params),
+            noise=self.noise,
             log_every=config.log_every,
-            writer=writer,
-            log=log,
         )
-        state = _fit(run, state, progress)
-    plot_losses(
-        run.directory / "loss.png",
-        train=progress.train,
-        validation=progress.validation,
-        title=f"{model.name}, ZeRO stage {config.zero.stage} on {run.mesh.size} devices",
-    )
-    sample = _sample(run, state)
-    if sample:
-        log(f"\na sample that goes on from {config.sample_prompt!r}:\n\n{config.sample_prompt}{sample}\n")
-    return TrainResult(
-        directory=str(run.directory),
-        model=model.name,
-        stage=config.zero.stage,
-        num_devices=run.mesh.size,
-        num_params=_num_params(state),
-        num_steps=config.steps,
-        num_skipped_steps=int(state.num_skipped_steps),
-        first_train_loss=progress.train[0][1],
-        final_train_loss=progress.train[-1][1],
-        first_validation_loss=progress.validation[0][1],
-        final_validation_loss=progress.validation[-1][1],
-        tokens_per_second=progress.tokens_per_second,
-        compile_seconds=progress.compile_seconds,
-        train_seconds=progress.seconds,
-        prompt=config.sample_prompt,
-        sample=sample,
-        **bytes_by_group,
-    )
 
+    def execute(self) -> TrainResult:
+        """Takes all the steps, and draws and tells what came of them."""
+        config, run = self.config, self.run
+        save_config(run.folder, self.saved_config)
+        status = self._fit()
+        self._beat("save")
+        self.checkpointer.wait()
+        sample = self._show_sample() if status == "done" else ""
+        self.console.close()
+        self._beat("end")
+        train, validation = self._losses()
+        self._draw(train, validation)
+        progress = self.progress
+        return TrainResult(
+            status=status,
+            directory=str(run.folder),
+            model=self.model.name,
+            stage=config.zero.stage,
+            num_devices=run.mesh.size,
+            num_params=num_params(self.state),
+            num_steps=self.step,
+            num_skipped_steps=int(self.state.num_skipped_steps),
+            num_failed_saves=self.checkpointer.num_failed,
+            first_train_loss=_end(train, 0),
+            final_train_loss=_end(train, -1),
+            first_validation_loss=_end(validation, 0),
+            final_validation_loss=_end(validation, -1),
+            tokens_per_second=progress.tokens_per_second,
+            compile_seconds=progress.compile_seconds,
+            train_seconds=progress.seconds,
+            noise_scale=None if self.noise.estimate is None else self.noise.estimate.num_examples,
+            prompt=config.sample_prompt,
+            sample=sample,
+            **{f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in groups(self.state).items()},
+        )
 
-def _fit(run: Run, state: TrainState, progress: Progress) -> TrainState:
-    """Takes all the steps; each one's metrics are read when the next one is already on its way."""
-    config, model = run.config, run.model
-    train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=config.zero)
-    evaluate = make_eval_step(model.loss_fn, mesh=run.mesh, config=config.zero)
-    sizes = {"batch_size": config.batch_size, "seq_len": model.seq_len}
-    held_out = text.validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
+    def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
+        config, folder = self.config, self.run.folder
+        return stack.enter_context(
+            open_writers(
+                config.log,
+                folder,
+                name=folder.name,
+                run_config=self.saved_config,
+                # A run that was cut off before its first checkpoint has left records as well.
+                resume_step=start.step if config.resume == "auto" else None,
+                log=self.say,
+            )
+        )
 
-    def validation_loss() -> float:
-        # Each loss is read before the next is asked for: simulated devices that run far ahead of others can deadlock.
-        return float(np.mean([float(evaluate(state, batch).loss) for batch in held_out]))
+    def _describe(self) -> str:
+        run, config = self.run, self.config
+        parts = config.zero.num_microbatches
+        in_parts = f", in {parts} microbatches" if parts > 1 else ""
+        rows = {
+            "model": f"{self.model.name}, {num_params(self.state):,} params",
+            "data": str(run.dataset),
+            "batch": f"{config.batch_size} sequences of {self.model.seq_len} tokens{in_parts}",
+            "run": str(run.folder),
+        }
+        return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    progress.add_validation(0, validation_loss())
-    dispatched: tuple[int, Metrics] | None = None
-    for step in range(1, config.steps + 1):
-        batch = text.train_batch(run.dataset, step - 1, seed=config.seed, **sizes)
-        state, metrics = train_step(state, batch)
-        if dispatched:
-            progress.add_step(*dispatched)
-        dispatched = step, metrics
-        if step % config.eval_every == 0 or step == config.steps:
-            progress.add_step(*dispatched)
-            dispatched = None
-            progress.add_validation(step, validation_loss())
-    return state
+    def _speedometer(self) -> Speedometer:
+        """Counts the operations of a step, and what the devices could do."""
+        config, mesh = self.config, self.run.mesh
+        shape = (config.batch_size, self.model.seq_len)
+        batch = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in self.held_out[0].items()}
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
+        loss_fn = normalize_loss(self.model.loss_fn)
+        hardware = hardware_of(mesh.devices.flat[0])
+        return Speedometer(
+            batch_size=config.batch_size,
+            num_tokens=math.prod(shape),
+            flops=3 * forward_flops(loss_fn, params, batch, jax.random.key(0)),
+            peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
+        )
 
-
-def _sample(run: Run, state: TrainState) -> str:
-    """Returns text that the model adds to the prompt, or nothing if none is asked for."""
-    config, tokenizer = run.config, run.dataset.tokenizer
-    if run.model.generate_fn is None or not config.sample_tokens:
-        return ""
-    generate = functools.partial(
-        run.model.generate_fn,
-        num_tokens=config.sample_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-    )
-    compute = resolve_precision(config.zero.precision).compute
-    replicated = NamedSharding(run.mesh, PartitionSpec())
-
-    @functools.partial(jax.jit, out_shardings=replicated)
-    def sample(params: Any, prompt: Array, key: Array) -> Array:
-        return generate(cast_floating(params, compute), prompt, key)
-
-    prompt = tokenizer.encode(config.sample_prompt).astype(np.int32)
-    tokens = np.asarray(sample(state.params, prompt, jax.random.key(config.seed)))
-    return tokenizer.decode(tokens[tokens < tokenizer.vocab_size])
-
-
-def _describe(run: Run, state: TrainState) -> str:
-    """Returns the lines that a run starts with: devices, mesh, model, data, dtypes, and what lies on a device."""
-    config, mesh, num_micro = run.config, run.mesh, run.config.zero.num_microbatches
-    precision = resolve_precision(config.zero.precision)
-    dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
-    floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
-    dtypes["optimizer"] = "+".join(sorted(floating)) or "none"
-    groups = _groups(state)
-    held = [
-        f"{name} {format_bytes(per_device_bytes(tree))} of {format_bytes(sum(x.nbytes for x in jax.tree.leaves(tree)))}"
-        for name, tree in groups.items()
-        if jax.tree.leaves(tree)
-    ]
-    rows = {
-        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({jax.__name__} {jax.__version__})",
-        "mesh": " x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
-        "stage": str(config.zero.stage),
-        "model": f"{run.model.name}, {_num_params(state):,} params",
-        "data": str(run.dataset),
-        "batch": f"{config.batch_size} sequences of {run.model.seq_len} tokens"
-        + (f", in {num_micro} microbatches" if num_micro > 1 else ""),
-        "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
-        "a device holds": ", ".join(held),
-        "left whole": _left_whole(run, state),
-        "run": str(run.directory),
-    }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def _left_whole(run: Run, state: TrainState) -> str:
-    """Returns which leaves the rules do not shard, although the stage would."""
-    report = sharding_report(state, mesh=run.mesh, config=run.config.zero)
-    paths = [p.path for p in report.placements if not carries(p.dims, axes_of(run.mesh).data)]
-    if not paths or not sharded_groups(run.config.zero.stage):
-        return "none"
-    shown = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
-    return f"{len(paths)} of {len(report.placements)} leaves, {format_bytes(report.whole_bytes)}: {shown}"
-
-
-def _groups(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "master": state.master, "opt_state": state.opt_state}
-
-
-def _num_params(state: TrainState) -> int:
-    return sum(x.size for x in jax.tree.leaves(state.params))
-
-
-def _make_directory(out: pathlib.Path, name: str | None, made_up: str) -> pathlib.Path:
-    """Makes a folder that did not exist before."""
-    names = [made_up, *(f"{made_up}-{i}" for i in range(2, 10_000))] if name is None else [name]
-    for name in names:
+    def _losses(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """Returns step and loss of all training steps and evaluations, those before a resume included."""
         try:
-            (out / name).mkdir(parents=True)
-            return out / name
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ValueError(f"cannot make the folder {out / name} ({error.strerror}): choose another out") from error
-    raise ValueError(f"{out / names[-1]} holds a run already: choose another name, or remove that folder")
+            records = read_run(self.run.folder)
+        except (OSError, ValueError):  # another process's file, or one that could not be written
+            train = list(enumerate(self.progress.train, self.step - len(self.progress.train) + 1))
+            return train, list(enumerate(self.progress.validation))
+        train, validation = (
+            [(record["step"], math.nan if record["loss"] is None else record["loss"]) for record in kind]
+            for kind in (records.train, records.validation)
+        )
+        return train, validation
+
+    def _draw(self, train: list[tuple[int, float]], validation: list[tuple[int, float]]) -> None:
+        if jax.process_index():
+            return
+        title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
+        try:
+            plot_losses(self.run.folder / "loss.png", train=train, validation=validation, title=title)
+        except (OSError, ValueError) as error:  # the run is done, and saved; a picture is not worth its end
+            self.say(f"no picture of the loss: {error}")
+
+    def _beat(self, phase: str, step: int | None = None) -> None:
+        """Tells the watchdog what comes; whatever is done for the first time compiles."""
+        is_new = phase in ("step", "evaluation", "sample", "save") and phase not in self.compiled
+        self.compiled.add(phase)
+        self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
+
+    def _fit(self) -> str:
+        """Takes the steps; each one's metrics are read when the next one is already on its way.
+
+        Returns:
+          How the run ended: `done`, `preempted` or `diverged`.
+        """
+        config, progress = self.config, self.progress
+        if not self.step:
+            progress.add_validation(0, *self._validation_losses())
+        waiting: Dispatched | None = None
+        with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
+            while self.step < config.steps:
+                previous, waiting = waiting, self._dispatch(profiler)
+                if previous:
+                    progress.add_step(previous)
+                stops = self.preemption.should_stop(self.step)
+                is_last = self.step == config.steps
+                evaluates = is_last or self.step % config.eval_every == 0
+                saves = stops or is_last or _is_due(self.step, config.checkpoint.save_every)
+                samples = not is_last and _is_due(self.step, config.sample_every)
+                if evaluates or saves or samples or self.step == config.profiled.stop - 1:
+                    progress.add_step(waiting)
+                    waiting = None
+                    profiler.done(self.step)
+                if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
+                    self._tell_diverged()
+                    return "diverged"
+                loss = None
+                if evaluates and not stops:
+                    losses = self._validation_losses()
+                    progress.add_validation(self.step, *losses)
+                    loss = losses[0]
+                if saves:
+                    self._save(loss)
+                if samples:
+                    self._show_sample()
+                progress.resume_clock()
+                if stops and not is_last:
+                    return "preempted"
+        return "done"
+
+    def _dispatch(self, profiler: Profiler) -> Dispatched:
+        """Sends the next step to the devices without waiting for it."""
+        self._beat("data", self.step + 1)
+        asked = time.perf_counter()
+        batch = next(self.batches)
+        waited_seconds = time.perf_counter() - asked
+        self._beat("step", self.step + 1)
+        with profiler.step(self.step + 1):
+            self.state, metrics = self.train_step(self.state, batch)
+        self.step += 1
+        shows_norm = self.step % self.config.log_every == 0
+        return Dispatched(
+            step=self.step,
+            metrics=metrics,
+            param_norm=self.norm(self.state.params) if shows_norm else None,
+            data_wait_seconds=waited_seconds,
+        )
+
+    def _validation_losses(self) -> tuple[float, float | None]:
+        """Returns the validation loss of the params, and of their moving average where the optimizer keeps one."""
+        self._beat("evaluation")
+        ema = ema_params(self.state.opt_state)
+        return self._validation_loss(self.state.params), None if ema is None else self._validation_loss(ema)
+
+    def _validation_loss(self, params: Any) -> float:
+        total = weight = 0.0
+        for batch in self.held_out:
+            # Each loss is read before the next is asked for: simulated devices that run far ahead of others can
+            # deadlock.
+            batch_weight = float(self.total(batch["weights"]))
+            total += float(self.evaluate(params, batch).loss) * batch_weight
+            weight += batch_weight
+            self._beat("evaluation")
+        return total / weight
+
+    def _save(self, loss: float | None) -> None:
+        """Begins to save the state, unless it came of a step that was not finite."""
+        if self.progress.num_nonfinite_in_a_row:
+            self.say(f"step {self.step}: not saved, because its loss or gradients are not finite")
+            return
+        self._beat("save")
+        extra = {
+            "data": {"position": self.batches.position, **identity(self.run)},
+            "noise_scale": self.noise.to_json(),
+            "config": self.saved_config,
+        }
+        self.checkpointer.save(self.step, self.state, extra=extra, loss=loss)
+
+    def _show_sample(self) -> str:
+        """Tells, and returns, text that the model adds to the prompt; nothing if none is asked for."""
+        if self.sample is None:
+            return ""
+        self._beat("sample")
+        prompt, text = self.config.sample_prompt, self.sample(self.state.params)
+        self.say(f"\nstep {self.step}, a sample that goes on from {prompt!r}:\n\n{prompt}{text}\n")
+        return text
+
+    def _tell_diverged(self) -> None:
+        """Says why the run stops, and what there is to go on from."""
+        progress = self.progress
+        self.checkpointer.wait()
+        kept = self.checkpointer.steps()
+        self.say(
+            f"stopping at step {self.step}: {progress.num_nonfinite_in_a_row} steps in a row were not finite, first in "
+            f"the gradient of {progress.nonfinite_leaf or 'no param (only the loss)'}. The last good checkpoint is "
+            f"{f'that of step {max(kept)}' if kept else 'none: there was no save before'}. A smaller learning rate, a "
+            "longer warm-up or another seed may help"
+        )
+
+
+def _norm(params: Any) -> jax.Array:
+    return optax.tree.norm(optax.tree.cast(trainable(params), jnp.float32))
+
+
+def _end(losses: list[tuple[int, float]], index: int) -> float:
+    return losses[index][1] if losses else math.nan
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _silent(_: str) -> None:
+    pass

@@ -1,0 +1,118 @@
+"""The command `zero-jax train`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import glob
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+
+from zero_jax import trainer
+from zero_jax.cli_model import add_model_options, preset_model
+from zero_jax.cluster import join
+from zero_jax.models.gpt import GPTConfig
+from zero_jax.options import add_fields, finite, given, write_file
+from zero_jax.training_run import Run, TrainConfig, prepare
+
+_NUM_SIMULATED_DEVICES = 8
+_PARTS = {
+    "data": "text",
+    "optimizer": "optimizer",
+    "zero": "ZeRO",
+    "checkpoint": "checkpoints",
+    "log": "where figures go",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "train",
+        usage="zero-jax train [OPTION ...]",
+        help="train a transformer on text",
+        description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
+        "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture of the "
+        "loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped because "
+        "the loss stayed not finite, 75 saved and stopped when told to, 76 hung.",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
+    )
+    add_model_options(parser.add_argument_group("model"))
+    defaults = TrainConfig()
+    for field, title in _PARTS.items():
+        part = getattr(defaults, field)
+        add_fields(parser.add_argument_group(title), type(part), default_of=part)
+    add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+    parser.set_defaults(run=_train, parser=parser)
+
+
+def sections() -> dict[str, type]:
+    """Returns the sections of a config file."""
+    defaults = TrainConfig()
+    parts = {part: type(getattr(defaults, part)) for part in _PARTS}
+    return {"model": GPTConfig, **parts, "run": TrainConfig}
+
+
+def _train(options: argparse.Namespace) -> int:
+    stream = sys.stderr if options.json else sys.stdout
+    log = functools.partial(print, file=stream, flush=True)
+    try:
+        config = TrainConfig(**given(TrainConfig, options))
+        config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
+        model = preset_model(options)
+        place = join()
+    except ValueError as error:
+        options.parser.error(str(error))
+    _choose_platform(config.devices)
+    try:
+        run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
+        if place.is_first:
+            _save_options(run, options)
+        result = trainer.execute(run, log=log, terminal=stream)
+    except ValueError as error:
+        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        return place.leave(2)
+    if place.is_first:
+        log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
+    return place.leave(trainer.EXIT_STATUS[result.status])
+
+
+def _read_part(part: str, options: argparse.Namespace) -> Any:
+    default = getattr(TrainConfig(), part)
+    return dataclasses.replace(default, **given(type(default), options))
+
+
+def _save_options(run: Run, options: argparse.Namespace) -> None:
+    """Writes the options as the config file that gives the same run."""
+    values = {name: given(config_class, options) for name, config_class in sections().items()}
+    shape = {name: value for name, value in values["model"].items() if value is not None}
+    values["model"] = {"preset": options.preset, **shape}
+    write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
+
+
+def _choose_platform(num_devices: int | None) -> None:
+    """Settles what JAX runs on before it looks: simulated devices in case of a CPU, and no search for what is absent.
+
+    Where libtpu or a GPU plugin is installed for its compiler alone, JAX would look for a TPU or GPU that is not there.
+    """
+    settings = jax.config.values
+    has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
+    plugins = [one.name for one in importlib.metadata.entry_points(group="jax_plugins")]
+    other_plugins = [name for name in plugins if "cuda" not in name]
+    if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
+        jax.config.update("jax_platforms", "cpu")
+    is_told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not is_told and settings["jax_num_cpu_devices"] < 1:
+        jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)

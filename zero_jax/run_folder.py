@@ -1,0 +1,86 @@
+"""The folder of a run: made, found again, and agreed on by all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_LONGEST_NAME = 1024
+
+
+def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
+    """Makes the folder of a new run, or returns the one that a run of that name left, and agrees on it.
+
+    Args:
+      out: folder of all runs.
+      name: the run's name, or None for one made up.
+      made_up: the name to make up; a number is added where it is taken.
+      resume: whether a folder that exists is gone on with.
+
+    Raises:
+      ValueError: the folder exists and is not to be resumed, or cannot be made.
+    """
+    folder = None
+    if jax.process_index() == 0:
+        folder = _make(out, name, made_up, resume=resume)
+    return pathlib.Path(from_first_process("" if folder is None else str(folder.absolute())))
+
+
+def _make(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
+    names = [name or made_up]
+    if name is None and not resume:
+        names += [f"{made_up}-{i}" for i in range(2, 10_000)]
+    for one in names:
+        try:
+            (out / one).mkdir(parents=True, exist_ok=resume)
+            return out / one
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"cannot make the folder {out / one} ({error.strerror}): choose another out") from error
+    raise ValueError(
+        f"{out / names[-1]} holds a run already: choose another name, remove that folder, or go on with that run by "
+        "resume='auto' (--resume auto)"
+    )
+
+
+def from_first_process(text: str) -> str:
+    """Returns the text that the first process gave."""
+    if jax.process_count() == 1:
+        return text
+    padded = np.zeros(_LONGEST_NAME, np.uint8)
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    padded[: encoded.size] = encoded
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().rstrip(b"\0").decode()
+
+
+def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
+    """Writes all of a run's config as JSON, whatever has no JSON form as text; the first process alone does."""
+    if jax.process_index() == 0:
+        text = json.dumps(config, indent=2, default=str) + "\n"
+        partial = folder / "config.json.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(folder / "config.json")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Returns the keys in which two configs differ, such as `zero.stage: 3 -> 2`."""
+    found = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key}: {before} -> {after}")
+    return found
+
+
+def as_json(config: Any) -> Any:
+    """Returns a dataclass as what reading its JSON back gives."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))

@@ -1,0 +1,277 @@
+"""A training run: what it is made of, and its checks before it begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from zero_jax.checkpoint import CheckpointConfig
+from zero_jax.data import DataConfig, Dataset, load
+from zero_jax.grads import check_batch
+from zero_jax.mesh import axes_of, make_mesh
+from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.run_folder import make_folder
+from zero_jax.state import ZeroConfig
+from zero_jax.writers import WriterConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the trainer has to know of a model.
+
+    Attributes:
+      name: what to call it.
+      config: whatever says its shape; saved with the run.
+      vocab_size: tokens it knows.
+      seq_len: tokens in a training sequence.
+      init_fn: `init_fn(key) -> params`.
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning `loss` or `(loss, aux)`; a batch has
+        `inputs`, `targets` (int32) and `weights` (float32, 0 where a target is in another document than its input), and
+        `segments` (int32) if documents are kept apart, all `[batch, seq_len]`.
+      generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
+    """
+
+    name: str
+    config: Any
+    vocab_size: int
+    seq_len: int
+    init_fn: Callable[[Array], Any]
+    loss_fn: Callable[..., Any]
+    generate_fn: Callable[..., Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Says what to train, on what, and for how long.
+
+    Attributes:
+      zero: stage, precision, microbatches and clipping. Where `skip_nonfinite` is None, the trainer skips such updates.
+      data: the text.
+      optimizer: how params are updated.
+      checkpoint: when the state is saved, and what is kept.
+      log: where figures go.
+      devices: number of devices to use, the first ones there are; None takes all. A CPU stands in for as many as asked,
+        8 if not told.
+      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
+      steps: optimizer updates.
+      batch_size: sequences in a step, over all devices and microbatches.
+      eval_every: steps between two measurements of the validation loss.
+      eval_batches: batches of `batch_size` sequences in one such measurement, always the same ones.
+      log_every: steps between two progress lines.
+      seed: chooses the initial params, the batches and the sample.
+      out: folder of all runs.
+      name: name of the run's folder in `out`; None makes one up from model and stage.
+      resume: `auto` goes on from the newest whole checkpoint of the run of that name, or begins if there is none;
+        `never` begins, in a folder of its own.
+      init_from: a checkpoint (or a run's folder) to take the params from, with a fresh optimizer; not where the run is
+        resumed.
+      max_nonfinite_steps: steps in a row whose loss or gradients are not finite, after which the run stops.
+      hang_seconds: seconds without a step after which stack traces are printed; after as many again the process ends
+        with status 76. 0 waits for ever. Compiling may take ten times as long.
+      profile_steps: steps to record a profile of, such as 10:15; none records nothing.
+      sample_every: steps between two samples; 0 for one at the end alone.
+      sample_prompt: text that a sample goes on from.
+      sample_tokens: length of a sample; 0 for none.
+      temperature: below 1 the sample sticks to likelier tokens, 0 always takes the likeliest.
+      top_k: the sample is chosen among this many of the likeliest tokens; None means among all.
+    """
+
+    zero: ZeroConfig = ZeroConfig(stage=3, precision="bf16", clip_norm=1.0)
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: WriterConfig = WriterConfig()
+    devices: int | None = None
+    replica: int = 1
+    steps: int = 800
+    batch_size: int = 8
+    eval_every: int = 50
+    eval_batches: int = 16
+    log_every: int = 20
+    seed: int = 0
+    out: str = "runs"
+    name: str | None = None
+    resume: Literal["never", "auto"] = "never"
+    init_from: str | None = None
+    max_nonfinite_steps: int = 20
+    hang_seconds: float = 600.0
+    profile_steps: str | None = None
+    sample_every: int = 0
+    sample_prompt: str = "def "
+    sample_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = 40
+
+    def __post_init__(self):
+        """Refuses counts that make no run."""
+        for name in ("steps", "batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        for name in ("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it may not be negative; none may be negative")
+        if self.sample_tokens and not self.sample_prompt:
+            raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
+        if self.resume not in ("never", "auto"):
+            raise ValueError(f"resume={self.resume!r}: give 'auto' or 'never'")
+        self.profiled  # noqa: B018
+
+    @property
+    def profiled(self) -> range:
+        """The steps that a profile is recorded of."""
+        if self.profile_steps is None:
+            return range(0)
+        match = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
+        if not match or not 1 <= int(match[1]) <= int(match[2]) <= self.steps:
+            raise ValueError(
+                f"profile_steps={self.profile_steps!r}: give the first and the last step, such as 10:15, within the "
+                f"run's 1:{self.steps}"
+            )
+        return range(int(match[1]), int(match[2]) + 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run that was checked and may start: nothing is on the devices yet.
+
+    Attributes:
+      config: what it was asked for.
+      zero: `config.zero` with what the trainer adds to it.
+      model: the model.
+      mesh: the devices.
+      dataset: the text.
+      tx: the optimizer.
+      schedule: its learning rate by the number of updates, or None where the optimizer is the user's own.
+      folder: where everything is left.
+    """
+
+    config: TrainConfig
+    zero: ZeroConfig
+    model: Model
+    mesh: Mesh
+    dataset: Dataset
+    tx: optax.GradientTransformation
+    schedule: optax.Schedule | None
+    folder: pathlib.Path
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    model: Model,
+    tx: optax.GradientTransformation | None = None,
+    log: Callable[[str], None] = lambda _: None,
+) -> Run:
+    """Checks a config against devices, data and model, reads the data and makes the run's folder.
+
+    Args:
+      config: what to train on, how, and for how long.
+      model: the model.
+      tx: any optax optimizer, instead of `config.optimizer`.
+      log: takes lines that tell how far reading the data is.
+
+    Raises:
+      ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
+        or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
+    """
+    devices = jax.devices()
+    if config.devices is not None and not 1 <= config.devices <= len(devices):
+        raise ValueError(
+            f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
+            f"choose from 1 to {len(devices)}, or leave it out to use all"
+        )
+    mesh = make_mesh(replica=config.replica, devices=devices[: config.devices])
+    _check_processes(mesh)
+    batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
+    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
+    schedule = None
+    if tx is None:
+        schedule = make_schedule(config.optimizer, num_steps=config.steps)
+        tx = make_optimizer(config.optimizer, num_steps=config.steps)
+    dataset = load(config.data, seq_len=model.seq_len, log=log)
+    if dataset.tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
+            f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
+        )
+    skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
+    return Run(
+        config=config,
+        zero=dataclasses.replace(config.zero, skip_nonfinite=skips),
+        model=model,
+        mesh=mesh,
+        dataset=dataset,
+        tx=tx,
+        schedule=schedule,
+        folder=make_folder(
+            pathlib.Path(config.out),
+            config.name,
+            f"{model.name}-stage{config.zero.stage}",
+            resume=config.resume == "auto",
+        ),
+    )
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Refuses a mesh that leaves processes without a device."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ValueError(
+            f"the mesh of {mesh.size} devices leaves process{'es' if len(idle) > 1 else ''} "
+            f"{', '.join(map(str, sorted(idle)))} without one: use all devices, or start fewer processes"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What came of a run; losses are in nats per token.
+
+    `status` is `done`, `preempted` (saved and stopped; go on with `--resume auto`) or `diverged` (the loss stayed not
+    finite; the last good checkpoint is there). Losses before the first step of this process are those of the run it
+    resumed.
+    """
+
+    status: str
+    directory: str
+    model: str
+    stage: int
+    num_devices: int
+    num_params: int
+    num_steps: int
+    num_skipped_steps: int
+    num_failed_saves: int
+    first_train_loss: float
+    final_train_loss: float
+    first_validation_loss: float
+    final_validation_loss: float
+    tokens_per_second: float
+    compile_seconds: float
+    train_seconds: float
+    noise_scale: float | None
+    per_device_params_bytes: int
+    per_device_master_bytes: int
+    per_device_opt_state_bytes: int
+    prompt: str
+    sample: str
+
+    def __str__(self) -> str:
+        skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        how = {"done": "", "preempted": "; stopped when told to", "diverged": "; stopped: the loss stayed not finite"}
+        lines = [
+            f"{self.model}: {self.num_steps} steps at stage {self.stage} on {devices} in "
+            f"{self.train_seconds:.0f} s{skipped}, {self.tokens_per_second:,.0f} tokens/s{how[self.status]}",
+            f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
+            f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
+            f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
+        ]
+        return "\n".join(lines)

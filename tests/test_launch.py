@@ -14,6 +14,7 @@ import pytest
 from zero_jax import cli_launch
 from zero_jax.cluster import NUM_PROCESSES
 from zero_jax.launch import LaunchConfig, launch
+from zero_jax.merge import Merger
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
 COMMANDS = ("launch", "plan", "train")
@@ -99,7 +100,7 @@ def test_the_status_is_that_of_the_first_to_fail(who, status):
     assert launched.result.first_failure.last_lines == ("bye",)
     assert not launched.result.first_failure.was_told
     assert f"process {who} of 2 " in str(launched.result).splitlines()[0]
-    assert launched.seconds < 2
+    assert -signal.SIGKILL not in [one.returncode for one in launched.result.endings]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -142,13 +143,33 @@ def test_a_process_killed_in_the_middle_of_collectives_ends_all(who):
     assert launched.result.status == 128 + signal.SIGKILL
     first, last = launched.result.endings
     assert first.process_index == who
-    assert last.seconds - first.seconds < 2 + 1  # the grace, and what it takes to notice
+    assert last.seconds - first.seconds < 2 + 3  # the grace, and what it takes to notice
 
 
 def test_progress_bars_do_not_garble():
     launched = Launched("bar")
     assert launched.out == "é after the bar\n"
     assert sorted(launched.err.splitlines()) == ["[0] 4 of 4", "[1] 4 of 4", "[1] é after the bar"]
+
+
+GLOO = """[Gloo] Rank 3 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7
+[Gloo] Rank [Gloo] Rank 2 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7
+
+0
+[Gloo] Rank 6[Gloo] Rank 7 is connected to 7 is connected to 7 peer ranks. Expected number of connected peer ranks is :
+7 peer ranks. Expected number of connected peer ranks is : 7
+step 1[Gloo] Rank 1
+7
+
+it is connected to 3 hosts
+"""
+
+
+def test_what_gloo_says_is_left_out():
+    """Its threads write into each other's lines, as seen."""
+    out = io.StringIO()
+    Merger(out, io.StringIO()).read(io.StringIO(GLOO), 0, False, None)
+    assert out.getvalue() == "step 1\n7\n\nit is connected to 3 hosts\n"
 
 
 def test_colors_are_for_terminals():

@@ -7,10 +7,13 @@ import re
 import threading
 from typing import TextIO
 
-# What gloo and XLA's C++ print besides, which says nothing to a reader; gloo's threads write into each other's lines.
-_GLOO = re.compile(
-    r"\[Gloo\] Rank \d+|(?:( is)? connected to \d+)? ?peer ranks\. Expected number of connected .* : \d+"
+# What gloo and XLA's C++ print besides, which says nothing to a reader. Gloo's threads write piece by piece into each
+# other's lines.
+_GLOO_SIGN = re.compile(r"\[Gloo\] Rank|connected to \d* ?peer ranks|connected peer ranks is :")
+_GLOO_PIECE = re.compile(
+    r"\[Gloo\] Rank \d*| ?is connected to \d*| ?peer ranks\. ?|Expected number of connected .* : ?\d*"
 )
+_GLOO_REST = re.compile(r"[\s\d]*")
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |^\*\*\* Check failure stack trace|^=== Source Location|^external/xla|^\s*$")
 _COLORS = (36, 33, 35, 32, 34, 31)
 
@@ -40,13 +43,16 @@ class Merger:
           is_stderr: whether it is that process's stderr.
           last: takes the lines that may tell why the process failed.
         """
+        is_gloo = False
         with stream:
             for text in stream:
                 line = text.rstrip("\r\n").rpartition("\r")[2]  # of a bar, what it was in the end
-                if _GLOO.search(line):
-                    line = _GLOO.sub("", line)
-                    if not line.strip():
-                        continue
+                if _GLOO_SIGN.search(line):
+                    is_gloo = True
+                    line = _GLOO_PIECE.sub("", line)
+                is_gloo = is_gloo and _GLOO_REST.fullmatch(line) is not None
+                if is_gloo:
+                    continue
                 if last is not None and not _NOISE.match(line):
                     last.append(line)
                 if index == 0 and not is_stderr:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from zero_jax import data, token_cache
+from zero_jax import data, token_cache, token_chunks
 from zero_jax.documents import read_text
 from zero_jax.sources import find
 from zero_jax.token_files import Chunk, TokenMeta, open_folder, write_folder
@@ -127,6 +127,17 @@ def test_every_format_gives_the_same_tokens(write, cached, load, tmp_path):
         assert dataset.num_documents == 4
         assert dataset.train.num_documents + dataset.validation.num_documents == 4
     assert isinstance(dataset.train.tokens, np.memmap) == (cached or write in (write_token_folder,))
+
+
+@pytest.mark.parametrize("block_tokens", [1, 5, 1000])
+def test_token_files_are_read_in_blocks_and_the_last_document_needs_no_end(block_tokens, load, tmp_path, monkeypatch):
+    whole = load(write_raw(tmp_path), validation_fraction=0.4)
+    monkeypatch.setattr(token_chunks, "_BLOCK_TOKENS", block_tokens)
+    np.save(tmp_path / "b.npy", np.array(STREAM[:-1], np.uint8))
+    dataset = load(tmp_path / "b.npy", validation_fraction=0.4)
+    assert dataset.num_documents == 4
+    assert in_order(dataset) == STREAM[:-1]
+    assert dataset.validation.starts.tolist() == whole.validation.starts.tolist()
 
 
 def test_text_formats_split_alike_and_token_formats_too(load, tmp_path):

@@ -1,6 +1,7 @@
 """What the tests launch: `python launched.py WHAT [WHO]` as one of several processes, and a small `zero-jax launch`."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def wait(on_term):
     time.sleep(60)
 
 
+def stubborn():
+    """Process 0 fails as soon as process 1 is deaf."""
+    is_deaf = pathlib.Path(os.environ["READY"])
+    if INDEX:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        is_deaf.touch()
+        time.sleep(60)
+    while not is_deaf.exists():
+        time.sleep(0.01)
+    sys.exit(3)
+
+
 def save(number, frame):
     say("saved", signal.Signals(number).name)
     sys.exit(75)
@@ -139,7 +152,7 @@ WHATS = {
     "signal": lambda who, number: one_ends(who, lambda: os.kill(os.getpid(), number)),
     "heartbeat": lambda who, seconds: collectives_until(who, kill, heartbeat_timeout_seconds=seconds),
     "wait": lambda: wait(save),
-    "stubborn": lambda: wait(signal.SIG_IGN) if INDEX else sys.exit(3),
+    "stubborn": stubborn,
     "children": with_a_child,
     "bar": bar,
     "arguments": lambda *rest: say(*rest),

@@ -116,11 +116,12 @@ def test_75_says_how_to_go_on():
     assert "--resume auto" in str(Launched("exit", 0, 75).result).splitlines()[0]
 
 
-def test_who_does_not_listen_is_killed_after_the_grace():
-    launched = Launched("stubborn", grace_seconds=0.5)
+def test_who_does_not_listen_is_killed_after_the_grace(tmp_path):
+    environment = {**os.environ, "READY": str(tmp_path / "deaf")}
+    launched = Launched("stubborn", environment=environment, grace_seconds=0.5)
     assert launched.result.status == 3
     assert [one.returncode for one in launched.result.endings] == [3, -signal.SIGKILL]
-    assert 0.5 <= launched.seconds < 5
+    assert 0.5 <= launched.seconds < 10
     assert "still running 0.5 s after" in launched.err
 
 

@@ -1,7 +1,10 @@
 """Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -15,7 +18,12 @@ os.environ["TPU_ACCELERATOR_TYPE"] = "v5p-16"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
+# What runs keep in the user's cache folder (tokens, plans) is not for tests to find or to leave.
+_cache = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zero-jax-tests-")
+
 import pytest
+
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

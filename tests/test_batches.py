@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import batches, data
+from zero_jax import batches, data, tokenizer
 from zero_jax.mesh import make_mesh
 from zero_jax.split import TokenPart
 
@@ -26,7 +26,7 @@ def part_of(num_tokens, document=7):
 
 def dataset_of(num_tokens, num_validation=9):
     parts = {"train": part_of(num_tokens), "validation": part_of(num_validation)}
-    return data.Dataset(name="test", tokenizer=data.ByteTokenizer(), num_documents=1, fingerprint="", **parts)
+    return data.Dataset(name="test", tokenizer=tokenizer.ByteTokenizer(), num_documents=1, fingerprint="", **parts)
 
 
 def sharding(spec=("data",), **axes):
@@ -172,7 +172,12 @@ class OneOfSeveral:
 )
 def test_a_process_reads_only_the_rows_of_its_devices(axes, own, rows):
     whole = sharding((("replica", "data"),), **axes)
-    share = batches._share(OneOfSeveral(whole, [whole.mesh.devices.flat[i] for i in own]), batch_size=16, seq_len=4)
+    share = batches._share(
+        OneOfSeveral(whole, [whole.mesh.devices.flat[i] for i in own]),
+        batch_size=16,
+        seq_len=4,
+        separate_documents=True,
+    )
     assert share.rows.tolist() == list(rows)
     for device, index in share.sharding.addressable_devices_indices_map((16, 4)).items():
         assert share.rows[share.pieces[device][0]].tolist() == list(range(16))[index[0]]
@@ -229,3 +234,14 @@ def test_misfits_are_told():
     made.close()
     with pytest.raises(ValueError, match="closed"):
         next(made)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_batches_have_segments_where_documents_are_kept_apart(separate):
+    names = {"inputs", "targets", "weights"} | ({"segments"} if separate else set())
+    with train(dataset_of(100), separate_documents=separate) as made:
+        assert set(next(made)) == names
+    validation = batches.validation_batches(
+        dataset_of(100), num_batches=1, batch_size=8, seq_len=4, sharding=sharding(), separate_documents=separate
+    )
+    assert set(validation[0]) == names

@@ -64,17 +64,20 @@ class _Share:
       shape: of the whole batch.
       sharding: of the batch over the devices.
       pieces: for each device of this process, which part of the local rows it holds.
+      left_out: entries that the batch does without.
     """
 
     rows: np.ndarray
     shape: tuple[int, int]
     sharding: NamedSharding
     pieces: Mapping[Any, tuple[slice, slice]]
+    left_out: frozenset[str]
 
     def assemble(self, local: Mapping[str, np.ndarray]) -> Batch:
         """Makes global arrays of this process' rows; nothing goes to other processes."""
         devices = list(self.pieces)
-        pieces = {name: [array[piece] for piece in self.pieces.values()] for name, array in local.items()}
+        kept = {name: array for name, array in local.items() if name not in self.left_out}
+        pieces = {name: [array[piece] for piece in self.pieces.values()] for name, array in kept.items()}
         placed = jax.device_put(pieces, dict.fromkeys(pieces, devices))
         return {
             name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
@@ -82,7 +85,7 @@ class _Share:
         }
 
 
-def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int) -> _Share:
+def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_documents: bool) -> _Share:
     shape = (batch_size, seq_len)
     try:
         indices = sharding.addressable_devices_indices_map(shape)
@@ -96,7 +99,8 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int) -> _Share:
     pieces = {
         device: (slice(*np.searchsorted(rows, span).tolist()), columns) for device, (span, columns) in spans.items()
     }
-    return _Share(rows=rows, shape=shape, sharding=sharding, pieces=pieces)
+    left_out = frozenset() if separate_documents else frozenset({"segments"})
+    return _Share(rows=rows, shape=shape, sharding=sharding, pieces=pieces, left_out=left_out)
 
 
 class Batches(Iterator[Batch]):
@@ -115,11 +119,12 @@ class Batches(Iterator[Batch]):
         sharding: NamedSharding,
         position: int = 0,
         prefetch_batches: int = 2,
+        separate_documents: bool = True,
     ):
         """Starts after `position` examples."""
         if batch_size < 1 or position < 0:
             raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
-        share = _share(sharding, batch_size=batch_size, seq_len=seq_len)
+        share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
         # Of all seeds, however large, one of the 32 bits that grain takes; neighbours must not share epochs.
         seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
         order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
@@ -173,6 +178,7 @@ def train_batches(
     sharding: NamedSharding,
     position: int = 0,
     prefetch_batches: int = 2,
+    separate_documents: bool = True,
 ) -> Batches:
     """Returns the training batches: in each epoch all rows once, in an order of its own.
 
@@ -185,6 +191,7 @@ def train_batches(
       position: examples that were taken before, `Batches.position` of the run that goes on here. Neither the batch size
         nor the number of processes need be what they were.
       prefetch_batches: batches that are read ahead; 0 reads each when it is asked for.
+      separate_documents: whether batches say which document each token is in (`segments`).
 
     Raises:
       ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
@@ -197,6 +204,7 @@ def train_batches(
         sharding=sharding,
         position=position,
         prefetch_batches=prefetch_batches,
+        separate_documents=separate_documents,
     )
 
 
@@ -226,7 +234,13 @@ class ValidationBatches(Sequence[Batch]):
 
 
 def validation_batches(
-    dataset: Dataset, *, num_batches: int, batch_size: int, seq_len: int, sharding: NamedSharding
+    dataset: Dataset,
+    *,
+    num_batches: int,
+    batch_size: int,
+    seq_len: int,
+    sharding: NamedSharding,
+    separate_documents: bool = True,
 ) -> ValidationBatches:
     """Returns batches of evenly spaced rows of the validation part: the same ones whenever it is called.
 
@@ -236,7 +250,7 @@ def validation_batches(
     Raises:
       ValueError: the batch does not divide over the devices.
     """
-    share = _share(sharding, batch_size=batch_size, seq_len=seq_len)
+    share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
     available, asked = num_rows(dataset.validation, seq_len=seq_len), num_batches * batch_size
     rows = np.linspace(0, available - 1, min(available, asked)).astype(np.int64)
     padding = np.full(-len(rows) % batch_size, _NO_ROW)

@@ -66,7 +66,7 @@ def add_commands(commands: Any) -> None:
         description="Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that "
         "`zero-jax train --data` maps (--tokens), or both.",
     )
-    without = ("validation_fraction", "prefetch_batches", "token_cache")
+    without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
     add_fields(parser.add_argument_group("text"), DataConfig, default_of=DataConfig(), without=without)
     group = parser.add_argument_group("what to make")
     group.add_argument("--vocab-size", type=int, metavar="N", help="train a tokenizer of N tokens on the text")

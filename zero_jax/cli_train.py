@@ -16,7 +16,7 @@ import jax
 
 from zero_jax import trainer
 from zero_jax.cli_model import add_model_options, preset_model
-from zero_jax.cluster import join
+from zero_jax.cluster import NotJoined, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, write_file
 from zero_jax.training_run import Run, TrainConfig, prepare
@@ -74,6 +74,9 @@ def _train(options: argparse.Namespace) -> int:
         place = join()
     except ValueError as error:
         options.parser.error(str(error))
+    except NotJoined as error:
+        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        return 1
     _choose_platform(config.devices)
     try:
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)

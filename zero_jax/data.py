@@ -11,7 +11,6 @@ from zero_jax.sources import Format, find
 from zero_jax.split import TokenPart, split_documents
 from zero_jax.token_cache import TOKENIZER_FILE, Log, default_cache, read_tokens
 from zero_jax.token_files import TokenDtype, Tokens, is_token_folder, open_folder
-from zero_jax.tokenizer import ByteTokenizer as ByteTokenizer
 from zero_jax.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -31,6 +30,8 @@ class DataConfig:
       token_cache: folder where the tokens of a text are kept for the next run; `default` is zero_jax in the user's
         cache folder, none keeps them in memory.
       validation_fraction: share of the tokens that is kept for validation: whole documents, or the end of a single one.
+      separate_documents: tell the model which document of its row each token is in (`segments`), so that attention
+        stays within it; otherwise tokens see the documents before theirs. The loss never crosses documents either way.
       prefetch_batches: batches that are read ahead while the devices compute.
     """
 
@@ -41,6 +42,7 @@ class DataConfig:
     token_dtype: TokenDtype = "uint16"
     token_cache: str | None = "default"
     validation_fraction: float = 0.1
+    separate_documents: bool = False
     prefetch_batches: int = 2
 
     def __post_init__(self):
@@ -184,23 +186,3 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
     return tuple(f"{count:,} {what}" for what, count in counts.items() if count)
-
-
-def train_batch(dataset: Dataset, step: int, *, seed: int, batch_size: int, seq_len: int) -> dict[str, np.ndarray]:
-    """Cuts the batch of one step: windows from anywhere in the training part, chosen by the seed and the step alone."""
-    starts = np.random.default_rng((seed, step)).integers(0, dataset.train.size - seq_len, batch_size)
-    return _windows(dataset.train, starts, seq_len)
-
-
-def validation_batches(
-    dataset: Dataset, *, num_batches: int, batch_size: int, seq_len: int
-) -> list[dict[str, np.ndarray]]:
-    """Cuts batches from evenly spaced places of the validation part: the same ones whenever it is called."""
-    last_start = dataset.validation.size - seq_len - 1
-    starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
-    return [_windows(dataset.validation, some, seq_len) for some in starts.reshape(num_batches, batch_size)]
-
-
-def _windows(part: TokenPart, starts: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    windows = part.take(starts[:, None] + np.arange(seq_len + 1))[0].astype(np.int32)
-    return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}

@@ -111,7 +111,12 @@ class _Training:
         self.evaluate = make_eval_step(model.loss_fn, mesh=run.mesh, config=run.zero)
         self.sample = make_sampler(run)
         self.norm, self.total = jax.jit(_norm), jax.jit(jnp.sum)
-        sizes = {"batch_size": config.batch_size, "seq_len": model.seq_len, "sharding": batch_sharding(run.mesh)}
+        sizes = {
+            "batch_size": config.batch_size,
+            "seq_len": model.seq_len,
+            "sharding": batch_sharding(run.mesh),
+            "separate_documents": config.data.separate_documents,
+        }
         self.batches = stack.enter_context(
             train_batches(
                 run.dataset,

@@ -19,7 +19,7 @@ from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from zero_jax.run_folder import make_folder
+from zero_jax.run_folder import from_first_process, make_folder
 from zero_jax.state import ZeroConfig
 from zero_jax.writers import WriterConfig
 
@@ -198,6 +198,11 @@ def prepare(
         schedule = make_schedule(config.optimizer, num_steps=config.steps)
         tx = make_optimizer(config.optimizer, num_steps=config.steps)
     dataset = load(config.data, seq_len=model.seq_len, log=log)
+    if from_first_process(dataset.fingerprint) != dataset.fingerprint:
+        raise ValueError(
+            f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
+            "files, or a folder that they share"
+        )
     if dataset.tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "

@@ -98,6 +98,15 @@ def test_fingerprints_gather_nothing():
     assert sum(x.full_bytes * x.num_executions for x in found) <= 4 * len(arrays)
 
 
+def test_slices_of_chunks_cover_an_array_once():
+    for shape, chunk in [((7,), (2,)), ((4, 5), (4, 2)), ((3, 4, 5), (2, 4, 3)), ((3, 4, 5), (1, 2, 5))]:
+        seen = np.zeros(shape, int)
+        for index in checkpoint_files.slices(shape, 4, limit_bytes=100, chunk=chunk):
+            assert all(at.start % size == 0 for at, size in zip(index, chunk, strict=True))
+            seen[index] += 1
+        assert (seen == 1).all()
+
+
 def test_slices_cover_an_array_once_in_order():
     for shape in [(), (7,), (4, 5), (3, 4, 5), (2, 1, 9)]:
         seen = np.zeros(shape, int)

@@ -25,8 +25,9 @@ FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder
 _RECORD_FILE = f"{RECORD}/metadata"
 _STEP = re.compile(r"step_(\d+)")
-_CACHE_BYTES = 1 << 28
+_CACHE_BYTES = 1 << 27
 _SLICE_BYTES = 1 << 26
+_HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is hashed
 
 
 class CheckpointError(ValueError):
@@ -155,9 +156,9 @@ def read_record(path: epath.Path) -> Record:
     return Record(path=path, step=found["step"], loss=found["loss"], leaves=leaves, extra=found["extra"])
 
 
-def make_context() -> tensorstore.Context:
+def make_context(cache_bytes: int = _CACHE_BYTES) -> tensorstore.Context:
     """Returns the cache that the reads of one task share, so that a chunk is not read once for each device."""
-    return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
 def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensorstore.TensorStore:
@@ -222,27 +223,29 @@ def _file(location: str) -> str:
     return location.split(":", 1)[1].rsplit(":", 2)[0].replace(":", "")
 
 
-def slices(shape: Sequence[int], itemsize: int, limit_bytes: int = _SLICE_BYTES) -> Iterator[tuple[slice, ...]]:
-    """Cuts an array into slices of at most so many bytes, in the order in which its elements lie in a file."""
-    inner, split = itemsize, len(shape)
-    while split and inner * shape[split - 1] <= limit_bytes:
-        split -= 1
-        inner *= shape[split]
-    if not split:
-        yield tuple(slice(0, size) for size in shape)
-        return
-    rows = max(1, limit_bytes // inner)
-    for outer in itertools.product(*map(range, shape[: split - 1])):
-        for start in range(0, shape[split - 1], rows):
-            stop = min(start + rows, shape[split - 1])
-            fixed = [slice(i, i + 1) for i in outer]
-            yield (*fixed, slice(start, stop), *(slice(0, size) for size in shape[split:]))
+def slices(
+    shape: Sequence[int], itemsize: int, limit_bytes: int, chunk: Sequence[int] | None = None
+) -> Iterator[tuple[slice, ...]]:
+    """Cuts an array into slices of whole chunks, of at most so many bytes unless a chunk has more.
+
+    They come in the order of their first elements, and take in the last dims first.
+    """
+    part = list(chunk or (1,) * len(shape))
+    for dim in reversed(range(len(shape))):
+        part_bytes = itemsize * int(np.prod(part, dtype=np.int64))
+        part[dim] = max(1, min(shape[dim], part[dim] * max(1, limit_bytes // part_bytes)))
+        if part[dim] < shape[dim]:
+            break
+    for starts in itertools.product(*(range(0, size, step) for size, step in zip(shape, part, strict=True))):
+        yield tuple(
+            slice(start, min(start + step, size)) for start, step, size in zip(starts, part, shape, strict=True)
+        )
 
 
 def read_slices(
     record: Record, name: str, context: tensorstore.Context, limit_bytes: int = _SLICE_BYTES
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads a leaf in its stored form, slice by slice, holding two slices at most.
+    """Reads a leaf in its stored form, in slices that may come in any order, each chunk of its files once.
 
     Raises:
       CheckpointError: a slice cannot be read, or what was read does not have the leaf's fingerprint (told at the end).
@@ -250,12 +253,15 @@ def read_slices(
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
         store = open_leaf(record, name, context)
-        for index in slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes):
+        chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
+        for index in slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
             try:
                 part = np.asarray(store[index].read().result())
             except ValueError as error:
                 raise damaged(record, name, error) from error
-            total += host_fingerprint(part, index, leaf.stored_shape)
+            for inner in slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
+                whole = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
+                total += host_fingerprint(part[inner], whole, leaf.stored_shape)
             yield index, part
     check_fingerprint(record, name, total % 2**32)
 
@@ -269,7 +275,7 @@ def check_fingerprint(record: Record, name: str, found: int) -> None:
 
 def verify(record: Record) -> list[str]:
     """Reads every leaf on the host, in bounded memory; returns what is wrong, leaf by leaf."""
-    problems, context = [], make_context()
+    problems, context = [], make_context(0)
     for name in record.leaves:
         try:
             for _ in read_slices(record, name, context):

@@ -34,7 +34,7 @@ from zero_jax.state import TrainState
 Log = Callable[[str], None]
 
 # Chunks are read whole: another mesh should not have to read much more than its shards.
-_CHUNK_BYTES = 1 << 25
+_CHUNK_BYTES = 1 << 24
 _OLD_SUFFIX = ".replaced"
 _COMMITTED = "commit_success.txt"  # by this file orbax knows a whole checkpoint where folders cannot be renamed
 _ADVICE: Mapping[int, str] = {

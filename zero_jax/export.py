@@ -9,7 +9,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -210,22 +210,38 @@ def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            for part in _parts(record, tensor):
-                file.write(part.data)
+            start = 8 + len(text) + header[tensor.name]["data_offsets"][0]
+            for index, part in _parts(record, tensor):
+                _write_part(file, start, tensor.shape, index, part)
+        file.truncate(8 + len(text) + offset)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _parts(record: Record, tensor: _Tensor) -> Iterator[np.ndarray]:
-    """Reads a leaf in the order of its bytes, cast to the dtype of the file."""
+def _write_part(file: BinaryIO, start: int, shape: tuple[int, ...], index: tuple[slice, ...], part: np.ndarray) -> None:
+    """Writes a slice of an array to its places in a file that holds the array from `start` on."""
+    outer = part.ndim
+    while outer and part.shape[outer - 1] == shape[outer - 1]:
+        outer -= 1
+    outer = max(outer - 1, 0)  # dims of whose indices each has a run of bytes of its own
+    rows = np.ascontiguousarray(part).reshape(*part.shape[:outer], -1)
+    strides = [part.itemsize * int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(part.ndim)]
+    first = start + sum(at.start * stride for at, stride in zip(index, strides, strict=True))
+    for place in np.ndindex(rows.shape[:-1]):
+        file.seek(first + sum(i * stride for i, stride in zip(place, strides, strict=False)))
+        file.write(rows[place].view(np.uint8).data)
+
+
+def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Reads slices of a leaf, cast to the dtype of the file."""
     dtype = jnp.dtype(tensor.dtype)
-    for _, part in read_slices(record, tensor.leaf, make_context(), _SLICE_BYTES):
+    for index, part in read_slices(record, tensor.leaf, make_context(0), _SLICE_BYTES):
         stored = part.view(jnp.dtype(tensor.source)) if part.dtype != jnp.dtype(tensor.source) else part
         with np.errstate(over="ignore"):
             cast = stored.astype(dtype, copy=False)
         if cast is not stored and np.isinf(cast).any() and not np.isinf(stored).any():
             raise ValueError(f"leaf {tensor.leaf!r} has values too large for {tensor.dtype}: export as bfloat16")
-        yield np.ascontiguousarray(cast).reshape(-1).view(np.uint8)
+        yield index, cast
 
 
 def _write_index(path: pathlib.Path, files: Mapping[str, list[_Tensor]]) -> None:

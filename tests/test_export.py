@@ -1,0 +1,230 @@
+"""Params of a checkpoint as safetensors files, read back with the library of that name."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+import safetensors
+import safetensors.flax
+import safetensors.numpy
+from test_checkpoint import flip_value
+
+import zero_jax as zero
+from zero_jax import cli_checkpoint, ema
+from zero_jax.checkpoint import Checkpointer, CheckpointError
+from zero_jax.export import export, parse_size
+from zero_jax.options import Parser
+
+TX = optax.adamw(1e-2)
+
+
+def init_params(key):
+    return {
+        "blocks": {"w": jax.random.normal(key, (4, 33, 70)), "scale": jnp.ones((70,), jnp.bfloat16)},
+        "table": jax.random.normal(key, (50, 12)),
+        "f8": jnp.arange(16.0).astype(jnp.float8_e4m3fn),
+        "count": jnp.arange(5),
+        "none": jnp.zeros((0, 3)),
+    }
+
+
+def save(folder, init_fn, tx=TX):
+    config = reference.make_config(stage=3)
+    state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=reference.mesh_of("4"), config=config)
+    with Checkpointer(folder / "checkpoints", log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state, extra={"config": {"run": {"seed": 3}}}, loss=1.5)
+    return state
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, reference.to_host(save(folder, init_params).params)
+
+
+def named(params, prefix=""):
+    """Returns nested params by names with dots."""
+    return {
+        name: x
+        for key, inner in params.items()
+        for name, x in (named(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {prefix + key: inner}).items()
+    }
+
+
+def test_one_file(run, tmp_path):
+    folder, params = run
+    done = export(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"] and done.num_tensors == 6
+    found = dict(safetensors.deserialize((tmp_path / "out" / "model.safetensors").read_bytes()))
+    expected = named(params)
+    assert found.keys() == expected.keys()
+    dtypes = {"blocks.w": "F32", "blocks.scale": "BF16", "f8": "F8_E4M3", "count": "I32"}
+    assert {name: found[name]["dtype"] for name in dtypes} == dtypes
+    for name, x in expected.items():
+        assert tuple(found[name]["shape"]) == x.shape and bytes(found[name]["data"]) == x.tobytes(), name
+    assert done.num_bytes == sum(x.nbytes for x in expected.values()) and not list(tmp_path.glob(".*"))
+
+
+def test_several_files_with_an_index(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("zero_jax.export._SLICE_BYTES", 100)  # leaves come in many slices
+    folder, params = run
+    done = export(folder, tmp_path, dtype="bfloat16", max_shard_bytes=5000)  # into a folder that is there
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)] and len(done.files) == 4
+    assert index["metadata"]["total_size"] == done.num_bytes
+    found = {}
+    for file in files:
+        tensors = safetensors.flax.load_file(tmp_path / file)  # checks offsets and lengths too
+        assert all(index["weight_map"][name] == file for name in tensors)
+        found |= tensors
+    for name, x in named(params).items():
+        wanted = x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        assert found[name].dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(found[name]), wanted, err_msg=name)
+
+
+def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
+    folder, _ = run
+    export(folder, tmp_path, max_shard_bytes=5000)
+    (tmp_path / "tokenizer.json").touch()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"holds model-00001-of-.* already: .*--force"):
+        export(folder, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    export(folder, tmp_path, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "tokenizer.json"]
+
+
+def test_the_average_of_the_params(tmp_path):
+    tx = optax.chain(TX, ema.params_ema(0.5))
+    state = save(tmp_path, reference.init_params, tx)
+    averages = [x for x in jax.tree.leaves(state.opt_state, is_leaf=lambda x: hasattr(x, "ema")) if hasattr(x, "ema")]
+    export(tmp_path, tmp_path / "out", ema=True)
+    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    for name, x in named(reference.to_host(averages[0].ema)).items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def test_what_cannot_be_exported(run, tmp_path):
+    folder, _ = run
+    with pytest.raises(ValueError, match=r"--ema: the optimizer's state .* holds none of 'params/blocks/scale'"):
+        export(folder, tmp_path / "out", ema=True)
+    with pytest.raises(ValueError, match=r"dtype='int8': choose one of float64, float32"):
+        export(folder, tmp_path / "out", dtype="int8")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5"):
+        export(folder, tmp_path / "out", step=5)
+    save(tmp_path, lambda key: {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"several params would be called 'a.b'"):
+        export(tmp_path, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        export(folder, tmp_path / "file")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_do_not_fit_and_dtypes_that_files_lack(tmp_path):
+    save(tmp_path / "large", lambda key: {"w": jnp.full((8, 8), 1e6)})
+    with pytest.raises(ValueError, match=r"'params/w' has values too large for float16: export as bfloat16"):
+        export(tmp_path / "large", tmp_path / "out", dtype="float16")
+    save(tmp_path / "int4", lambda key: {"w": jnp.ones((8, 8), jnp.int4)})
+    with pytest.raises(ValueError, match=r"'params/w' has dtype int4"):
+        export(tmp_path / "int4", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["int4", "large"]
+
+
+def test_a_damaged_checkpoint_leaves_no_export(tmp_path):
+    save(tmp_path, lambda key: {"w": jax.random.normal(key, (64, 512))})
+    flip_value(tmp_path / "checkpoints" / "step_00000001")
+    with pytest.raises(CheckpointError, match=r"leaf 'params/w' of .* is damaged"):
+        export(tmp_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch):
+    folder, _ = run
+
+    def full(path, *_):
+        path.write_bytes(b"part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("zero_jax.export._write", full)
+    with pytest.raises(ValueError, match=r"cannot write .*out: No space left on device; nothing was left"):
+        export(folder, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("512MiB", 2**29), ("1.5kb", 1500), ("100", 100)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 TBs", "-3", "0"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="such as 5GB"):
+        parse_size(text)
+
+
+_MEASURE = """
+import pathlib, re, sys
+from zero_jax.export import export
+
+def peak():  # of this program alone: `getrusage` would begin with what its parent held
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+export(sys.argv[1], sys.argv[2] + "/small", step=1)
+before = peak()
+export(sys.argv[1], sys.argv[2] + "/large", step=2)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_whatever_the_model(tmp_path):
+    config, mesh = reference.make_config(stage=3), reference.mesh_of("4")
+    with Checkpointer(tmp_path / "checkpoints", log=pytest.fail) as checkpointer:
+        for step, size in ((1, 256), (2, 12800)):
+            # One leaf, so that a bound of a leaf would not do.
+            init_fn = lambda key, size=size: {"w": jnp.arange(16384.0 * size).reshape(size, 16384)}  # noqa: E731
+            tx = optax.set_to_zero()
+            checkpointer.save(step, zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config))
+    model_bytes = 4 * 12800 * 16384
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, tmp_path, tmp_path / "out"], capture_output=True, text=True, check=True
+    )
+    grown = int(done.stdout)
+    print(f"{model_bytes / 2**20:.0f} MiB of params, peak {grown / 2**20:.0f} MiB above that of a small model")
+    assert grown < 384 * 2**20 < model_bytes / 2
+
+
+def command(*arguments):
+    parser = Parser(prog="zero-jax")
+    cli_checkpoint.add_commands(parser.add_subparsers())
+    options = parser.parse_args(list(map(str, arguments)))
+    assert isinstance(options, argparse.Namespace)
+    return options.run(options)
+
+
+def test_commands(run, tmp_path, capsys):
+    folder, _ = run
+    assert command("inspect", folder) == 0
+    shown = capsys.readouterr().out
+    assert "step 1, validation loss 1.5000" in shown and "params/blocks/w" in shown and "run.seed = 3" in shown
+    assert command("inspect", folder / "checkpoints", "--step", 1, "--verify", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == [] and found["extra"] == {"config": {"run": {"seed": 3}}}
+    assert command("export", folder, "--out", tmp_path / "out", "--dtype", "float16", "--max-shard-size", "1MB") == 0
+    assert "6 tensors" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command("export", folder, "--out", tmp_path / "out")
+    assert "--force" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command("inspect", tmp_path)
+    assert "no checkpoint in" in capsys.readouterr().err

@@ -21,10 +21,10 @@ import time
 
 from zero_jax.checkpoint import describe
 
-STEPS = 60
+STEPS = 300
 COMMON = (
     f"--steps {STEPS} --warmup-steps 5 --seq-len 64 --num-layers 2 --d-model 64 --num-heads 2 --batch-size 16 "
-    "--eval-every 15 --eval-batches 2 --log-every 10 --save-every 7 --sample-tokens 0"
+    "--eval-every 60 --eval-batches 2 --log-every 50 --save-every 23 --sample-tokens 0"
 ).split()
 SETTINGS = {
     "stage 3, bf16": ["--stage", "3"],
@@ -35,7 +35,7 @@ SETTINGS = {
     "stage 3, two processes": ["--stage", "3"],
 }
 IGNORED = ("tokens_per_second", "mfu", "step_seconds", "data_wait_seconds", "per_device_memory_bytes")
-LONGEST_KILL_SECONDS = 40.0
+LONGEST_KILL_SECONDS = 30.0
 MOST_TRIES_WITHOUT_PROGRESS = 4
 
 
@@ -76,7 +76,7 @@ def run_broken(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, di
     while True:
         with log.open("ab") as file:
             process = subprocess.Popen(arguments, stdout=file, stderr=file)
-            wait_seconds = None if tries >= MOST_TRIES_WITHOUT_PROGRESS else dice.uniform(2, LONGEST_KILL_SECONDS)
+            wait_seconds = None if tries >= MOST_TRIES_WITHOUT_PROGRESS else dice.uniform(3, LONGEST_KILL_SECONDS)
             try:
                 status = process.wait(wait_seconds)
             except subprocess.TimeoutExpired:

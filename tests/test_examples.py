@@ -11,15 +11,16 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+TRAINER = "train_own_model.py"
 NEEDS = {"equinox_model.py": "equinox"}
 
 
-def run(name, *, num_devices):
+def run(name, *, num_devices, folder=None):
     """Runs an example with warnings as errors and returns what it prints."""
     flags = os.environ.get("XLA_FLAGS", "")
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(num_devices), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -37,7 +38,7 @@ def test_there_are_examples_and_they_are_short():
     [
         ("pjit_loop.py", 8),
         # Each takes some ten seconds where all cores are busy.
-        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in EXAMPLES if name != "pjit_loop.py"),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in EXAMPLES if name not in ("pjit_loop.py", TRAINER)),
         pytest.param("pjit_loop.py", 1, marks=pytest.mark.slow),
         pytest.param("flax_linen.py", 3, marks=pytest.mark.slow),
     ],
@@ -57,3 +58,13 @@ def test_example(name, num_devices):
 def test_the_jit_loop_changes_three_lines():
     text = (ROOT / "examples" / "pjit_loop.py").read_text(encoding="utf-8")
     assert len(re.findall(r"# zero$", text, re.MULTILINE)) == 3
+
+
+@pytest.mark.slow
+def test_the_trainer_with_a_model_of_ones_own_goes_on_where_it_was(tmp_path):
+    first = run(TRAINER, num_devices=8, folder=tmp_path)
+    begun, ended = map(float, re.search(r"validation loss +(\S+) -> (\S+)", first).groups())
+    assert ended < 0.6 * begun, first
+    again = run(TRAINER, num_devices=4, folder=tmp_path)
+    assert "resuming after step 60" in again
+    assert f"{begun:.3f} -> {ended:.3f}" in again, again

@@ -1,10 +1,13 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
 from zero_jax import comms, memory
+from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.compile_process import CompilerCrash
+from zero_jax.ema import ema_params, params_ema
 from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.mesh import batch_sharding, make_mesh
+from zero_jax.noise_scale import NoiseScale
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_layouts import LayoutPlans, plan_layouts
@@ -16,13 +19,18 @@ from zero_jax.step import TrainStep, make_train_step
 
 __all__ = [
     "AutoPlan",
+    "CheckpointConfig",
+    "CheckpointError",
+    "Checkpointer",
     "CompilerCrash",
     "GatherReport",
     "LayoutPlans",
     "LossScaleConfig",
     "Metrics",
+    "NoiseScale",
     "PlanReport",
     "Precision",
+    "Restored",
     "ShardingReport",
     "TrainState",
     "TrainStep",
@@ -30,6 +38,7 @@ __all__ = [
     "abstract_state",
     "batch_sharding",
     "comms",
+    "ema_params",
     "gather_on_use",
     "gather_report",
     "init_state",
@@ -37,9 +46,11 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "memory",
+    "params_ema",
     "plan",
     "plan_auto",
     "plan_layouts",
+    "restore",
     "shard_batch",
     "sharding_report",
     "state_shardings",

@@ -147,6 +147,8 @@ class _Training:
         status = self._fit()
         self._beat("save")
         self.checkpointer.wait()
+        if advice := self.noise.advice(config.batch_size):
+            self.say(advice)
         sample = self._show_sample() if status == "done" else ""
         self.console.close()
         self._beat("end")
@@ -219,16 +221,17 @@ class _Training:
 
     def _losses(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """Returns step and loss of all training steps and evaluations, those before a resume included."""
+        own = self.progress.train, self.progress.validation
         try:
             records = read_run(self.run.folder)
         except (OSError, ValueError):  # another process's file, or one that could not be written
-            train = list(enumerate(self.progress.train, self.step - len(self.progress.train) + 1))
-            return train, list(enumerate(self.progress.validation))
+            return own
+        # The file may lack this process's own last steps: its disk was full.
         train, validation = (
-            [(record["step"], math.nan if record["loss"] is None else record["loss"]) for record in kind]
-            for kind in (records.train, records.validation)
+            {one["step"]: math.nan if one["loss"] is None else one["loss"] for one in kind} | dict(of_this_process)
+            for kind, of_this_process in zip((records.train, records.validation), own, strict=True)
         )
-        return train, validation
+        return sorted(train.items()), sorted(validation.items())
 
     def _draw(self, train: list[tuple[int, float]], validation: list[tuple[int, float]]) -> None:
         if jax.process_index():
@@ -278,7 +281,7 @@ class _Training:
                     progress.add_validation(self.step, *losses)
                     loss = losses[0]
                 if saves:
-                    self._save(loss)
+                    self._save(loss, is_last=stops or is_last)
                 if samples:
                     self._show_sample()
                 progress.resume_clock()
@@ -321,9 +324,12 @@ class _Training:
             self._beat("evaluation")
         return total / weight
 
-    def _save(self, loss: float | None) -> None:
-        """Begins to save the state, unless it came of a step that was not finite."""
-        if self.progress.num_nonfinite_in_a_row:
+    def _save(self, loss: float | None, *, is_last: bool) -> None:
+        """Begins to save the state, unless it came of a step that was not finite.
+
+        Where that step's update was skipped the state is that of the step before: the end of a run keeps it.
+        """
+        if self.progress.num_nonfinite_in_a_row and not (is_last and self.run.zero.skip_nonfinite):
             self.say(f"step {self.step}: not saved, because its loss or gradients are not finite")
             return
         self._beat("save")

@@ -1,0 +1,56 @@
+"""`zero-jax train`'s loop with a model and an optimizer of one's own: checkpoints, resume, figures and a picture.
+
+Run it anywhere, stop it with Ctrl-C, and run it again: JAX_NUM_CPU_DEVICES=8 python examples/train_own_model.py
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.checkpoint import CheckpointConfig
+from zero_jax.trainer import train
+from zero_jax.training_run import Model, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model that guesses each byte from the one before it and a running mean of the others."""
+
+    width: int = 128
+
+
+def init_fn(key):
+    keys = jax.random.split(key, 3)
+    shapes = [(256, Shape.width), (Shape.width, 4 * Shape.width), (4 * Shape.width, 256)]
+    names = ["embed", "up", "down"]
+    return {name: 0.05 * jax.random.normal(k, s) for name, k, s in zip(names, keys, shapes, strict=True)}
+
+
+def loss_fn(params, batch):
+    x = params["embed"][batch["inputs"]]
+    places = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+    x = x + jnp.cumsum(x, axis=1) / places
+    logits = jax.nn.gelu(x @ params["up"]) @ params["down"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    return (losses * batch["weights"]).sum() / batch["weights"].sum()
+
+
+def main():
+    config = TrainConfig(
+        steps=60,
+        batch_size=16,
+        eval_every=20,
+        eval_batches=2,
+        checkpoint=CheckpointConfig(save_every=20),
+        name="own-model",
+        resume="auto",
+    )
+    model = Model(name="running-mean", config=Shape(), vocab_size=256, seq_len=64, init_fn=init_fn, loss_fn=loss_fn)
+    tx = optax.chain(optax.adam(3e-3), optax.add_decayed_weights(1e-4))
+    print(train(config, model=model, tx=tx))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 import re
 
 import jax
@@ -75,6 +76,26 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((folder / "config.json").read_text())
     assert (saved["zero"]["stage"], saved["steps"], saved["model"]["d_model"]) == (3, 12, 32)
+
+
+def test_checkpoints_may_lie_elsewhere(config, tmp_path):
+    config = dataclasses.replace(
+        config, steps=3, sample_tokens=0, name="mine", resume="auto", checkpoints=str(tmp_path / "bucket")
+    )
+    trainer.train(config, model=MODEL, log=lambda _: None)
+    assert [path.name for path in (tmp_path / "bucket" / "mine").iterdir()] == ["step_00000003"]
+    lines = []
+    result = trainer.train(dataclasses.replace(config, steps=5), model=MODEL, log=lines.append)
+    assert "resuming after step 3" in "\n".join(lines)
+    assert result.num_steps == 5
+
+
+def test_a_profile_is_recorded_of_the_steps_asked_for(config, tmp_path):
+    lines = []
+    config = dataclasses.replace(config, steps=4, sample_tokens=0, profile_steps="2:3")
+    result = trainer.train(config, model=MODEL, log=lines.append)
+    assert "profile of steps 2 to 3" in "\n".join(lines)
+    assert list((pathlib.Path(result.directory) / "profile").rglob("*.xplane.pb"))
 
 
 def test_what_a_device_holds_is_what_the_stage_says(config):

@@ -38,7 +38,7 @@ def begin(run: Run) -> Start:
     Raises:
       ValueError: checkpoints of another model or text, or damaged ones alone.
     """
-    config, checkpoints = run.config, run.folder / "checkpoints"
+    config, checkpoints = run.config, run.checkpoints
     lines: list[str] = []
     given = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     key = jax.random.key(config.seed)

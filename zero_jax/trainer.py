@@ -127,9 +127,7 @@ class _Training:
             )
         )
         self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
-        self.checkpointer = stack.enter_context(
-            Checkpointer(run.folder / "checkpoints", config=config.checkpoint, log=self.say)
-        )
+        self.checkpointer = stack.enter_context(Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say))
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if is_first else [],

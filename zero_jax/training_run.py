@@ -70,6 +70,8 @@ class TrainConfig:
       seed: chooses the initial params, the batches and the sample.
       out: folder of all runs.
       name: name of the run's folder in `out`; None makes one up from model and stage.
+      checkpoints: where checkpoints go, in a folder of the run's name: a folder or a URL such as gs://bucket/runs; None
+        keeps them in the run's folder.
       resume: `auto` goes on from the newest whole checkpoint of the run of that name, or begins if there is none;
         `never` begins, in a folder of its own.
       init_from: a checkpoint (or a run's folder) to take the params from, with a fresh optimizer; not where the run is
@@ -100,6 +102,7 @@ class TrainConfig:
     seed: int = 0
     out: str = "runs"
     name: str | None = None
+    checkpoints: str | None = None
     resume: Literal["never", "auto"] = "never"
     init_from: str | None = None
     max_nonfinite_steps: int = 20
@@ -162,6 +165,12 @@ class Run:
     tx: optax.GradientTransformation
     schedule: optax.Schedule | None
     folder: pathlib.Path
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of the checkpoints, or its URL."""
+        kept = self.config.checkpoints
+        return str(self.folder / "checkpoints") if kept is None else f"{kept.rstrip('/')}/{self.folder.name}"
 
 
 def prepare(

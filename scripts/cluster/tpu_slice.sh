@@ -6,15 +6,16 @@
 #   scripts/cluster/tpu_slice.sh create      # queues for the hardware
 #   scripts/cluster/tpu_slice.sh status      # wait for ACTIVE
 #   scripts/cluster/tpu_slice.sh install     # on every host; INSTALL says what (default: zero-jax with its TPU extra)
-#   scripts/cluster/tpu_slice.sh train --name my-run --out gs://my-bucket/runs --data gs://my-bucket/text
+#   scripts/cluster/tpu_slice.sh train --name my-run --checkpoints gs://my-bucket/runs --data /mnt/text
 #   scripts/cluster/tpu_slice.sh log         # of the first host; Ctrl-C leaves the run alone
 #   scripts/cluster/tpu_slice.sh stop        # saves, and ends
 #   scripts/cluster/tpu_slice.sh delete      # TPUs cost money until then
 #
 # A TPU slice of several hosts runs one process a host, all of them the same command: `jax.distributed.initialize` asks
-# the metadata server who they are. The hosts share no disk: `--out` is a bucket. systemd keeps the processes: they
-# survive your connection, and are started again, from the last checkpoint, after status 75 (saved and stopped), 76 (a
-# hung step) or a signal, and when another host has failed; not after 1, 2 or 3, which would happen again.
+# the metadata server who they are. The hosts share no disk: checkpoints go to a bucket, and the text is copied to every
+# host, or a bucket mounted there (gcsfuse). systemd keeps the processes: they survive your connection, and are started
+# again, from the last checkpoint, after status 75 (saved and stopped), 76 (a hung step) or a signal, and when another
+# host has failed; not after 1, 2 or 3, which would happen again.
 # Where spot TPUs are taken away, `status` says SUSPENDED: delete, create, install and train again; the run goes on.
 set -euo pipefail
 

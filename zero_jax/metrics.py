@@ -68,8 +68,8 @@ class Progress:
       num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
       num_skipped_steps: updates skipped so far.
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
-      train: loss of every training step of this process.
-      validation: loss of every evaluation.
+      train: step and loss of every training step of this process.
+      validation: step and loss of every evaluation.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Progress:
         self.num_nonfinite_in_a_row = 0
         self.nonfinite_leaf: str | None = None
         self.num_skipped_steps = 0
-        self.train: list[float] = []
-        self.validation: list[float] = []
+        self.train: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
         self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
         self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
         self._started = self._resumed = time.perf_counter()
@@ -127,7 +127,7 @@ class Progress:
         else:
             self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
             self._window = [*self._window, seconds][-max(self._log_every, _SHORTEST_WINDOW_STEPS) :]
-        self.train.append(loss)
+        self.train.append((dispatched.step, loss))
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
@@ -165,7 +165,7 @@ class Progress:
 
     def add_validation(self, step: int, loss: float, ema_loss: float | None = None) -> None:
         """Takes down the validation loss after `step` steps, and goes on timing steps from here."""
-        self.validation.append(loss)
+        self.validation.append((step, loss))
         self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss})
         self.resume_clock()
 

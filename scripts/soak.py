@@ -28,7 +28,7 @@ COMMON = (
 ).split()
 SETTINGS = {
     "stage 3, bf16": ["--stage", "3"],
-    "stage 2, fp16, microbatches": "--stage 2 --precision fp16 --num-microbatches 2".split(),
+    "stage 2, microbatches, own documents": "--stage 2 --num-microbatches 2 --separate-documents".split(),
     "stage 1, bf16, average, lion": "--stage 1 --ema-decay 0.9 --optimizer lion".split(),
     "stage 3, muon, wsd, microbatches": "--stage 3 --optimizer muon --schedule wsd --num-microbatches 2".split(),
     "stage 0, fp32, adafactor": "--stage 0 --precision fp32 --optimizer adafactor".split(),

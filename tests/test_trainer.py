@@ -15,6 +15,7 @@ from zero_jax import metrics, optimizers, trainer, training_run
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
+from zero_jax.resume import ResumeError
 from zero_jax.state import ZeroConfig
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
@@ -88,6 +89,21 @@ def test_checkpoints_may_lie_elsewhere(config, tmp_path):
     result = trainer.train(dataclasses.replace(config, steps=5), model=MODEL, log=lines.append)
     assert "resuming after step 3" in "\n".join(lines)
     assert result.num_steps == 5
+    for source in (tmp_path / "bucket" / "mine", tmp_path / "bucket" / "mine" / "step_00000003"):
+        lines = []
+        other = dataclasses.replace(config, name=None, resume="never", init_from=str(source))
+        trainer.train(other, model=MODEL, log=lines.append)
+        step = 3 if source.name.startswith("step") else 5
+        assert f"params of step {step} of {source}" in lines
+
+
+def test_a_checkpoint_of_another_model_is_refused(config):
+    config = dataclasses.replace(config, steps=3, sample_tokens=0, name="mine", resume="auto")
+    trainer.train(config, model=MODEL, log=lambda _: None)
+    wide = dataclasses.replace(GPT, d_model=64)
+    other = dataclasses.replace(MODEL, init_fn=functools.partial(gpt.init, wide), loss_fn=gpt.loss_fn(wide))
+    with pytest.raises(ResumeError, match=r"params/blocks/key: saved as \[2, 32, 32\], the state has \[2, 64, 64\]"):
+        trainer.train(config, model=other, log=lambda _: None)
 
 
 def test_a_profile_is_recorded_of_the_steps_asked_for(config, tmp_path):

@@ -16,9 +16,10 @@ import jax
 
 from zero_jax import trainer
 from zero_jax.cli_model import add_model_options, preset_model
-from zero_jax.cluster import NotJoined, join
+from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, write_file
+from zero_jax.resume import ResumeError
 from zero_jax.training_run import Run, TrainConfig, prepare
 
 _NUM_SIMULATED_DEVICES = 8
@@ -80,15 +81,22 @@ def _train(options: argparse.Namespace) -> int:
     _choose_platform(config.devices)
     try:
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-        if place.is_first:
-            _save_options(run, options)
-        result = trainer.execute(run, log=log, terminal=stream)
     except ValueError as error:
-        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
-        return place.leave(2)
+        return _refuse(options, error, place)
+    if place.is_first:
+        _save_options(run, options)
+    try:
+        result = trainer.execute(run, log=log, terminal=stream)
+    except ResumeError as error:
+        return _refuse(options, error, place)
     if place.is_first:
         log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
     return place.leave(trainer.EXIT_STATUS[result.status])
+
+
+def _refuse(options: argparse.Namespace, error: ValueError, place: Place) -> int:
+    print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+    return place.leave(2)
 
 
 def _read_part(part: str, options: argparse.Namespace) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
 
-from zero_jax.checkpoint import latest_step, restore
+from zero_jax.checkpoint import Restored, latest_step, restore
+from zero_jax.checkpoint_files import find
 from zero_jax.run_folder import as_json, differences, from_first_process
 from zero_jax.state import TrainState, init_state
 from zero_jax.training_run import Run
@@ -32,41 +34,57 @@ class Start:
     lines: tuple[str, ...] = ()
 
 
+class ResumeError(ValueError):
+    """A run that cannot go on from what there is: another model, optimizer or text, or damaged checkpoints alone."""
+
+
 def begin(run: Run) -> Start:
     """Makes the state of a run, or restores what it or another run has saved.
 
     Raises:
-      ValueError: checkpoints of another model or text, or damaged ones alone.
+      ResumeError: checkpoints of another model or text, or damaged ones alone.
     """
-    config, checkpoints = run.config, run.checkpoints
+    config, key = run.config, jax.random.key(run.config.seed)
     lines: list[str] = []
     given = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
-    key = jax.random.key(config.seed)
-    found_step = from_first_process(str(latest_step(checkpoints) or ""))
-    if config.resume == "auto" and found_step:
-        found = restore(checkpoints, **given)
-        saved = found.extra["data"]
-        changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
-        if changed:
-            raise ValueError(
-                f"{run.folder} was trained on other data ({'; '.join(changed)}): give it the data, seed and seq_len of "
-                "before, or begin another run (another name) from its params with init_from"
-            )
-        before = {**found.extra["config"], "model": None}
-        changed = differences(before, {**as_json(config), "model": None})
-        told = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
-        lines += [f"changed since: {line}" for line in told]
-        return Start(
-            state=found.state,
-            step=found.step,
-            position=saved["position"],
-            noise=found.extra["noise_scale"],
-            lines=(f"resuming after step {found.step} of {run.folder}", *lines),
-        )
-    if config.init_from is not None:
-        found = restore(config.init_from, params_only=True, key=key, **given)
-        return Start(state=found.state, lines=(f"params of step {found.step} of {config.init_from}", *lines))
+    has_own = config.resume == "auto" and from_first_process(str(latest_step(run.checkpoints) or ""))
+    try:
+        if has_own:
+            return _checked(run, restore(run.checkpoints, **given), lines)
+        if config.init_from is not None:
+            folder, step = _source(config.init_from)
+            found = restore(folder, step=step, params_only=True, key=key, **given)
+            return Start(state=found.state, lines=(f"params of step {found.step} of {config.init_from}", *lines))
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
     return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
+
+
+def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
+    """Returns where a checkpoint of the run's own left it, if it was trained on the same data."""
+    saved = found.extra["data"]
+    changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
+    if changed:
+        raise ValueError(
+            f"{run.folder} was trained on other data ({'; '.join(changed)}): give it the data, seed and seq_len of "
+            "before, or begin another run (another name) from its params with init_from"
+        )
+    changed = differences({**found.extra["config"], "model": None}, {**as_json(run.config), "model": None})
+    told = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
+    return Start(
+        state=found.state,
+        step=found.step,
+        position=saved["position"],
+        noise=found.extra["noise_scale"],
+        lines=(f"resuming after step {found.step} of {run.folder}", *lines, *(f"changed since: {one}" for one in told)),
+    )
+
+
+def _source(path: str) -> tuple[str, int | None]:
+    """Returns the folder of checkpoints that a path leads to, and the step if it names one."""
+    found = find(path)
+    is_step = found.name == pathlib.PurePath(path).name
+    return str(found.parent), int(found.name.rpartition("_")[2]) if is_step else None
 
 
 def identity(run: Run) -> dict[str, Any]:

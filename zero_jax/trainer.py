@@ -68,7 +68,7 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
       terminal: where a live bar is drawn instead, if it is a terminal.
 
     Raises:
-      ValueError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
+      ResumeError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
     """
     with contextlib.ExitStack() as stack:
         return _Training(run, log=log, terminal=terminal, stack=stack).execute()
@@ -184,8 +184,8 @@ class _Training:
                 folder,
                 name=folder.name,
                 run_config=self.saved_config,
-                # A run that was cut off before its first checkpoint has left records as well.
-                resume_step=start.step if config.resume == "auto" else None,
+                # A run that was cut off before its first checkpoint has left records as well, that of step 0 among them.
+                resume_step=(start.step or -1) if config.resume == "auto" else None,
                 log=self.say,
             )
         )

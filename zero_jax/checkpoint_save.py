@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -169,6 +170,8 @@ class Checkpointer:
         """Waits for the last save and lets go of the folder."""
         self.wait()
         self._orbax.close()
+        if self.num_failed and _is_primary():
+            self._remove_parts()
         self._quiet.remove()
 
     def _prepare(self) -> None:
@@ -195,6 +198,7 @@ class Checkpointer:
         """
         if not _is_primary():
             return
+        self._remove_parts()
         probe = self.directory / f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}probe"
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmtree()
@@ -236,6 +240,13 @@ class Checkpointer:
             path = path.rename(path.parent / f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}deleted")
         path.rmtree()
 
+    def _remove_parts(self) -> None:
+        """Removes what failed saves have left; writes that were under way may make some of it anew."""
+        with contextlib.suppress(OSError):
+            for part in self.directory.iterdir():
+                if part.name.startswith("step_") and ocp.path.step.TMP_DIR_SUFFIX in part.name:
+                    part.rmtree()
+
     def _failed(self, step: int, error: Exception) -> None:
         """Tells that a save has failed, and removes the part of it that was written."""
         self.num_failed += 1
@@ -243,9 +254,7 @@ class Checkpointer:
         path = step_path(self.directory, step)
         try:
             if _is_primary():
-                for part in self.directory.iterdir():
-                    if part.name.startswith(f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}"):
-                        part.rmtree()
+                self._remove_parts()
                 if _aside(path).exists() and not path.exists():
                     _aside(path).rename(path)
             there = self.steps()

@@ -9,21 +9,24 @@ from typing import Any
 
 
 class Quiet:
-    """While it is installed, orbax's log records and the wakes of its closed event loops are dropped.
+    """While it is installed, orbax's log records and what its abandoned writes report are dropped.
 
-    A save that fails leaves writes behind that report to an event loop that is gone, each with a traceback.
+    A save that fails leaves writes behind: each reports, with a traceback, to an event loop that is gone, or to nobody.
     """
 
     def __init__(self) -> None:
         """Installs it."""
-        self._filter, self._before = _OrbaxFilter(), sys.unraisablehook
+        self._filters = {"absl": _OrbaxFilter(), "asyncio": _NeverRetrieved()}
+        self._before = sys.unraisablehook
         self._hook = self._drop
-        logging.getLogger("absl").addFilter(self._filter)
+        for name, one in self._filters.items():
+            logging.getLogger(name).addFilter(one)
         sys.unraisablehook = self._hook
 
     def remove(self) -> None:
         """Removes it."""
-        logging.getLogger("absl").removeFilter(self._filter)
+        for name, one in self._filters.items():
+            logging.getLogger(name).removeFilter(one)
         if sys.unraisablehook is self._hook:
             sys.unraisablehook = self._before
 
@@ -36,3 +39,9 @@ class Quiet:
 class _OrbaxFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+class _NeverRetrieved(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not ("never retrieved" in text and "orbax" in text)

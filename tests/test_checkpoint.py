@@ -119,7 +119,7 @@ def test_slices_cover_an_array_once_in_order():
         assert (seen == 1).all() and order == sorted(order)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_save_keeps_the_state_that_it_was_given_while_training_goes_on(tmp_path, stage):
     state, step = reference.make_trainer(reference.loss_fn, TX, mesh=reference.mesh_of("8"), stage=stage)
     state, _ = step(state, reference.make_batch(0))

@@ -109,36 +109,15 @@ class Batches(Iterator[Batch]):
     Each is a dict of global arrays `[batch_size, seq_len]`, as `cut_rows` describes them.
     """
 
-    def __init__(
-        self,
-        part: TokenPart,
-        *,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        sharding: NamedSharding,
-        position: int = 0,
-        prefetch_batches: int = 2,
-        separate_documents: bool = True,
-    ):
-        """Starts after `position` examples."""
-        if batch_size < 1 or position < 0:
-            raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
-        share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
-        # Of all seeds, however large, one of the 32 bits that grain takes; neighbours must not share epochs.
-        seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
+    def __init__(self, host_batches: Any, share: _Share, *, position: int):
+        """Makes global arrays of what an iterator reads.
 
-        def read(start: int) -> dict[str, np.ndarray]:
-            rows = np.array([order[start + place] for place in share.rows.tolist()])
-            return cut_rows(part, rows, seq_len=seq_len)
-
-        starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
-        options = grain.ReadOptions(
-            num_threads=min(prefetch_batches, _MAX_THREADS), prefetch_buffer_size=prefetch_batches
-        )
-        self._host_batches = iter(starts.to_iter_dataset(options))
-        self._share, self._batch_size, self._position, self._is_open = share, batch_size, position, True
+        Args:
+          host_batches: yields this process' rows of one batch after the other.
+          share: which those are.
+          position: examples before the first one.
+        """
+        self._host_batches, self._share, self._position, self._is_open = host_batches, share, position, True
 
     @property
     def position(self) -> int:
@@ -153,7 +132,7 @@ class Batches(Iterator[Batch]):
         except BaseException:
             self.close()  # what was read ahead must not be taken for the batch that failed
             raise
-        self._position += self._batch_size
+        self._position += self._share.shape[0]
         return batch
 
     def __enter__(self) -> "Batches":
@@ -196,16 +175,21 @@ def train_batches(
     Raises:
       ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
     """
-    return Batches(
-        dataset.train,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        seed=seed,
-        sharding=sharding,
-        position=position,
-        prefetch_batches=prefetch_batches,
-        separate_documents=separate_documents,
-    )
+    if batch_size < 1 or position < 0:
+        raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
+    part = dataset.train
+    share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
+    # Of all seeds, however large, one of the 32 bits that grain takes; neighbours must not share epochs.
+    seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
+
+    def read(start: int) -> dict[str, np.ndarray]:
+        rows = np.array([order[start + place] for place in share.rows.tolist()])
+        return cut_rows(part, rows, seq_len=seq_len)
+
+    starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
+    options = grain.ReadOptions(num_threads=min(prefetch_batches, _MAX_THREADS), prefetch_buffer_size=prefetch_batches)
+    return Batches(iter(starts.to_iter_dataset(options)), share, position=position)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, resolve, step_path
 from zero_jax.checkpoint_read import Agreement, read_arrays
+from zero_jax.placing import move, place
 from zero_jax.precision import init_loss_scale, resolve_precision
 from zero_jax.saved_state import SavedLeaf, dtype_name, saved_leaves
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
@@ -185,7 +186,7 @@ class _Task:
         whole = NamedSharding(self.mesh, PartitionSpec())
         assert scale is not None
         fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
-        return {f"loss_scale/{name}": jax.device_put(np.asarray(x), whole) for name, x in fields.items()}
+        return {f"loss_scale/{name}": place(np.asarray(x), whole) for name, x in fields.items()}
 
     def tell_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
         """Tells of leaves that were saved and are not needed, and of those whose dtype is another now."""
@@ -256,9 +257,7 @@ def _cast(x: Array, like: Any) -> Array:
 
 def _move(x: Array, like: Any) -> Array:
     """Casts an array and then moves it to where a leaf of the target lies."""
-    x = _cast(x, like)
-    alike = x.sharding.is_equivalent_to(like.sharding, x.ndim)
-    return x if alike else jax.jit(_identity, out_shardings=like.sharding)(x)
+    return move(_cast(x, like), like.sharding)
 
 
 def _astype(x: Array, dtype: Any) -> Array:

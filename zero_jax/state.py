@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.jaxprs import Chain, reshard
 from zero_jax.mesh import Axes, axes_of
+from zero_jax.placing import move, place
 from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
 from zero_jax.scopes import gather_scope
 from zero_jax.sharding import (
@@ -333,7 +332,7 @@ def init_state(
     build, given = _init_program(make, init_fn, tx, shapes, placement)
     state = build(given, place(key, NamedSharding(mesh, PartitionSpec())))
     # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
-    params = jax.tree.map(_gather_leaf, state.params, shardings.params)
+    params = jax.tree.map(move, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
 
 
@@ -364,31 +363,6 @@ def _init_program(
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
         donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(masters)]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
-
-
-def place(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
-
-    With several processes each gives the same value, and reads of it what its own devices hold.
-    """
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(_identity, out_shardings=sharding)(x)
-    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
-        wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-        whole: Any = NamedSharding(sharding.mesh, PartitionSpec())
-        return jax.jit(wrap, out_shardings=sharding)(place(jax.random.key_data(x), whole))
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def _gather_leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
 
 
 def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:

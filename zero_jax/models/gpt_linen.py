@@ -55,7 +55,7 @@ class GPT(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=nn.broadcast,
+                in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                 length=config.num_layers,
             )
             x_BTD, _ = stack(config, name="blocks")(x_BTD, segments_BT)

@@ -24,6 +24,7 @@ class Start:
       step: steps that were done before.
       position: examples that were taken before.
       noise: the record of the gradient noise scale, if any.
+      is_evaluated: whether the validation loss of that state is known.
       lines: what to tell of it.
     """
 
@@ -31,6 +32,7 @@ class Start:
     step: int = 0
     position: int = 0
     noise: dict[str, Any] | None = None
+    is_evaluated: bool = False
     lines: tuple[str, ...] = ()
 
 
@@ -76,6 +78,7 @@ def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
         step=found.step,
         position=saved["position"],
         noise=found.extra["noise_scale"],
+        is_evaluated=found.extra["is_evaluated"],
         lines=(f"resuming after step {found.step} of {run.folder}", *lines, *(f"changed since: {one}" for one in told)),
     )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.batches import train_batches, validation_batches
-from zero_jax.checkpoint import Checkpointer
+from zero_jax.checkpoint import Checkpointer, latest_step
 from zero_jax.console import Console
 from zero_jax.curves import plot_losses, read_run
 from zero_jax.describe import describe_run, groups, num_params
@@ -26,7 +26,7 @@ from zero_jax.noise_scale import NoiseScale
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, save_config
+from zero_jax.run_folder import as_json, from_first_process, save_config
 from zero_jax.sampling import make_sampler
 from zero_jax.state import trainable
 from zero_jax.step import make_train_step
@@ -36,7 +36,7 @@ from zero_jax.tree import leaf_names
 from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 
-EXIT_STATUS = {"done": 0, "diverged": 3, "preempted": 75}
+EXIT_STATUS = {"done": 0, "unsaved": 1, "diverged": 3, "preempted": 75}
 
 
 def train(
@@ -93,7 +93,7 @@ class _Training:
         self.compiled: set[str] = set()
         self.preemption = stack.enter_context(Preemption(log=log if is_first else _silent))
         start = begin(run)
-        self.state, self.step = start.state, start.step
+        self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         self.console = stack.enter_context(
             Console(
                 config.steps,
@@ -145,9 +145,11 @@ class _Training:
         status = self._fit()
         self._beat("save")
         self.checkpointer.wait()
+        if status == "done" and from_first_process(str(latest_step(run.checkpoints))) != str(self.step):
+            status = "unsaved"
         if advice := self.noise.advice(config.batch_size):
             self.say(advice)
-        sample = self._show_sample() if status == "done" else ""
+        sample = self._show_sample() if status in ("done", "unsaved") else ""
         self.console.close()
         self._beat("end")
         train, validation = self._losses()
@@ -184,7 +186,7 @@ class _Training:
                 folder,
                 name=folder.name,
                 run_config=self.saved_config,
-                # A run that was cut off before its first checkpoint has left records as well, that of step 0 among them.
+                # A run that was cut off before its first checkpoint has left records, that of step 0 among them.
                 resume_step=(start.step or -1) if config.resume == "auto" else None,
                 log=self.say,
             )
@@ -253,8 +255,8 @@ class _Training:
           How the run ended: `done`, `preempted` or `diverged`.
         """
         config, progress = self.config, self.progress
-        if not self.step:
-            progress.add_validation(0, *self._validation_losses())
+        if not self.is_evaluated and self.step % config.eval_every == 0:
+            progress.add_validation(self.step, *self._validation_losses())
         waiting: Dispatched | None = None
         with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
@@ -335,6 +337,7 @@ class _Training:
             "data": {"position": self.batches.position, **identity(self.run)},
             "noise_scale": self.noise.to_json(),
             "config": self.saved_config,
+            "is_evaluated": loss is not None,
         }
         self.checkpointer.save(self.step, self.state, extra=extra, loss=loss)
 

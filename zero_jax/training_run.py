@@ -249,9 +249,9 @@ def _check_processes(mesh: Mesh) -> None:
 class TrainResult:
     """What came of a run; losses are in nats per token.
 
-    `status` is `done`, `preempted` (saved and stopped; go on with `--resume auto`) or `diverged` (the loss stayed not
-    finite; the last good checkpoint is there). Losses before the first step of this process are those of the run it
-    resumed.
+    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
+    with `--resume auto`) or `diverged` (the loss stayed not finite; the last good checkpoint is there). Losses are
+    those of the whole run, what came before a resume included.
     """
 
     status: str
@@ -280,7 +280,12 @@ class TrainResult:
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        how = {"done": "", "preempted": "; stopped when told to", "diverged": "; stopped: the loss stayed not finite"}
+        how = {
+            "done": "",
+            "unsaved": "; THE LAST STATE IS NOT SAVED",
+            "preempted": "; stopped when told to",
+            "diverged": "; stopped: the loss stayed not finite",
+        }
         lines = [
             f"{self.model}: {self.num_steps} steps at stage {self.stage} on {devices} in "
             f"{self.train_seconds:.0f} s{skipped}, {self.tokens_per_second:,.0f} tokens/s{how[self.status]}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -24,15 +25,17 @@ class Quiet:
         sys.unraisablehook = self._hook
 
     def remove(self) -> None:
-        """Removes it."""
+        """Removes it, once what was abandoned has been collected and has said so."""
+        gc.collect()
         for name, one in self._filters.items():
             logging.getLogger(name).removeFilter(one)
         if sys.unraisablehook is self._hook:
             sys.unraisablehook = self._before
 
     def _drop(self, unraisable: Any) -> None:
-        error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        error, frame = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+        is_orbax = frame is not None and f"{os.sep}orbax{os.sep}" in frame.co_filename
+        if not is_orbax and not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             self._before(unraisable)
 
 

@@ -1,0 +1,271 @@
+"""Checkpoints that are damaged, foreign or in the way: what a run resumes from, and what it says."""
+
+import dataclasses
+import errno
+import os
+import re
+import resource
+import shutil
+
+import faults
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
+from orbax.checkpoint._src.path import atomicity
+
+from zero_jax import checkpoint_save, trainer
+from zero_jax.optimizers import OptimizerConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory):
+    with faults.kept_programs(tmp_path_factory.mktemp("programs")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def unbroken(kept_programs, tmp_path_factory):
+    return faults.unbroken_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
+
+
+@pytest.fixture
+def cut_off(unbroken, tmp_path):
+    """The folder of a run that was cut off before its end: it has saved steps 4 and 8, and taken some more."""
+    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(step_folder(tmp_path, 12))
+    return tmp_path
+
+
+@pytest.fixture
+def at_step(monkeypatch, tmp_path):
+    """Lets something happen before the steps given, once step 4 is saved."""
+
+    def start(what):
+        def happen(_, step):
+            faults.wait_for(step_folder(tmp_path, 4))
+            what[step]()
+
+        monkeypatch.setattr(trainer, "train_batches", faults.tampering(dict.fromkeys(what, happen)))
+        return lambda: monkeypatch.setattr(trainer, "train_batches", faults.real_train_batches)
+
+    return start
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def largest(step):
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+def make_foreign(step):
+    shutil.rmtree(step)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(step, {"w": np.zeros(3)})
+
+
+RECORD, INDEX = "record/metadata", "state/manifest.ocdbt"
+DAMAGE = {
+    "data cut off": (lambda step: cut(largest(step)), r"leaf '.*' of .*step_00000008 is damaged or cut off: "),
+    "bit flipped in data": (
+        lambda step: flip(largest(step), largest(step).stat().st_size // 2),
+        r"leaf '.*' of .*step_00000008 is damaged",
+    ),
+    "data deleted": (lambda step: largest(step).unlink(), r"leaf '.*' of .*step_00000008 is damaged or cut off: "),
+    "record cut off": (lambda step: cut(step / RECORD), r"step_00000008/record/metadata cannot be read"),
+    "bit flipped in record": (
+        lambda step: flip(step / RECORD, 60),
+        r"step_00000008/record/metadata (does not have|cannot be|is of format)",
+    ),
+    "record missing": (
+        lambda step: (step / RECORD).unlink(),
+        r"step_00000008/record/metadata is missing; the folder holds",
+    ),
+    "bit flipped in index": (lambda step: flip(step / INDEX, 40), r"leaf '.*' of .*step_00000008 .*manifest.ocdbt"),
+    "index missing": (lambda step: (step / INDEX).unlink(), r"leaf '.*' of .*step_00000008 is damaged or cut off"),
+    "empty folder": (empty, r"step_00000008/record/metadata is missing: this is no checkpoint"),
+    "foreign folder": (make_foreign, r"step_00000008/record/metadata is missing; .*no checkpoint of zero_jax"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_run_goes_on_from_the_newest_whole_checkpoint_as_if_nothing_had_happened(damage, cut_off, unbroken):
+    harm, why = DAMAGE[damage]
+    harm(step_folder(cut_off, 8))
+    lines = []
+    assert train(cut_off, lines=lines).status == "done"
+    told = "\n".join(lines)
+    assert "resuming after step 4 of " in told
+    assert re.search(r"checkpoint of step 8 passed over: .*" + why, told)
+    assert read(cut_off) == read(unbroken)
+
+
+def test_where_all_are_damaged_each_is_named_and_nothing_is_touched(cut_off):
+    cut(largest(step_folder(cut_off, 8)))
+    (step_folder(cut_off, 4) / RECORD).unlink()
+
+    def files():
+        found = [path for path in (cut_off / "runs").rglob("*") if path.is_file() and path.parent.name != "processes"]
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    before = files()
+    with pytest.raises(ValueError, match="no whole checkpoint in") as caught:
+        train(cut_off)
+    _, first, second = str(caught.value).splitlines()
+    assert "step_00000008 is damaged or cut off" in first and "step_00000004/record/metadata is missing" in second
+    assert files() == before
+
+
+def test_what_a_save_that_was_cut_off_left_is_removed_and_told(cut_off, unbroken):
+    partial = cut_off / f"runs/run/checkpoints/step_00000012{ocp.path.step.TMP_DIR_SUFFIX}17"
+    shutil.copytree(step_folder(cut_off, 8), partial)
+    (partial / RECORD).unlink()
+    lines = []
+    train(cut_off, lines=lines)
+    assert f"removed {partial}: a save or a deletion that was cut off" in lines
+    assert read(cut_off) == read(unbroken) and checkpoints(cut_off) == checkpoints(unbroken)
+
+
+def test_the_folder_of_checkpoints_is_gone(cut_off, unbroken):
+    """There is nothing to go on from: the run begins, and its figures with it."""
+    shutil.rmtree(cut_off / "runs/run/checkpoints")
+    train(cut_off)
+    assert read(cut_off) == read(unbroken)
+
+
+# Checkpoints of something else
+
+
+def assert_refused(folder, unbroken, match, **changes):
+    """Checks that a run is not resumed, and that its folder is as it was."""
+    with pytest.raises(ValueError, match=match) as caught:
+        train(folder, **changes)
+    assert checkpoints(folder) == ["step_00000004", "step_00000008"] and read(folder) == read(unbroken)
+    return str(caught.value)
+
+
+def test_another_model_is_refused_with_the_leaves_that_differ(cut_off, unbroken):
+    wider = make_model(dataclasses.replace(GPT, mlp_ratio=8))
+    message = assert_refused(cut_off, unbroken, "step_00000008 does not fit the state", model=wider)
+    assert "params/blocks/" in message and "saved as [1, 16, 64], the state has [1, 16, 128]" in message
+    assert "with the model that it was saved with" in message and "step_00000004" not in message
+
+
+def test_another_optimizer_is_refused_with_the_leaves_that_differ(cut_off, unbroken):
+    message = assert_refused(
+        cut_off, unbroken, "does not fit", optimizer=OptimizerConfig(optimizer="sgd", warmup_steps=2)
+    )
+    assert "opt_state/" in message and "with the optimizer that it was saved with" in message
+
+
+def test_another_seed_is_refused(cut_off, unbroken):
+    assert_refused(cut_off, unbroken, r"trained on other data \(seed: 0 -> 1\)", seed=1)
+
+
+def test_another_length_of_sequences_is_refused(cut_off, unbroken):
+    longer = make_model(dataclasses.replace(GPT, seq_len=32))
+    assert_refused(cut_off, unbroken, r"trained on other data \(seq_len: 16 -> 32\)", model=longer)
+
+
+def test_what_was_changed_since_is_told(cut_off):
+    lines = []
+    train(cut_off, lines=lines, devices=4, zero=dataclasses.replace(ZERO, stage=1), log_every=3)
+    assert {"changed since: devices: 2 -> 4", "changed since: log_every: 4 -> 3"} <= set(lines)
+    assert "changed since: zero.stage: 3 -> 1" in lines
+
+
+# Saving
+
+
+def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step, unbroken):
+    """The save of step 8 fails, the run goes on, that of step 12 is whole."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit, lines = (lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))), []
+    try:
+        at_step({8: lambda: limit(6000), 11: lambda: limit(soft)})
+        result = train(tmp_path, lines=lines)
+    finally:
+        limit(soft)
+    assert (result.status, result.num_failed_saves) == ("done", 1)
+    (told,) = [line for line in lines if "NOT saved" in line]
+    assert told.startswith("checkpoint of step 8 NOT saved to ") and "File too large" in told and "`ulimit -f`" in told
+    assert told.endswith("Training goes on; whole and kept: step 4")
+    assert checkpoints(tmp_path) == ["step_00000004", "step_00000012"]
+    assert read(tmp_path) == read(unbroken)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
+def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path, monkeypatch, unbroken):
+    finalize, lines = atomicity.AtomicRenameTemporaryPath.finalize, []
+
+    async def refuse(self, *args, **options):
+        if "step_00000008" in str(self.get_final()):
+            raise OSError(number, os.strerror(number), str(self.get_final()))
+        return await finalize(self, *args, **options)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse)
+    result = train(tmp_path, lines=lines)
+    assert (result.status, result.num_failed_saves) == ("done", 1)
+    (told,) = [line for line in lines if "NOT saved" in line]
+    assert os.strerror(number) in told and "Training goes on; whole and kept: step 4" in told
+    assert checkpoint_save._ADVICE.get(number, "") in told
+    assert checkpoints(tmp_path) == ["step_00000004", "step_00000012"] and read(tmp_path) == read(unbroken)
+
+
+def test_a_folder_that_vanishes_under_the_run_is_made_again(tmp_path, at_step, unbroken):
+    at_step({6: lambda: shutil.rmtree(tmp_path / "runs/run/checkpoints")})
+    lines = []
+    assert train(tmp_path, lines=lines).status == "done"
+    assert checkpoints(tmp_path) == ["step_00000008", "step_00000012"] and read(tmp_path) == read(unbroken)
+
+
+def test_a_file_in_place_of_the_folder_is_told_at_every_save(tmp_path, at_step, unbroken):
+    folder, lines = tmp_path / "runs/run/checkpoints", []
+
+    def replace():
+        shutil.move(folder, tmp_path / "elsewhere")
+        folder.write_text("a file in its place")
+
+    def put_back():
+        folder.unlink()
+        shutil.move(tmp_path / "elsewhere", folder)
+
+    mend = at_step({6: replace})
+    result = train(tmp_path, lines=lines)
+    assert (result.status, result.num_failed_saves) == ("done", 2)
+    assert sum("NOT saved" in line and "Not a directory" in line for line in lines) == 2
+    assert read(tmp_path) == read(unbroken)
+    mend()
+    with pytest.raises(ValueError, match=r"cannot write checkpoints to .*/checkpoints"):
+        train(tmp_path)
+    put_back()
+    assert train(tmp_path).status == "done"
+    assert read(tmp_path) == read(unbroken)
+
+
+def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tmp_path, monkeypatch, at_step):
+    async def refuse(self, *args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse)
+    lines = []
+    assert train(tmp_path, lines=lines).num_failed_saves == 3
+    assert all(line.endswith("there is no other checkpoint") for line in lines if "NOT saved" in line)

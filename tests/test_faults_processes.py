@@ -1,0 +1,249 @@
+"""Faults by which a process ends: killed, hung, told to stop, alone and as one of two. What it had saved goes on."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import faults
+import pytest
+from faults import checkpoints, read, step_folder, train
+
+from zero_jax import trainer
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Time in which the other process of two has to be gone, from the end of the first: 10 s of grace, and some to spare.
+BOUND_SECONDS = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    with faults.kept_programs(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(programs, tmp_path_factory):
+    return faults.unbroken_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def unbroken_8(programs, tmp_path_factory):
+    """The folder of an unbroken run on 8 devices of one process, in fp32."""
+    folder = tmp_path_factory.mktemp("unbroken-8")
+    assert train(folder, **FP32, devices=8).status == "done"
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
+
+
+FP32 = {"zero": faults.fp32()}
+
+
+def start(programs, *words, **changes):
+    """Starts a process."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONUNBUFFERED": "1",
+        **changes,
+    }
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process, seconds=180):
+    """Returns status, stdout and stderr of a process, once it has ended."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def broken(programs, fault, folder):
+    return finish(start(programs, "tests/faults.py", fault, folder))
+
+
+def pair(programs, fault, folder):
+    """Starts two processes of four devices each."""
+    command = ("-m", "zero_jax.cli", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
+    changes = json.dumps({"precision": "fp32", "devices": None})
+    return start(programs, *command, "tests/faults.py", fault, folder, changes)
+
+
+def losses(folder):
+    return {(record["kind"], record["step"]): record["loss"] for record in read(folder)}
+
+
+def assert_close(found, expected):
+    """Other numbers of devices and processes sum in another order: in fp32 that changes the last digits."""
+    assert found.keys() == expected.keys()
+    for key, loss in expected.items():
+        assert found[key] == pytest.approx(loss, rel=1e-5), key
+
+
+def assert_goes_on_as_if_nothing_had_happened(folder, unbroken, *, after):
+    lines = []
+    assert train(folder, lines=lines).status == "done"
+    resumed = [line for line in lines if line.startswith("resuming after step ")]
+    assert resumed[0].startswith(f"resuming after step {after} of ") if after else not resumed
+    assert read(folder) == read(unbroken)
+
+
+# One process
+
+
+@pytest.mark.parametrize(
+    ("fault", "after"),
+    [
+        ("killed at a step", 4),
+        ("killed before the first checkpoint", 0),
+        ("killed while a record was written", 4),
+        ("killed during a save", 4),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(fault, after, programs, tmp_path, unbroken):
+    status, _, err = broken(programs, fault, tmp_path)
+    assert status == -signal.SIGKILL, err
+    names = checkpoints(tmp_path)
+    assert [name for name in names if name == "step_00000004"] == ["step_00000004"] * bool(after)
+    if fault == "killed during a save":
+        assert any(name.startswith("step_00000008.") for name in names)
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=after)
+    assert not any("tmp" in name for name in checkpoints(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "place"),
+    [
+        ("reading hangs", "'data' at step 7", "in hang"),
+        ("a step hangs", "'step' at step 8", "add_step"),
+        ("a save hangs", "'save' at step 12", "wait"),
+    ],
+)
+def test_a_hung_run_tells_where_it_is_and_ends_to_go_on(fault, phase, place, programs, tmp_path, unbroken):
+    status, _, err = broken(programs, fault, tmp_path)
+    assert status == 76, err
+    assert "watchdog: process 0 hangs: no progress for" in err and f"in phase {phase}" in err
+    assert "thread MainThread, innermost call last:" in err and place in err
+    assert "process 0: " in err and "ended with exit code 76" in err
+    assert f"in phase {phase}" in (tmp_path / "runs/run/processes/hang-0.txt").read_text()
+    assert checkpoints(tmp_path)[0] == "step_00000004"
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
+
+
+def command_line(folder, **options):
+    """Returns the options of `zero-jax train` for a tiny run."""
+    (folder / "text.txt").write_text("the same words again and " * 200)
+    tiny = {"num-layers": 1, "d-model": 16, "num-heads": 2, "seq-len": 16, "devices": 2, "sample-tokens": 0}
+    often = {"steps": 400, "eval-every": 200, "eval-batches": 2, "save-every": 100, "log-every": 50}
+    places = {"data": folder / "text.txt", "token-cache": "none", "out": folder / "runs", "name": "run"}
+    given = {**tiny, **often, **places, "warmup-steps": 2, "resume": "auto", **options}
+    return ["-m", "zero_jax.cli", "train", *(str(x) for name, value in given.items() for x in (f"--{name}", value))]
+
+
+def test_the_command_saves_on_sigterm_and_goes_on(programs, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder in (whole, stopped):
+        folder.mkdir()
+    assert finish(start(programs, *command_line(whole)))[0] == 0
+    process = start(programs, *command_line(stopped))
+    faults.wait_for(step_folder(stopped, 100))
+    process.send_signal(signal.SIGTERM)
+    status, out, err = finish(process)
+    assert status == 75, err
+    step = int(re.search(r"SIGTERM: stopping after step (\d+)", out)[1])
+    assert f"step_{step:08d}" in checkpoints(stopped) and "stopped when told to" in out
+    status, out, err = finish(start(programs, *command_line(stopped)))
+    assert status == 0 and f"resuming after step {step} of" in out, err
+    assert read(stopped) == read(whole)
+
+
+def test_the_command_tells_that_a_run_diverged(programs, tmp_path):
+    options = {"learning-rate": 1e30, "max-nonfinite-steps": 3, "optimizer": "sgd", "clip-norm": "none"}
+    status, out, err = finish(start(programs, *command_line(tmp_path, **options)))
+    assert status == 3, err
+    assert "3 steps in a row were not finite" in out and "The last good checkpoint is none" in out
+
+
+# Two processes
+
+
+def test_two_processes_give_the_losses_of_one(programs, tmp_path, unbroken_8):
+    status, _, err = finish(pair(programs, "none", tmp_path))
+    assert status == 0, err
+    assert_close(losses(tmp_path), losses(unbroken_8))
+    assert checkpoints(tmp_path) == checkpoints(unbroken_8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("one of two killed", "process 1 of 2 was ended by SIGKILL: out of memory? after"),
+        ("one of two raises", "process 1 of 2 ended with status 1 after"),
+    ],
+)
+def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
+    fault, reason, programs, tmp_path, unbroken_8
+):
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    folder.mkdir()
+    started = time.monotonic()
+    status, _, err = finish(pair(programs, fault, folder))
+    assert status == (137 if fault == "one of two killed" else 1), err
+    assert "process 1 " in next(line for line in err.splitlines() if "told to end" in line)
+    summary = err[err.index(reason) :]
+    first, then = (float(re.search(r"after ([\d.]+) s", summary)[1]), time.monotonic() - started)
+    assert then - first < BOUND_SECONDS, summary
+    assert "then process 0 " in summary
+    if fault == "one of two raises":
+        assert "RuntimeError: the disk is on fire" in summary
+    assert checkpoints(folder)[0] == "step_00000004"
+
+    shutil.copytree(folder, copy)
+    changes = json.dumps({"precision": "fp32", "devices": 4})
+    alone = start(programs, "tests/faults.py", "none", folder, changes, JAX_NUM_CPU_DEVICES="4")
+    status, out, err = finish(alone)
+    assert status == 0 and "resuming after step 4 of" in out, err
+    assert train(copy, **FP32, devices=4).status == "done"
+    assert read(folder) == read(copy)
+    assert_close(losses(folder), losses(unbroken_8))
+
+
+@pytest.mark.parametrize("to", ["launcher", "one of two"])
+def test_a_signal_saves_in_both_and_both_go_on(to, programs, tmp_path, unbroken_8):
+    process = pair(programs, "slow", tmp_path)
+    faults.wait_for(step_folder(tmp_path, 4), 120)
+    if to == "launcher":
+        process.send_signal(signal.SIGTERM)
+    else:
+        word = json.loads((tmp_path / "runs/run/processes/process-1.json").read_text())
+        os.kill(word["pid"], signal.SIGTERM)
+    status, out, err = finish(process)
+    assert status == 75, err
+    step = int(re.search(r"stopping after step (\d+)", out)[1])
+    assert 4 < step < 12 and f"step_{step:08d}" in checkpoints(tmp_path)
+    assert "saved and stopped (status 75)" in err and "`--resume auto`" in err
+    status, out, err = finish(pair(programs, "none", tmp_path))
+    assert status == 0 and f"resuming after step {step} of" in out, err
+    train_losses = {key: loss for key, loss in losses(unbroken_8).items() if key[0] == "train"}
+    assert_close({key: loss for key, loss in losses(tmp_path).items() if key[0] == "train"}, train_losses)

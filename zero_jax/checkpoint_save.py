@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import gc
 import os
 import threading
 import time
@@ -152,13 +153,12 @@ class Checkpointer:
             save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in encoded.arrays}
             arrays = ocp.args.PyTreeSave(encoded.arrays, save_args=save_args)
             self._orbax.save(path, args=ocp.args.Composite(**{STATE: arrays, RECORD: ocp.args.JsonSave(record)}))
+            self._thread = threading.Thread(target=self._finish, args=(step, loss), name=f"checkpoint of step {step}")
+            self._thread.start()
         except Exception as error:
             self._failed(step, error)
-            return
         finally:
             self.blocked_seconds = time.perf_counter() - started
-        self._thread = threading.Thread(target=self._finish, args=(step, loss), name=f"checkpoint of step {step}")
-        self._thread.start()
 
     def wait(self) -> None:
         """Waits until the last save is whole, or has failed."""
@@ -209,8 +209,12 @@ class Checkpointer:
         """Waits for a save in the background, and then deletes what need not be kept."""
         try:
             self._orbax.wait_until_finished()
+            is_written = True
         except Exception as error:
+            is_written = False
             self._failed(step, error)
+        if not is_written:
+            gc.collect()  # by its traceback a failed save keeps its copy of the state on the host, for good if not told
             return
         self.num_saved += 1
         self._losses[step] = loss

@@ -276,7 +276,7 @@ class _Training:
                     self._tell_diverged()
                     return "diverged"
                 loss = None
-                if evaluates and not stops:
+                if evaluates and (is_last or not stops):
                     losses = self._validation_losses()
                     progress.add_validation(self.step, *losses)
                     loss = losses[0]

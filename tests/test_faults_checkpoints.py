@@ -8,6 +8,7 @@ import resource
 import shutil
 
 import faults
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -15,6 +16,7 @@ from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 from orbax.checkpoint._src.path import atomicity
 
 from zero_jax import checkpoint_save, trainer
+from zero_jax.metrics import device_memory_bytes
 from zero_jax.optimizers import OptimizerConfig
 
 
@@ -250,7 +252,7 @@ def test_a_file_in_place_of_the_folder_is_told_at_every_save(tmp_path, at_step, 
 
     mend = at_step({6: replace})
     result = train(tmp_path, lines=lines)
-    assert (result.status, result.num_failed_saves) == ("done", 2)
+    assert (result.status, trainer.EXIT_STATUS[result.status], result.num_failed_saves) == ("unsaved", 1, 2)
     assert sum("NOT saved" in line and "Not a directory" in line for line in lines) == 2
     assert read(tmp_path) == read(unbroken)
     mend()
@@ -261,11 +263,32 @@ def test_a_file_in_place_of_the_folder_is_told_at_every_save(tmp_path, at_step, 
     assert read(tmp_path) == read(unbroken)
 
 
+def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch):
+    """Each has a copy of the state on the host: a disk that stays full would fill the memory too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = []
+
+    def each(_, step):
+        if step == 5:  # all programs are compiled, and kept, by then
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+        found.append(device_memory_bytes(jax.devices()[0]))
+
+    monkeypatch.setattr(trainer, "train_batches", faults.tampering({"each": each}))
+    try:
+        result = train(tmp_path, checkpoint=dataclasses.replace(faults.CHECKPOINT, save_every=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.num_failed_saves >= faults.STEPS - 6
+    assert max(found) < 12 * found[0], found
+
+
 def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tmp_path, monkeypatch, at_step):
     async def refuse(self, *args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse)
     lines = []
-    assert train(tmp_path, lines=lines).num_failed_saves == 3
+    result = train(tmp_path, lines=lines)
+    assert (result.status, result.num_failed_saves) == ("unsaved", 3)
+    assert "THE LAST STATE IS NOT SAVED" in str(result)
     assert all(line.endswith("there is no other checkpoint") for line in lines if "NOT saved" in line)

@@ -79,6 +79,7 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
     assert (saved["zero"]["stage"], saved["steps"], saved["model"]["d_model"]) == (3, 12, 32)
 
 
+@pytest.mark.slow
 def test_checkpoints_may_lie_elsewhere(config, tmp_path):
     config = dataclasses.replace(
         config, steps=3, sample_tokens=0, name="mine", resume="auto", checkpoints=str(tmp_path / "bucket")
@@ -97,6 +98,7 @@ def test_checkpoints_may_lie_elsewhere(config, tmp_path):
         assert f"params of step {step} of {source}" in lines
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(config):
     config = dataclasses.replace(config, steps=3, sample_tokens=0, name="mine", resume="auto")
     trainer.train(config, model=MODEL, log=lambda _: None)
@@ -106,6 +108,7 @@ def test_a_checkpoint_of_another_model_is_refused(config):
         trainer.train(config, model=other, log=lambda _: None)
 
 
+@pytest.mark.slow
 def test_a_profile_is_recorded_of_the_steps_asked_for(config, tmp_path):
     lines = []
     config = dataclasses.replace(config, steps=4, sample_tokens=0, profile_steps="2:3")

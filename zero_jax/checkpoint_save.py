@@ -172,7 +172,8 @@ class Checkpointer:
         self._orbax.close()
         if self.num_failed and _is_primary():
             self._remove_parts()
-        self._quiet.remove()
+        if not self.num_failed:  # what failed saves have abandoned reports until the process ends
+            self._quiet.remove()
 
     def _prepare(self) -> None:
         try:

@@ -17,6 +17,7 @@ from zero_jax import cli, trainer
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
 from zero_jax.precision import LossScaleConfig, Precision
+from zero_jax.split import TokenPart
 from zero_jax.training_run import prepare
 from zero_jax.writers import WriterConfig
 
@@ -130,6 +131,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_last_good_checkpoint(
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_told", [False, True], ids=["done", "told to stop"])
 def test_the_end_of_a_run_is_saved_though_its_last_update_was_skipped(tmp_path, tamper, is_told, unbroken):
     def bad(batch, step):
@@ -234,9 +236,8 @@ def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path,
     assert read(tmp_path) == read(unbroken)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_reading_thread_ends_the_run_and_keeps_its_checkpoints(tmp_path, monkeypatch, unbroken):
-    from zero_jax.split import TokenPart
-
     take, count = TokenPart.take, []
 
     def broken(self, positions):
@@ -323,6 +324,7 @@ def test_a_full_disk_under_the_figures_is_told_and_the_run_goes_on(tmp_path, tam
     assert result.final_train_loss == read(unbroken)[-2]["loss"]
 
 
+@pytest.mark.slow
 def test_tensorboard_that_fails_is_told_and_the_rest_is_written(tmp_path, monkeypatch, unbroken):
     from zero_jax.writers import TensorBoardWriter
 
@@ -337,6 +339,7 @@ def test_tensorboard_that_fails_is_told_and_the_rest_is_written(tmp_path, monkey
     assert told.startswith("TensorBoard: ") and "the file server went away" in told
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch, unbroken):
     monkeypatch.undo()
     shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
@@ -347,6 +350,7 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch
     assert any(line.startswith("no picture of the loss: ") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_folder_for_signs_of_life_that_cannot_be_made_is_told(tmp_path, unbroken, capfd):
     (tmp_path / "runs/run").mkdir(parents=True)
     (tmp_path / "runs/run/processes").write_text("a file in its place")

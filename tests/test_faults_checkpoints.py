@@ -108,7 +108,11 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+BY_DEFAULT = ("data cut off", "bit flipped in data", "record cut off", "foreign folder")
+CASES = [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE]
+
+
+@pytest.mark.parametrize("damage", CASES)
 def test_the_run_goes_on_from_the_newest_whole_checkpoint_as_if_nothing_had_happened(damage, cut_off, unbroken):
     harm, why = DAMAGE[damage]
     harm(step_folder(cut_off, 8))
@@ -187,6 +191,7 @@ def test_another_length_of_sequences_is_refused(cut_off, unbroken):
     assert_refused(cut_off, unbroken, r"trained on other data \(seq_len: 16 -> 32\)", model=longer)
 
 
+@pytest.mark.slow
 def test_what_was_changed_since_is_told(cut_off):
     lines = []
     train(cut_off, lines=lines, devices=4, zero=dataclasses.replace(ZERO, stage=1), log_every=3)
@@ -214,6 +219,7 @@ def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step
     assert read(tmp_path) == read(unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path, monkeypatch, unbroken):
     finalize, lines = atomicity.AtomicRenameTemporaryPath.finalize, []
@@ -232,6 +238,7 @@ def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000012"] and read(tmp_path) == read(unbroken)
 
 
+@pytest.mark.slow
 def test_a_folder_that_vanishes_under_the_run_is_made_again(tmp_path, at_step, unbroken):
     at_step({6: lambda: shutil.rmtree(tmp_path / "runs/run/checkpoints")})
     lines = []
@@ -263,6 +270,7 @@ def test_a_file_in_place_of_the_folder_is_told_at_every_save(tmp_path, at_step, 
     assert read(tmp_path) == read(unbroken)
 
 
+@pytest.mark.slow
 def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch):
     """Each has a copy of the state on the host: a disk that stays full would fill the memory too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -282,6 +290,7 @@ def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch)
     assert max(found) < 12 * found[0], found
 
 
+@pytest.mark.slow
 def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tmp_path, monkeypatch, at_step):
     async def refuse(self, *args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

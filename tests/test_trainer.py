@@ -80,6 +80,23 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_average_of_the_params_is_evaluated_beside_them(config):
+    optimizer = dataclasses.replace(config.optimizer, ema_decay=0.5)
+    result = trainer.train(dataclasses.replace(config, optimizer=optimizer), model=MODEL, log=lambda _: None)
+    lines = (pathlib.Path(result.directory) / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [record for record in map(json.loads, lines) if record["kind"] == "validation"]
+    # Before the first update the average is the params themselves; later it lags behind them.
+    assert math.isclose(first["ema_loss"], first["loss"], rel_tol=1e-2)
+    assert last["ema_loss"] != last["loss"] and last["ema_loss"] < 0.8 * first["loss"]
+
+
+def test_speed_and_utilization_are_per_second():
+    meter = metrics.Speedometer(batch_size=4, num_tokens=100, flops=2_000, peak_flops_per_second=10_000.0)
+    assert (meter.tokens_per_second(0.5), meter.mfu(0.5)) == (200, 0.4)
+    assert dataclasses.replace(meter, peak_flops_per_second=None).mfu(0.5) is None
+
+
+@pytest.mark.slow
 def test_checkpoints_may_lie_elsewhere(config, tmp_path):
     config = dataclasses.replace(
         config, steps=3, sample_tokens=0, name="mine", resume="auto", checkpoints=str(tmp_path / "bucket")

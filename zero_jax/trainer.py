@@ -28,7 +28,7 @@ from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
 from zero_jax.run_folder import as_json, from_first_process, save_config
 from zero_jax.sampling import make_sampler
-from zero_jax.state import trainable
+from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
 from zero_jax.topology import hardware_of
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
@@ -310,8 +310,9 @@ class _Training:
     def _validation_losses(self) -> tuple[float, float | None]:
         """Returns the validation loss of the params, and of their moving average where the optimizer keeps one."""
         self._beat("evaluation")
-        ema = ema_params(self.state.opt_state)
-        return self._validation_loss(self.state.params), None if ema is None else self._validation_loss(ema)
+        params, ema = self.state.params, ema_params(self.state.opt_state)
+        # What is not trained (integers) has no average.
+        return self._validation_loss(params), None if ema is None else self._validation_loss(merge(params, ema))
 
     def _validation_loss(self, params: Any) -> float:
         total = weight = 0.0

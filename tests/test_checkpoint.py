@@ -340,12 +340,19 @@ def test_none_is_whole(folder):
 def test_no_checkpoint_at_all(tmp_path, folder):
     with pytest.raises(CheckpointError, match="there is no folder"):
         reload(tmp_path / "nowhere")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"it holds checkpoints, notes.txt"):
-        reload(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match=r"it holds notes.txt"):
+        reload(other)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 9 .* steps 1, 2"):
         reload(folder, step=9)
-    assert latest_step(tmp_path) is None
+    assert latest_step(other) is None
+
+
+def test_the_folder_of_a_run_leads_to_its_checkpoints(folder):
+    assert folder.name == "checkpoints"
+    assert reload(folder.parent).path == reload(folder).path
 
 
 def test_all_that_does_not_fit_is_named_at_once(folder):

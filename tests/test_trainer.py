@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from zero_jax import metrics, optimizers, trainer, training_run
+from zero_jax.checkpoint import restore
 from zero_jax.data import DataConfig
+from zero_jax.mesh import make_mesh
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.resume import ResumeError
@@ -116,9 +118,13 @@ def test_checkpoints_may_lie_elsewhere(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(config):
+def test_a_checkpoint_is_restored_by_the_folder_of_its_run_and_another_model_is_refused(config):
     config = dataclasses.replace(config, steps=3, sample_tokens=0, name="mine", resume="auto")
-    trainer.train(config, model=MODEL, log=lambda _: None)
+    result = trainer.train(config, model=MODEL, log=lambda _: None)
+    tx = optimizers.make_optimizer(config.optimizer, num_steps=3)
+    mesh = make_mesh(devices=jax.devices()[:2])
+    found = restore(result.directory, init_fn=MODEL.init_fn, tx=tx, mesh=mesh, config=ZeroConfig(stage=1))
+    assert (found.step, int(found.state.step)) == (3, 3)
     wide = dataclasses.replace(GPT, d_model=64)
     other = dataclasses.replace(MODEL, init_fn=functools.partial(gpt.init, wide), loss_fn=gpt.loss_fn(wide))
     with pytest.raises(ResumeError, match=r"params/blocks/key: saved as \[2, 32, 32\], the state has \[2, 64, 64\]"):

@@ -63,6 +63,12 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     return max(list_steps(directory), default=None)
 
 
+def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the folder of checkpoints that a run's folder has in it; any other folder as it is."""
+    inner = resolve(path) / "checkpoints"
+    return inner if inner.is_dir() else resolve(path)
+
+
 def find(path: str | os.PathLike[str], step: int | None = None) -> epath.Path:
     """Finds a step's folder from a run's folder, its folder of checkpoints or the step's folder itself.
 
@@ -80,8 +86,7 @@ def find(path: str | os.PathLike[str], step: int | None = None) -> epath.Path:
         if step not in (None, int(folder.name.removeprefix("step_"))):
             raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
         return folder
-    inner = folder / "checkpoints"
-    folder = inner if inner.is_dir() else folder
+    folder = steps_folder(folder)
     steps = list_steps(folder)
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{missing(folder, steps, step)}: give a run's folder, or another step")

@@ -23,7 +23,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, resolve, step_path
+from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, step_path, steps_folder
 from zero_jax.checkpoint_read import Agreement, read_arrays
 from zero_jax.placing import move, place
 from zero_jax.precision import init_loss_scale, resolve_precision
@@ -74,7 +74,7 @@ def restore(
     """Reloads a checkpoint; the mesh, stage, precision and number of processes may differ from those that saved it.
 
     Args:
-      directory: the folder that a `Checkpointer` saved into.
+      directory: the folder that a `Checkpointer` saved into, or a run's folder with that in it.
       init_fn: as for `init_state`; or a pytree of arrays or `ShapeDtypeStruct`s like the params. Only shapes are taken.
       tx: the optimizer.
       mesh: the mesh.
@@ -88,7 +88,7 @@ def restore(
       CheckpointError: there is no whole checkpoint.
       ValueError: the checkpoint is of another model or optimizer.
     """
-    directory = resolve(directory)
+    directory = steps_folder(directory)
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):
         raise CheckpointError(missing(directory, steps, step))

@@ -24,6 +24,7 @@ _cache = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zero-jax-tests-
 import pytest
 
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+pytest.register_assert_rewrite("faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -101,6 +101,15 @@ def read(folder):
     return [{name: record.get(name) for name in COMPARED} for record in map(json.loads, lines)]
 
 
+def assert_goes_on_as_if_nothing_had_happened(folder, unbroken, *, after):
+    """Resumes a run, after a step, and compares all its records with those of a run that nothing happened to."""
+    lines = []
+    assert train(folder, lines=lines).status == "done"
+    resumed = [line for line in lines if line.startswith("resuming after step ")]
+    assert resumed[0].startswith(f"resuming after step {after} of ") if after else not resumed
+    assert read(folder) == read(unbroken)
+
+
 @contextlib.contextmanager
 def kept_programs(folder):
     """Keeps compiled programs in a folder: the same run is trained dozens of times."""

@@ -11,7 +11,18 @@ import faults
 import jax
 import jax.numpy as jnp
 import pytest
-from faults import MODEL, STEPS, ZERO, checkpoints, make_config, make_model, read, step_folder, train
+from faults import (
+    MODEL,
+    STEPS,
+    ZERO,
+    assert_goes_on_as_if_nothing_had_happened,
+    checkpoints,
+    make_config,
+    make_model,
+    read,
+    step_folder,
+    train,
+)
 
 from zero_jax import cli, trainer
 from zero_jax.data import DataConfig
@@ -51,15 +62,6 @@ def tamper(monkeypatch):
 
 def steps_of(records):
     return [record["step"] for record in records if record["kind"] == "train"]
-
-
-def assert_goes_on_as_if_nothing_had_happened(folder, unbroken, *, after):
-    """Resumes a run, after a step, and compares all its records with those of a run that nothing happened to."""
-    lines = []
-    assert train(folder, lines=lines).status == "done"
-    resumed = [line for line in lines if line.startswith("resuming after step ")]
-    assert resumed[0].startswith(f"resuming after step {after} of ") if after else not resumed
-    assert read(folder) == read(unbroken)
 
 
 # Numbers

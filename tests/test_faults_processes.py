@@ -12,7 +12,7 @@ import time
 
 import faults
 import pytest
-from faults import checkpoints, read, step_folder, train
+from faults import assert_goes_on_as_if_nothing_had_happened, checkpoints, read, step_folder, train
 
 from zero_jax import trainer
 
@@ -99,14 +99,6 @@ def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for key, loss in expected.items():
         assert found[key] == pytest.approx(loss, rel=1e-5), key
-
-
-def assert_goes_on_as_if_nothing_had_happened(folder, unbroken, *, after):
-    lines = []
-    assert train(folder, lines=lines).status == "done"
-    resumed = [line for line in lines if line.startswith("resuming after step ")]
-    assert resumed[0].startswith(f"resuming after step {after} of ") if after else not resumed
-    assert read(folder) == read(unbroken)
 
 
 # One process

@@ -32,10 +32,11 @@ from largest_fit import LargestFit, largest_fit
 import zero_jax as zero
 from zero_jax import topology
 from zero_jax.cli_model import gpt_model
-from zero_jax.compile_process import CompilerCrash, default_cache
+from zero_jax.compile_process import CompilerCrash
 from zero_jax.formulas import PAPER_CASES, max_params, residual_bytes
 from zero_jax.models import gpt
 from zero_jax.plan_report import PlanReport
+from zero_jax.user_cache import cache_folder
 
 CASES = dict(enumerate(PAPER_CASES.values()))
 SHAPES = {64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16"}
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="v5p", choices=("v4", "v5p"), help="the device (default: %(default)s)")
     parser.add_argument("--devices", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--stage", type=int, nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=pathlib.Path, default=default_cache().parent / "paper_tables.jsonl")
+    parser.add_argument("--out", type=pathlib.Path, default=cache_folder("programs").parent / "paper_tables.jsonl")
     parser.add_argument("--show", action="store_true", help="compile nothing; print what the file holds")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the scaling: a PNG or SVG")
     parser.add_argument("--json", action="store_true")

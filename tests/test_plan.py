@@ -19,6 +19,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax import cli, compile_job, compile_process
+from zero_jax.user_cache import cache_folder
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -100,7 +101,7 @@ def test_without_a_cache_nothing_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not plan(None, own_process=False).from_cache
     assert not list(tmp_path.iterdir())
-    assert compile_process.default_cache() == tmp_path / "zero_jax" / "programs"
+    assert cache_folder("programs") == tmp_path / "zero_jax" / "programs"
 
 
 def test_a_process_of_its_own_reports_the_same(cache, report):

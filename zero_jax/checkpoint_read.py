@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.agreement import Agreement
 from zero_jax.checkpoint_files import CheckpointError, Record, check_fingerprint, damaged, make_context, open_leaf
 from zero_jax.saved_state import SavedLeaf, decode, fingerprints
 
@@ -20,19 +20,9 @@ from zero_jax.saved_state import SavedLeaf, decode, fingerprints
 _PENDING_BYTES = 1 << 30
 
 
-class Agreement:
-    """Lets all processes go on, or none: an error of one becomes one of all."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if jax.process_count() == 1 or (error is not None and not isinstance(error, CheckpointError)):
-            return
-        failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
-        if error is None and failed.any():
-            who = ", ".join(map(str, np.flatnonzero(failed)))
-            raise CheckpointError(f"process {who} could not read it (see its log)")
+def unread(processes: str) -> CheckpointError:
+    """Returns the error for what other processes could not read."""
+    return CheckpointError(f"process {processes} could not read it (see its log)")
 
 
 def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
@@ -47,7 +37,7 @@ def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh:
       CheckpointError: a leaf cannot be read, or is not what was saved.
     """
     stored: dict[str, Array] = {}
-    with Agreement():
+    with Agreement(unread):
         for name, x in _read_ahead(record, shardings):
             stored[name] = x
     found = fingerprints(list(stored.values()), mesh=mesh)

@@ -20,11 +20,11 @@ import numpy as np
 import optax
 from etils import epath
 from jax import Array
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.agreement import Agreement, from_first_process
 from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, step_path, steps_folder
-from zero_jax.checkpoint_read import Agreement, read_arrays
+from zero_jax.checkpoint_read import read_arrays, unread
 from zero_jax.placing import move, place
 from zero_jax.precision import init_loss_scale, resolve_precision
 from zero_jax.saved_state import SavedLeaf, dtype_name, saved_leaves
@@ -118,12 +118,8 @@ def restore(
 
 def _agreed_steps(directory: epath.Path) -> list[int]:
     """Returns the newest steps there are, as the first process sees them."""
-    steps = list_steps(directory)[-_MAX_CANDIDATES:]
-    if jax.process_count() == 1:
-        return steps
-    padded = np.full(_MAX_CANDIDATES, -1, np.int64)
-    padded[: len(steps)] = steps
-    return [int(step) for step in multihost_utils.broadcast_one_to_all(padded.astype(np.int32)) if step >= 0]
+    steps = " ".join(map(str, list_steps(directory)[-_MAX_CANDIDATES:]))
+    return [int(step) for step in from_first_process(steps).split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +136,7 @@ class _Task:
 
     def load(self, path: epath.Path) -> tuple[Record, TrainState]:
         """Loads a step's folder, all of it or nothing."""
-        with Agreement():
+        with Agreement(unread):
             record = read_record(path)
         sharded = self.sharded_shapes(record)
         wanted = saved_leaves(sharded)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
+from zero_jax.agreement import Agreement
 from zero_jax.checkpoint_files import (
     RECORD,
     STATE,
@@ -147,7 +146,7 @@ class Checkpointer:
         path = step_path(self.directory, step)
         try:
             self._barrier.begin()
-            with _Together():
+            with Agreement(lambda processes: SaveFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
                 self._make_room(path)
             save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in encoded.arrays}
@@ -269,20 +268,6 @@ class Checkpointer:
         self._log(
             f"checkpoint of step {step} NOT saved to {self.directory}: {_explain(error)}. Training goes on; {kept}"
         )
-
-
-class _Together:
-    """Lets all processes go on with a save, or none: one that failed would be missed in the next collective."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if jax.process_count() == 1:
-            return
-        failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
-        if error is None and failed.any():
-            raise SaveFailed(f"process {int(failed.argmax())} failed")
 
 
 def _is_primary() -> bool:

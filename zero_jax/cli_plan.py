@@ -16,7 +16,7 @@ import optax
 from zero_jax import comms, figures, memory, paper
 from zero_jax.cli_model import PlannedModel, add_model_options, add_own_model_options, gpt_model, planned_model
 from zero_jax.compile_job import Job
-from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash, default_cache
+from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.options import add_fields, given, write_file
@@ -28,6 +28,7 @@ from zero_jax.ranking import Setting
 from zero_jax.sharding import sharded_groups
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import TrainConfig
+from zero_jax.user_cache import cache_folder
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 _STAGES = (0, 1, 2, 3)
@@ -149,7 +150,7 @@ class _Request:
     def cache(self) -> pathlib.Path | None:
         """The folder of compiled programs."""
         given = self.config.cache
-        return default_cache() if given == "default" else None if given is None else pathlib.Path(given)
+        return cache_folder("programs") if given == "default" else None if given is None else pathlib.Path(given)
 
 
 def _sizes(layout: str | None) -> tuple[int, ...] | None:

@@ -42,12 +42,6 @@ class CompilerCrash(RuntimeError):
     """The process that compiled ended without a result: it crashed, was killed, or took too long."""
 
 
-def default_cache() -> pathlib.Path:
-    """Returns the folder of compiled programs: `zero_jax` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "zero_jax" / "programs"
-
-
 def compile_apart(
     job: Job,
     *,

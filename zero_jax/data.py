@@ -9,9 +9,10 @@ import numpy as np
 
 from zero_jax.sources import Format, find
 from zero_jax.split import TokenPart, split_documents
-from zero_jax.token_cache import TOKENIZER_FILE, Log, default_cache, read_tokens
+from zero_jax.token_cache import TOKENIZER_FILE, Log, read_tokens
 from zero_jax.token_files import TokenDtype, Tokens, is_token_folder, open_folder
 from zero_jax.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.user_cache import cache_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class DataConfig:
     def cache(self) -> pathlib.Path | None:
         """The folder where tokens are kept."""
         if self.token_cache == "default":
-            return default_cache()
+            return cache_folder("tokens")
         return None if self.token_cache is None else pathlib.Path(self.token_cache).expanduser()
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.console import header
 from zero_jax.mesh import axes_of
 from zero_jax.metrics import format_bytes, per_device_bytes
 from zero_jax.precision import resolve_precision
@@ -54,8 +55,7 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
         "a device holds": ", ".join(held),
         "left whole": _left_whole(state, mesh=mesh, zero=zero),
     }
-    width = max(map(len, table))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in table.items())
+    return header(table)
 
 
 def _left_whole(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:

@@ -23,10 +23,10 @@ from typing import IO, BinaryIO, TextIO, cast
 
 from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
 from zero_jax.merge import Merger
+from zero_jax.preemption import EXIT_CODE as SAVED
 
 __all__ = ["Ending", "LaunchConfig", "LaunchResult", "NotJoined", "Place", "join", "launch"]
 
-SAVED = 75
 _GUARD = """
 import os, signal
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -10,10 +10,11 @@ import jax
 import optax
 
 from zero_jax.compile_job import Job
-from zero_jax.compile_process import compile_apart, default_cache
+from zero_jax.compile_process import compile_apart
 from zero_jax.plan_report import PlanReport, make_report
 from zero_jax.state import ZeroConfig
 from zero_jax.tree import PyTree
+from zero_jax.user_cache import cache_folder
 
 
 def plan(
@@ -72,7 +73,7 @@ def plan(
         data_layout=data_layout,
         compiler_options=compiler_options,
     )
-    folder = default_cache() if cache == "" else None if cache is None else pathlib.Path(cache)
+    folder = cache_folder("programs") if cache == "" else None if cache is None else pathlib.Path(cache)
     if own_process:
         return compile_apart(job, name=name, cache=folder, timeout_seconds=timeout_seconds, log=log)
     return make_report(job, name=name, cache=folder, on_phase=lambda phase: log(f"{name} on {topology}: {phase}"))

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from zero_jax.agreement import from_first_process
 from zero_jax.checkpoint import Restored, latest_step, restore
 from zero_jax.checkpoint_files import find
-from zero_jax.run_folder import as_json, differences, from_first_process
+from zero_jax.run_folder import as_json, differences
 from zero_jax.state import TrainState, init_state
 from zero_jax.training_run import Run
 

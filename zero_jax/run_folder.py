@@ -8,10 +8,8 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-_LONGEST_NAME = 1024
+from zero_jax.agreement import from_first_process
 
 
 def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
@@ -48,16 +46,6 @@ def _make(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) ->
         f"{out / names[-1]} holds a run already: choose another name, remove that folder, or go on with that run by "
         "resume='auto' (--resume auto)"
     )
-
-
-def from_first_process(text: str) -> str:
-    """Returns the text that the first process gave."""
-    if jax.process_count() == 1:
-        return text
-    padded = np.zeros(_LONGEST_NAME, np.uint8)
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    padded[: encoded.size] = encoded
-    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().rstrip(b"\0").decode()
 
 
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:

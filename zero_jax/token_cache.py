@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import pathlib
 import shutil
 import time
@@ -21,12 +20,6 @@ TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
 _VERSION = "1"  # of how sources are read: another one makes the cache anew
 _LOG_SECONDS = 5.0
 _ABANDONED_SECONDS = 24 * 3600.0
-
-
-def default_cache() -> pathlib.Path:
-    """Returns the folder of tokens that were made before: `zero_jax` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "zero_jax" / "tokens"
 
 
 def read_tokens(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.agreement import from_first_process
 from zero_jax.batches import train_batches, validation_batches
 from zero_jax.checkpoint import Checkpointer, latest_step
 from zero_jax.console import Console
@@ -23,10 +24,11 @@ from zero_jax.grads import normalize_loss
 from zero_jax.mesh import batch_sharding
 from zero_jax.metrics import Dispatched, Log, Progress, Speedometer, per_device_bytes
 from zero_jax.noise_scale import NoiseScale
+from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, from_first_process, save_config
+from zero_jax.run_folder import as_json, save_config
 from zero_jax.sampling import make_sampler
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
@@ -36,7 +38,7 @@ from zero_jax.tree import leaf_names
 from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 
-EXIT_STATUS = {"done": 0, "unsaved": 1, "diverged": 3, "preempted": 75}
+EXIT_STATUS = {"done": 0, "unsaved": 1, "diverged": 3, "preempted": SAVED}
 
 
 def train(
@@ -266,7 +268,7 @@ class _Training:
                 stops = self.preemption.should_stop(self.step)
                 is_last = self.step == config.steps
                 evaluates = is_last or self.step % config.eval_every == 0
-                saves = stops or is_last or _is_due(self.step, config.checkpoint.save_every)
+                saves = stops or is_last or self.checkpointer.is_due(self.step)
                 samples = not is_last and _is_due(self.step, config.sample_every)
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
                     progress.add_step(waiting)

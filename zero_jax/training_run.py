@@ -14,12 +14,13 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
+from zero_jax.agreement import from_first_process
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
-from zero_jax.run_folder import from_first_process, make_folder
+from zero_jax.run_folder import make_folder
 from zero_jax.state import ZeroConfig
 from zero_jax.writers import WriterConfig
 

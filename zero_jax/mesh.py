@@ -22,10 +22,14 @@ _STAGED_FROM_NUM_CHIPS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; the rest is the model's."""
+    """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; `model` is tensor parallelism.
+
+    Any other axis of a mesh is the user's own.
+    """
 
     data: tuple[str, ...]
     replica: tuple[str, ...]
+    model: tuple[str, ...] = ()
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -33,13 +37,21 @@ class Axes:
         return self.replica + self.data
 
 
-def axes_of(mesh: Mesh, *, data: Sequence[str] | None = None, replica: Sequence[str] | None = None) -> Axes:
+def axes_of(
+    mesh: Mesh,
+    *,
+    data: Sequence[str] | None = None,
+    replica: Sequence[str] | None = None,
+    model: Sequence[str] | None = None,
+) -> Axes:
     """Finds the roles of a mesh's axes, by their names unless told.
 
     Args:
-      mesh: any mesh; by convention `data` and `data_*` carry the data role and `replica` the replica role.
+      mesh: any mesh; by convention `data` and `data_*` carry the data role, `replica` the replica role and `model` and
+        `model_*` the model role.
       data: the axes that carry the data role, major first.
       replica: the axes that carry the replica role.
+      model: the axes that carry the model role, major first.
 
     Raises:
       ValueError: an axis that the mesh does not have, or no axis that carries `data`.
@@ -49,8 +61,10 @@ def axes_of(mesh: Mesh, *, data: Sequence[str] | None = None, replica: Sequence[
         data = tuple(name for name in names if name == "data" or str(name).startswith("data_"))
     if replica is None:
         replica = tuple(name for name in names if name == "replica")
-    data, replica = ((axes,) if isinstance(axes, str) else axes for axes in (data, replica))
-    for name in (*data, *replica):
+    if model is None:
+        model = tuple(name for name in names if name == "model" or str(name).startswith("model_"))
+    data, replica, model = ((axes,) if isinstance(axes, str) else axes for axes in (data, replica, model))
+    for name in (*data, *replica, *model):
         if name not in names:
             near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -65,7 +79,7 @@ def axes_of(mesh: Mesh, *, data: Sequence[str] | None = None, replica: Sequence[
             f"the mesh has axes {names} and none of them carries `data`: "
             "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
         )
-    return Axes(data=tuple(data), replica=tuple(replica))
+    return Axes(data=tuple(data), replica=tuple(replica), model=tuple(model))
 
 
 def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:

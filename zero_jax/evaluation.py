@@ -65,7 +65,7 @@ def make_eval_step(loss_fn: Callable[..., Any], *, mesh: Mesh, config: ZeroConfi
     Returns:
       A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
     """
-    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    axes = config.axes_of(mesh)
     normalized = normalize_loss(loss_fn)
 
     @jax.jit

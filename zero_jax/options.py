@@ -69,8 +69,20 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
 
 
 # Fields that the command line does not offer: the roles of mesh axes, which the commands name themselves, and what is
-# no number or word or has no use for the shipped models.
-_NOT_OPTIONS = frozenset({"zero", "data_axes", "replica_axes", "param_specs", "overrides", "loss_weight"})
+# no number or word or has no use for the shipped models. `remat` of a command is the policy, for any model.
+_NOT_OPTIONS = frozenset(
+    {
+        "zero",
+        "data_axes",
+        "replica_axes",
+        "model_axes",
+        "param_specs",
+        "axis_rules",
+        "overrides",
+        "loss_weight",
+        "GPTConfig.remat",
+    }
+)
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -89,7 +101,7 @@ def option_fields(config_class: type) -> dict[str, Kind]:
     kinds = {
         field.name: _kind(hints[field.name])
         for field in dataclasses.fields(config_class)
-        if field.name not in _NOT_OPTIONS
+        if not {field.name, f"{config_class.__name__}.{field.name}"} & _NOT_OPTIONS
     }
     return {name: kind for name, kind in kinds.items() if kind}
 

@@ -17,6 +17,7 @@ from zero_jax.jaxprs import Chain, reshard
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.placing import move, place
 from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
+from zero_jax.remat_policies import Remat, resolve_remat
 from zero_jax.scopes import gather_scope
 from zero_jax.sharding import (
     LeafPlacement,
@@ -46,14 +47,22 @@ class ZeroConfig:
         takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
         name takes that entry of the aux dict that the loss function returns; None weighs all alike.
       skip_nonfinite: skip the update when a gradient is not finite; None does so where the loss is scaled.
+      remat: what the backward pass computes again and where the rest is kept in between, for a model as it is: `own`
+        leaves it to the model's own `jax.checkpoint`s, `full` keeps a block's input only, `full_sharded` keeps it in
+        shards over the mesh axis `model` (the paper's P_a), `full_offloaded` in the host's memory (P_a+cpu); `dots`,
+        `attention` and `none` recompute less (docs/remat.md has all). Or a `Remat`.
+      combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
       keep_gathered: at stage 3, keep gathered params for the backward pass: a third less traffic, all the memory.
       min_shard_size: leaves of fewer elements are left whole.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
-        params, or a dict from regular expressions of whole leaf paths (`layers/.*/kernel`) to `PartitionSpec`s.
+        params, or a dict from regular expressions of whole leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
+        takes those that Flax params carry (`nn.with_partitioning`, NNX sharding metadata).
+      axis_rules: from the names of dims in such metadata to mesh axes (None: whole), where they are not mesh axes.
       overrides: from regular expressions of whole leaf paths to the exact spec of such leaves where their group is
         sharded (`PartitionSpec()` leaves them whole). They apply to params, master params and optimizer state.
       data_axes: the mesh axes that ZeRO shards over, if they are not called `data` or `data_*`.
       replica_axes: the mesh axes of full copies, if not called `replica`.
+      model_axes: the mesh axes of tensor parallelism, if not called `model` or `model_*`.
     """
 
     stage: int = 3
@@ -62,16 +71,21 @@ class ZeroConfig:
     clip_norm: float | None = None
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
+    remat: str | Remat = "own"
+    combine_bytes: int | None = None
     keep_gathered: bool = False
     min_shard_size: int = 1024
     param_specs: PyTree = None
+    axis_rules: Mapping[str, str | None] | None = None
     overrides: Mapping[str, PartitionSpec] | None = None
     data_axes: Sequence[str] | None = None
     replica_axes: Sequence[str] | None = None
+    model_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         sharded_groups(self.stage)
         resolve_precision(self.precision)
+        resolve_remat(self.remat)
         if (
             isinstance(self.num_microbatches, bool)
             or not isinstance(self.num_microbatches, int)
@@ -84,8 +98,14 @@ class ZeroConfig:
                 raise ValueError(f"{name}={value!r}: give True or False")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
+        if self.combine_bytes is not None and (not isinstance(self.combine_bytes, int) or self.combine_bytes < 0):
+            raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
         if self.clip_norm is not None and not (isinstance(self.clip_norm, numbers.Real) and self.clip_norm > 0):
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+    def axes_of(self, mesh: Mesh) -> Axes:
+        """Returns the roles of a mesh's axes."""
+        return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +195,7 @@ class Placement:
 
 def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
     """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
-    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    axes = config.axes_of(mesh)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size, param_specs=config.param_specs, overrides=config.overrides
     )

@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.grads import Accumulator, check_batch, normalize_loss
 from zero_jax.jaxprs import used_inputs
-from zero_jax.mesh import Axes, axes_of
+from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
+from zero_jax.remat import rematerialize, resolve_remat
 from zero_jax.spec import dims_of
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
 from zero_jax.tree import PyTree, leaf_names
@@ -91,9 +92,8 @@ def make_train_step(
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
     """
-    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
     program = _Program(loss_fn=normalize_loss(loss_fn), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config)
-    return TrainStep(program, axes)
+    return TrainStep(program, config.axes_of(mesh))
 
 
 def _deleted(state: PyTree) -> list[str]:
@@ -198,7 +198,7 @@ class _Program:
         """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
         config = self.config
         local = config.num_microbatches > 1 and "grads" not in placement.groups
-        loss_fn = self.loss_fn
+        loss_fn = rematerialize(self.loss_fn, resolve_remat(config.remat), mesh=self.mesh, axes=placement.axes)
         if config.num_microbatches > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
         if not local:

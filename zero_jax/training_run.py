@@ -39,6 +39,8 @@ class Model:
         `inputs`, `targets` (int32) and `weights` (float32, 0 where a target is in another document than its input), and
         `segments` (int32) if documents are kept apart, all `[batch, seq_len]`.
       generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
+      param_specs: how the params are sharded over the mesh axis `model`, as for `ZeroConfig.param_specs`; used where
+        that axis has more than one device. None where the params carry their specs themselves, or have none.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Model:
     init_fn: Callable[[Array], Any]
     loss_fn: Callable[..., Any]
     generate_fn: Callable[..., Array] | None = None
+    param_specs: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class TrainConfig:
       devices: number of devices to use, the first ones there are; None takes all. A CPU stands in for as many as asked,
         8 if not told.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
+      model_axis: size of the mesh axis `model`, tensor parallelism.
       steps: optimizer updates.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
@@ -95,6 +99,7 @@ class TrainConfig:
     log: WriterConfig = WriterConfig()
     devices: int | None = None
     replica: int = 1
+    model_axis: int = 1
     steps: int = 800
     batch_size: int = 8
     eval_every: int = 50
@@ -199,7 +204,7 @@ def prepare(
             f"devices={config.devices}, but there are {len(devices)} of kind {devices[0].device_kind}: "
             f"choose from 1 to {len(devices)}, or leave it out to use all"
         )
-    mesh = make_mesh(replica=config.replica, devices=devices[: config.devices])
+    mesh = make_mesh(replica=config.replica, model=config.model_axis, devices=devices[: config.devices])
     _check_processes(mesh)
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
@@ -221,7 +226,7 @@ def prepare(
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     return Run(
         config=config,
-        zero=dataclasses.replace(config.zero, skip_nonfinite=skips),
+        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=_param_specs(config, model)),
         model=model,
         mesh=mesh,
         dataset=dataset,
@@ -234,6 +239,11 @@ def prepare(
             resume=config.resume == "auto",
         ),
     )
+
+
+def _param_specs(config: TrainConfig, model: Model) -> Any:
+    given = config.zero.param_specs
+    return model.param_specs if given is None and config.model_axis > 1 else given
 
 
 def _check_processes(mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -149,15 +150,16 @@ def _transpose(cotangent: Any, x: Any, *, forward: Chain, backward: Chain) -> li
     return [reshard_p.bind(cotangent, forward=backward, backward=forward)]
 
 
+def _lift(chain: Chain) -> Chain:
+    """Returns the chain for an array with one more dim in front."""
+    specs = (PartitionSpec(PartitionSpec.UNCONSTRAINED, *s.spec) for s in chain.shardings)
+    lifted = tuple(NamedSharding(s.mesh, spec) for s, spec in zip(chain.shardings, specs, strict=True))
+    return dataclasses.replace(chain, shardings=lifted)
+
+
 def _batch(args: Any, dims: Any, *, forward: Chain, backward: Chain) -> tuple[Any, int]:
     (x,), (dim,) = args, dims
-
-    def lift(chain: Chain) -> Chain:
-        specs = (PartitionSpec(PartitionSpec.UNCONSTRAINED, *s.spec) for s in chain.shardings)
-        lifted = tuple(NamedSharding(s.mesh, spec) for s, spec in zip(chain.shardings, specs, strict=True))
-        return dataclasses.replace(chain, shardings=lifted)
-
-    return reshard_p.bind(jax.numpy.moveaxis(x, dim, 0), forward=lift(forward), backward=lift(backward)), 0
+    return reshard_p.bind(jax.numpy.moveaxis(x, dim, 0), forward=_lift(forward), backward=_lift(backward)), 0
 
 
 reshard_p.def_abstract_eval(lambda x, **_: x)
@@ -165,6 +167,92 @@ reshard_p.def_impl(lambda x, **chains: jax.jit(_apply_chain, static_argnames=("f
 ad.deflinear2(reshard_p, _transpose)
 batching.primitive_batchers[reshard_p] = _batch
 mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=False))
+
+
+# `join` is the identity on a value of which a copy is kept: `x, kept -> x`. Under `jax.checkpoint` the forward pass
+# uses `x`, and the recomputation makes it again from `kept`. Without it the forward pass would use the copy, too, and
+# XLA would move that there and back: JAX puts a `reduce_precision` on what is saved, and XLA cancels nothing through it.
+
+join_p = jex_core.Primitive("zero_join")
+
+
+def keep(x: jax.Array, *, name: str, shard: Chain, unshard: Chain) -> jax.Array:
+    """Returns `x`, with a copy for a remat policy to keep by its name; the cotangent of `x` passes as it is.
+
+    Args:
+      x: an array.
+      name: the name of the copy.
+      shard: what the copy is moved through to where it is kept.
+      unshard: what it is moved through to become `x` again.
+    """
+    kept = checkpoint_name(reshard(lax.stop_gradient(x), forward=shard, backward=Chain()), name)
+    return join_p.bind(x, kept, unshard=unshard)
+
+
+def _join_partial_eval(
+    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: JaxprEqn
+) -> tuple[JaxprEqn | None, JaxprEqn, list[bool], list[bool], list[Any]]:
+    """Splits an equation into what the forward pass runs and what the recomputation does."""
+    del saveable
+    missing = [v for v, is_there in zip(eqn.invars, instantiated, strict=True) if not (is_there or is_literal(v))]
+    if any(unknown):
+        return None, eqn, [True], [True], missing
+    _, kept = eqn.invars
+    params = {"forward": eqn.params["unshard"], "backward": Chain()}
+    remade = eqn.replace(primitive=reshard_p, invars=[kept], params=params)
+    return eqn, remade, [False], [True], [v for v in missing if v is kept]
+
+
+def _join_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    return join_p.bind(*primals, **params), tangents[0]
+
+
+def _join_batch(args: Any, dims: Any, *, unshard: Chain) -> tuple[Any, int]:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    x, kept = (batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
+    return join_p.bind(x, kept, unshard=_lift(unshard)), 0
+
+
+join_p.def_abstract_eval(lambda x, kept, **_: x)
+join_p.def_impl(lambda x, kept, **_: x)
+ad.primitive_jvps[join_p] = _join_jvp
+batching.primitive_batchers[join_p] = _join_batch
+mlir.register_lowering(join_p, lambda ctx, x, kept, **_: [x])
+partial_eval.partial_eval_jaxpr_custom_rules[join_p] = _join_partial_eval
+
+
+def keep_names(
+    *, on_device: Sequence[str] = (), on_host: Sequence[str] = (), otherwise: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Returns a remat policy that keeps values by their names, some of them in pinned host memory.
+
+    Args:
+      on_device: names of values that stay where they are.
+      on_host: names of values that move to the host after the forward pass, and back for the backward pass.
+      otherwise: the policy for everything else; None keeps nothing else.
+    """
+    named = checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(on_device),
+        names_which_can_be_offloaded=list(on_host),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    ours = {*on_device, *on_host}
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        if otherwise is None or (primitive.name == "name" and params["name"] in ours):
+            return named(primitive, *args, **params)
+        return otherwise(primitive, *args, **params)
+
+    return policy
+
+
+def is_kept(policy: Callable[..., Any] | None, eqn: JaxprEqn) -> bool:
+    """Tells whether a remat policy keeps the results of an equation on the device; what it offloads it keeps itself."""
+    if policy is None:
+        return False
+    choice = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+    return choice if isinstance(choice, bool) else type(choice).__name__ == "SaveableType"
 
 
 def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -183,3 +271,19 @@ def used_inputs(fn: Callable[..., Any], avals: list[Any]) -> list[bool]:
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(avals))
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return list(used)
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """Returns the names that an equation was traced under, inside its own jaxpr: `jit(f)/transpose(jvp())`."""
+    return str(eqn.source_info.name_stack)
+
+
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns an open jaxpr of the same inputs and results, without what no result depends on, loops included."""
+    opened, _ = open_jaxpr(jaxpr)
+    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
+
+
+def is_on_host(aval: Any) -> bool:
+    """Tells whether a value of a trace lies in host memory."""
+    return "host" in str(getattr(aval, "memory_space", "")).lower()

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec
 
 Params = dict[str, Any]
 Batch = dict[str, Array]
@@ -126,6 +127,43 @@ def init(config: GPTConfig, key: Array) -> Params:
     else:
         params["blocks"] = [init_block(block_key) for block_key in block_keys]
     return params
+
+
+def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> Params:
+    """Returns Megatron's tensor parallelism over the mesh axis `model`, as a tree of `PartitionSpec`s like the params.
+
+    Heads and hidden features are split; a block then sums over `model` twice forward and twice backward (Shoeybi et
+    al. 2019, section 3).
+
+    Args:
+      config: The model's shape.
+      vocab: Whether the table of the vocabulary is split too, by rows: logits then are, and never whole.
+      model_size: The size of the axis, to be told here and by name what does not divide over it.
+
+    Raises:
+      ValueError: If `model_size` does not divide the heads, the hidden features or the vocabulary.
+    """
+    sizes = {"num_heads": config.num_heads, "hidden (mlp_ratio x d_model)": config.mlp_ratio * config.d_model}
+    if vocab:
+        sizes["vocab_size"] = config.vocab_size
+    for name, size in sizes.items():
+        if model_size is not None and size % model_size:
+            hint = " or leave the vocabulary whole with vocab=False" if name == "vocab_size" else ""
+            raise ValueError(
+                f"{name}={size} does not split over the {model_size} devices of the model axis: "
+                f"choose a multiple of {model_size}{hint}"
+            )
+    whole, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
+    block = {"attention_norm": whole, "mlp_norm": whole, "out": rows, "down": rows}
+    block |= dict.fromkeys(("query", "key", "value", "up"), columns)
+    specs: Params = {"embed": rows if vocab else whole, "final_norm": whole}
+    if config.position == "learned":
+        specs["position"] = whole
+    if config.scan:
+        specs["blocks"] = {name: PartitionSpec(None, *spec) for name, spec in block.items()}
+    else:
+        specs["blocks"] = [block] * config.num_layers
+    return specs
 
 
 def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.spec import Dims, carries, dims_of, named, num_shards
+from zero_jax.model_specs import AxisRules, specs_of
+from zero_jax.spec import Dims, carries, dims_of, named, num_shards, without
 from zero_jax.tree import PyTree, leaf_names, map_named
 
 # The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p).
@@ -47,6 +49,7 @@ class ShardingRules:
 
     min_shard_size: int = 1024
     param_specs: PyTree = None
+    axis_rules: AxisRules | None = None
     overrides: Mapping[str, PartitionSpec] | None = None
 
 
@@ -184,12 +187,23 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), as it lies when it is sharded."""
     placer = _Placer(mesh, axes, rules)
-    given = _given_specs(params, rules.param_specs)
+    given = _given_specs(params, rules.param_specs if rules.param_specs is not None else _carried(params, mesh, rules))
 
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
 
     return map_named(place, params, given, is_leaf=None)
+
+
+def _carried(params: PyTree, mesh: Mesh, rules: ShardingRules) -> PyTree:
+    """Returns the specs that the params carry themselves, or None."""
+    specs = specs_of(params, rules.axis_rules, mesh=mesh)
+    if specs is None and rules.axis_rules:
+        raise ValueError(
+            "axis_rules were given, but no param carries names of its dims (as those of nn.with_partitioning do): "
+            "say how params are cut with param_specs, or leave axis_rules out"
+        )
+    return specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +215,7 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
     """Returns a tree like the params whose leaves hold the user's spec for each."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
-        is_prefix = set(specs) <= names or set(specs) == {name.split("/")[0] for name in names}
-        if not is_prefix:  # patterns of paths
+        if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
             return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)
@@ -218,8 +231,9 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Places a tree that was made from the params: optimizer state, EMA copies.
 
-    A leaf whose path ends in a param's path and whose shape is the param's lies as the param does; any other leaf
-    (adafactor's rows and columns, counters) is placed by its own shape. `optax.tree_map_params` is not enough: it gives
+    A leaf whose path ends in a param's path and whose shape is the param's lies as the param does. One that lacks dims
+    of the param (adafactor's rows and columns) keeps the model's axes on those it has; any other leaf (counters) is
+    placed by its own shape. `optax.tree_map_params` is not enough: it gives
     wrong specs for factored states and raises on some optimizers.
 
     Args:
@@ -236,13 +250,24 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
         parts = name.split("/")
         for start in range(len(parts) + 1):
             param = by_path.get("/".join(parts[start:]))
-            if param is not None and param.shape == tuple(leaf.shape):
+            if param is None:
+                continue
+            if param.shape == tuple(leaf.shape):
                 itemsize = leaf.dtype.itemsize
                 num_bytes = math.prod(leaf.shape) * itemsize
                 return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
+            return placer.place(name, leaf, _kept_dims(without(param.dims, axes.data), param.shape, tuple(leaf.shape)))
         return placer.place(name, leaf, None)
 
     return map_named(place, tree)
+
+
+def _kept_dims(dims: Dims, shape: tuple[int, ...], kept: tuple[int, ...]) -> Dims | None:
+    """Returns the axes of the dims that a leaf of shape `kept` has of a param, most axes first, or None."""
+    choices = itertools.combinations(range(len(shape)), len(kept)) if len(kept) < len(shape) else ()
+    fits = [choice for choice in choices if tuple(shape[i] for i in choice) == kept]
+    best = max(fits, key=lambda choice: sum(len(dims[i]) for i in choice), default=None)
+    return None if best is None else tuple(dims[i] for i in best)
 
 
 def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -> PyTree:

@@ -1,0 +1,130 @@
+"""Specs that a model's own params carry: Flax Linen's boxes, and the metadata of Flax NNX's variables.
+
+Both are pytree nodes around one array that know a name for each of its dims. A name is an axis of the mesh, or a
+logical one (`embed`, `heads`) that rules turn into one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from zero_jax.tree import PyTree, path_name
+
+# From a logical name to the mesh axis, or axes, that dims of that name are cut over; None leaves them whole. Pairs may
+# name one twice, as in Flax: the first whose axes the leaf has not used yet counts.
+AxisRules = Mapping[str, "str | Sequence[str] | None"] | Sequence[tuple[str, "str | Sequence[str] | None"]]
+
+
+def specs_of(params: PyTree, rules: AxisRules | None = None, *, mesh: Mesh) -> PyTree | None:
+    """Returns the specs that the params themselves carry, as a tree like them, or None where they carry none.
+
+    Known are the boxes of `flax.linen.with_partitioning` and `with_logical_partitioning`, the metadata of
+    `flax.nnx.with_partitioning` (`out_sharding`, or `sharding` of older releases), and whatever looks like either.
+
+    Args:
+      params: the params with their boxes or variables; arrays or `ShapeDtypeStruct`s.
+      rules: from logical names to mesh axes; they go before rules that a box or a variable has of its own.
+      mesh: the mesh. A name that is an axis of it and has no rule stands for that axis.
+
+    Raises:
+      ValueError: a name that is neither an axis nor in the rules, although the mesh has axes of the model, or names
+        that do not fit the dims.
+    """
+    is_named = lambda x: _names(x) is not None  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_named)
+    specs: list[PartitionSpec] = []
+    found = False
+    for path, node in nodes:
+        leaves = jax.tree.leaves(node)
+        names = _names(node)
+        if names is None or len(leaves) != 1:
+            specs.extend(PartitionSpec() for _ in leaves)
+            continue
+        found = True
+        specs.append(_spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh))
+    return jax.tree.structure(params).unflatten(specs) if found else None
+
+
+def _metadata(node: Any) -> Mapping[str, Any]:
+    """Returns the metadata of an NNX variable; empty for anything else."""
+    get = None if isinstance(node, type) else getattr(node, "get_metadata", None)
+    found = get() if callable(get) and hasattr(node, "get_value") else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _names(node: Any) -> tuple[Any, ...] | None:
+    """Returns the names of the dims that a box or a variable has, or None."""
+    if isinstance(node, (jax.Array, jax.ShapeDtypeStruct, dict, list, tuple)) or isinstance(node, type):
+        return None
+    if callable(getattr(node, "get_partition_spec", None)) and hasattr(node, "unbox"):
+        names = getattr(node, "names", None)
+    else:
+        metadata = _metadata(node)
+        names = next((metadata[key] for key in ("out_sharding", "sharding", "sharding_names") if metadata.get(key)), ())
+        names = getattr(names, "spec", names)  # a NamedSharding
+    return tuple(names) if isinstance(names, Sequence) and any(name is not None for name in names) else None
+
+
+def _own_rules(node: Any) -> Any:
+    return getattr(node, "rules", None) or _metadata(node).get("sharding_rules")
+
+
+def _pairs(rules: Any) -> list[tuple[str, Any]]:
+    if rules is None:
+        return []
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"axis_rules: {pair!r} is not a pair of a logical name and a mesh axis (or None)")
+    return pairs
+
+
+def _spec(path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any]], mesh: Mesh) -> PartitionSpec:
+    if len(names) != len(leaf.shape):
+        raise ValueError(
+            f"param {path!r} of shape {tuple(leaf.shape)} carries the names {tuple(names)}: name each of its "
+            f"{len(leaf.shape)} dims, None where it stays whole; a stacked module's own dim is named by "
+            "nn.scan(metadata_params={nn.PARTITION_NAME: None}) or nnx.vmap(transform_metadata=...)"
+        )
+    used: set[str] = set()
+    entries: list[Any] = []
+    for name in names:
+        parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        axes = [axis for part in parts for axis in _axes(path, part, used, rules, mesh)]
+        used.update(axes)
+        entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*entries)
+
+
+def _axes(path: str, name: str, used: set[str], rules: list[tuple[str, Any]], mesh: Mesh) -> tuple[str, ...]:
+    """Returns the mesh axes that a name stands for."""
+    known = [axes for logical, axes in rules if logical == name]
+    for axes in known:
+        chosen = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        unknown = next((axis for axis in chosen if axis not in mesh.axis_names), None)
+        if unknown is not None:
+            raise ValueError(
+                f"axis_rules turn {name!r} into the axis {unknown!r}, but the mesh has {mesh.axis_names}: "
+                f"name one of them, or leave the dim whole with {{{name!r}: None}}"
+            )
+        if not used & set(chosen):
+            return chosen
+    if known:
+        return ()  # as in Flax: another dim of this leaf has the axis
+    if name in mesh.axis_names:
+        return (name,)
+    of_batch = lambda axis: axis in ("data", "replica") or str(axis).startswith("data_")  # noqa: E731
+    others = [str(axis) for axis, size in mesh.shape.items() if size > 1 and not of_batch(axis)]
+    if not others:
+        return ()  # there is nothing that the model could be cut over
+    near = [*difflib.get_close_matches(name, others, n=1), *others]
+    raise ValueError(
+        f"param {path!r} names a dim {name!r}, which is neither an axis of the mesh {mesh.axis_names} nor in "
+        f"axis_rules: say what it is cut over with ZeroConfig(axis_rules={{{name!r}: {near[0]!r}}}), "
+        f"or that it stays whole with {{{name!r}: None}}"
+    )

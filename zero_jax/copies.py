@@ -24,12 +24,15 @@ SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze
 
 
 def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes) -> jax.Array:
-    """Returns `[devices of the batch axes, ...]` copies of a whole array whose cotangent goes to the shards `dims`."""
+    """Returns `[devices of the batch axes, ...]` copies of an array whose cotangent goes to the shards `dims`.
+
+    The array is whole over the batch axes; what `dims` cuts over other axes stays cut.
+    """
     data = [axis for axis in axes.data if mesh.shape[axis] > 1]
     shape, lead = x.shape, [axis for axis in axes.replica if mesh.shape[axis] > 1]
 
-    def placed(axes: list[str]) -> Dims:
-        return tuple(tuple(axis for axis in dim if axis in axes) for dim in dims)
+    def placed(data: list[str]) -> Dims:  # axes of the model stay where they are
+        return tuple(tuple(axis for axis in dim if axis in data or axis not in axes.batch) for dim in dims)
 
     def copy(x: jax.Array, at: int, axis: str, lead: list[str], before: Dims, after: Dims) -> jax.Array:
         x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], mesh.shape[axis], *x.shape[at:]))
@@ -38,7 +41,7 @@ def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes) -> jax.
         backward = [named(mesh, (*stacked, *before))]
         if after != before:
             backward.append(named(mesh, (*landed, *after)))
-        whole = named(mesh, (*stacked, *((),) * len(shape)))
+        whole = named(mesh, (*stacked, *placed([])))
         return reshard(x, forward=Chain((whole,)), backward=Chain(tuple(backward)))
 
     for i, axis in enumerate(lead):

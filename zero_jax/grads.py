@@ -171,8 +171,8 @@ class Accumulator:
         """
         k, n = self.num_microbatches, self.num_shards
         parts = self.split(batch)
-        stacked = NamedSharding(self.mesh, PartitionSpec(self.axes.batch))
-        own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]
+        own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]  # axes of the model stay
+        stacked = [named(self.mesh, d) for d in own_dims]
         mapped = jax.vmap(
             lambda part, key: grad_fn(params, part, key),
             in_axes=(jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0),
@@ -186,10 +186,13 @@ class Accumulator:
             (losses, (aux, weights)), grads = mapped(_rejoin(part, parts), keys)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
-            sums = [lax.with_sharding_constraint(s, stacked) for s in sums]
+            sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
             return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux, squares)
 
-        zeros = [lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), stacked) for p in params]
+        zeros = [
+            lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), own)
+            for p, own in zip(params, stacked, strict=True)
+        ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
         grads = [self.reduce(d, s / _nonzero(total)) for d, s in zip(dims, sums, strict=True)]

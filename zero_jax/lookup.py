@@ -1,7 +1,8 @@
 """Lookups in a sharded table: either the rows move between devices, or the table does.
 
 XLA makes an all-reduce of the gradient of a plain lookup, a scatter-add of every device's tokens into a whole table.
-Here it is a reduce-scatter in effect, whichever way is taken.
+Here it is a reduce-scatter in effect, whichever way is taken. A table may also be cut over axes of the model: by its
+rows (each device then looks up what it has, and XLA sums over those axes) or by its features.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from zero_jax.copies import copy_per_device, split_dim
 from zero_jax.jaxprs import Chain, bind, reshard
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.spec import Dims, carries, move_steps, named, without
+from zero_jax.spec import num_shards as num_shards_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, indices, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if numbers.operand_batching_dims or carries(without(dims, axes.data), mesh.axis_names):
+    if numbers.operand_batching_dims or carries(without(dims, axes.data), axes.replica):
         return None
     row_dims = [i for i in range(out.ndim) if i not in numbers.offset_dims]
     num_shards = axis_size(mesh, axes.batch)
@@ -54,9 +56,15 @@ def plan_lookup(eqn: Any, dims: Dims, *, mesh: Mesh, axes: Axes, batch_sizes: fr
     if not rows:
         return None
     kept = [i for i in range(table.ndim) if i not in numbers.collapsed_slice_dims]
-    cut = [i for i in kept if sizes[i] == table.shape[i] and table.shape[i] % axis_size(mesh, axes.data) == 0]
+    columns = {i: [dims, *move_steps(dims, i, axes.data)][-1][i] for i in kept if sizes[i] == table.shape[i]}
+    cut = [
+        i
+        for i, cut_axes in columns.items()
+        if set(axes.data) <= set(cut_axes) and table.shape[i] % axis_size(mesh, cut_axes) == 0
+    ]
     num_moved = out.size // num_shards + indices.size  # features one way, indices the other
-    feature = max(cut, key=lambda i: table.shape[i]) if cut and num_moved < table.size else None
+    num_whole = table.size // num_shards_of(mesh, without(dims, axes.data))  # what an axis of the model cuts stays cut
+    feature = max(cut, key=lambda i: table.shape[i]) if cut and num_moved < num_whole else None
     return LookupPlan(
         mesh=mesh,
         axes=axes,
@@ -141,7 +149,12 @@ def move_table(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array)
 
 
 def _to_rows(start: Dims, row: int, data: Sequence[str]) -> list[Dims]:
-    """Returns the specs from features over `data` to examples over `data`, by axis where their order allows."""
+    """Returns the specs from features over `data` to examples over `data`, by axis where their order allows.
+
+    Features that an axis of the model cuts as well are whole in the last one.
+    """
     by_axis = move_steps(start, row, tuple(reversed(data)))
     goal = tuple((*dim, *data) if i == row else () for i, dim in enumerate(start))
-    return by_axis if by_axis[-1] == goal else [goal]
+    if not by_axis or by_axis[-1][row] != goal[row]:
+        return [goal]
+    return by_axis if by_axis[-1] == goal else [*by_axis, goal]

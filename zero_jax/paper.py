@@ -35,7 +35,8 @@ _MODELS: Mapping[str, tuple[int, int]] = {
     "1T": (128, 25600),
 }
 
-_CONFIGS: Mapping[str, tuple[str, ...]] = {
+# Table 3 in the paper's words; `paper_configs.py` makes a `ZeroConfig` of each.
+CONFIGS: Mapping[str, tuple[str, ...]] = {
     "C1": ("P_os", "C_B", "M_D"),
     "C2": ("P_os", "C_B", "M_D", "P_a"),
     "C3": ("P_os+g", "C_B", "M_D"),
@@ -197,7 +198,7 @@ def table3() -> PaperTable:
         name="table3",
         title="Table 3: configurations",
         columns=("", "ZeRO-DP", "ZeRO-R"),
-        rows=tuple((name, parts[0], " + ".join(parts[1:])) for name, parts in _CONFIGS.items()),
+        rows=tuple((name, parts[0], " + ".join(parts[1:])) for name, parts in CONFIGS.items()),
         show=show_ratio,
         note="P_a shards residuals over `model`, P_a+cpu keeps them in host memory; C_B: buffers of constant size; "
         "M_D: no fragmentation.",

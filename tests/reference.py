@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 import zero_jax as zero
 
@@ -85,6 +86,16 @@ MESHES = {
     "replica": {"replica": 2, "data": 4},
     "staged222": {"data": 8, "data_layout": (2, 2, 2)},
     "staged24": {"data": 8, "data_layout": (2, 4)},
+    "model2": {"data": 4, "model": 2},
+    "model4": {"data": 2, "model": 4},
+}
+
+# The model's own sharding, for the meshes that have a model axis.
+PARAM_SPECS = {
+    "embed": PartitionSpec("model", None),
+    "layers/w_in": PartitionSpec(None, None, "model"),
+    "layers/bias": PartitionSpec(None, "model"),
+    "layers/w_out": PartitionSpec(None, "model", None),
 }
 
 
@@ -92,7 +103,7 @@ MESHES = {
 def mesh_of(name):
     """Returns a mesh of simulated CPU devices."""
     sizes = MESHES[name]
-    num_devices = sizes["data"] * sizes.get("replica", 1)
+    num_devices = sizes["data"] * sizes.get("replica", 1) * sizes.get("model", 1)
     return zero.make_mesh(devices=jax.devices()[:num_devices], **sizes)
 
 

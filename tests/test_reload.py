@@ -28,19 +28,29 @@ ODD = [
     (("replica", 3), ("8", 1)),
     (("8", 2), ("replica", 2)),
     (("staged222", 3), ("4", 3)),
+    (("model2", 3), ("8", 1)),
+    (("8", 2), ("model4", 3)),
+    (("model4", 1), ("model2", 2)),
+    (("model2", 3), ("model2", 3)),
 ]
 BATCHES = reference.make_batches(4, 24)  # divides over 8 and over 3 devices
+
+
+def config_of(mesh, stage, precision):
+    """Returns the config of a place; where the mesh has a model axis, with the model's own sharding."""
+    specs = reference.PARAM_SPECS if mesh.startswith("model") else None
+    return reference.make_config(stage=stage, precision=precision, param_specs=specs)
 
 
 @functools.cache
 def trainer(mesh, stage, precision="fp32"):
     """Returns the step of a place; states are made anew, for a step donates them."""
-    config = reference.make_config(stage=stage, precision=precision)
+    config = config_of(mesh, stage, precision)
     return zero.make_train_step(reference.loss_fn, TX, mesh=reference.mesh_of(mesh), config=config)
 
 
 def first_state(mesh, stage, precision="fp32"):
-    config = reference.make_config(stage=stage, precision=precision)
+    config = config_of(mesh, stage, precision)
     key = jax.random.PRNGKey(0)
     return zero.init_state(reference.host_params(), TX, key, mesh=reference.mesh_of(mesh), config=config)
 
@@ -80,12 +90,12 @@ def saved(tmp_path_factory):
 
 
 def reload(folder, mesh, stage, precision="fp32"):
-    config = reference.make_config(stage=stage, precision=precision)
+    config = config_of(mesh, stage, precision)
     return restore(folder, init_fn=reference.init_params, tx=TX, mesh=reference.mesh_of(mesh), config=config)
 
 
 def assert_placed(state, mesh, stage, precision="fp32"):
-    config = reference.make_config(stage=stage, precision=precision)
+    config = config_of(mesh, stage, precision)
     key = jax.random.PRNGKey(0)
     shapes = zero.abstract_state(reference.init_params, TX, key, mesh=reference.mesh_of(mesh), config=config)
     assert jax.tree.structure(state) == jax.tree.structure(shapes)

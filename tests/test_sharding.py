@@ -194,9 +194,11 @@ def test_data_is_added_to_the_models_spec(shape, given, dims):
     [
         {"layers": {"up": P(None, "model"), "down": P("model")}, "bias": None},
         {r"layers/up": P(None, "model"), r".*down": P("model")},
+        {"layers/up": P(None, "model"), "layers/down": P("model"), "bias": P()},
+        {"layers/up": P(None, "model"), "layers/down": P("model")},
         {"layers": {"up": P(None, "model"), "down": P("model")}, "bias": P()},
     ],
-    ids=["tree", "patterns", "tree with P()"],
+    ids=["tree", "patterns", "all paths", "some paths", "tree with P()"],
 )
 def test_forms_of_param_specs(param_specs):
     params = {"layers": shapes(up=(256, 256), down=(256, 512)), **shapes(bias=(64,))}

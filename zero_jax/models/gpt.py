@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
+Place = Callable[[Array, str], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,15 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     return specs
 
 
-def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+def leave(x: Array, kind: str) -> Array:
+    """Leaves an array where it is: the `place` of a model whose activations nobody places."""
+    del kind
+    return x
+
+
+def apply(
+    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
+) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
 
     Args:
@@ -174,11 +183,14 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Arra
       params: Its params.
       tokens_BT: The tokens.
       segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
+      place: `place(x_BTD, kind)` may say where activations lie: `residual` is what is added to the residual stream,
+        `gathered` what goes into the matrices of a block or of the head, which need every token.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
         x_BTD += params["position"][: tokens_BT.shape[1]]
-    block = functools.partial(apply_block, config, segments_BT=segments_BT)
+    x_BTD = place(x_BTD, "residual")
+    block = functools.partial(apply_block, config, segments_BT=segments_BT, place=place)
     if config.remat:
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         block = jax.checkpoint(block, prevent_cse=not config.scan)
@@ -187,19 +199,21 @@ def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Arra
     else:
         for block_params in params["blocks"]:
             x_BTD = block(x_BTD, block_params)
-    return rms_norm(x_BTD, params["final_norm"]) @ params["embed"].T
+    return place(rms_norm(x_BTD, params["final_norm"]), "gathered") @ params["embed"].T
 
 
-def apply_block(config: GPTConfig, x_BTD: Array, params: Params, segments_BT: Array | None = None) -> Array:
+def apply_block(
+    config: GPTConfig, x_BTD: Array, params: Params, segments_BT: Array | None = None, *, place: Place = leave
+) -> Array:
     """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
-    y_BTD = rms_norm(x_BTD, params["attention_norm"])
+    y_BTD = place(rms_norm(x_BTD, params["attention_norm"]), "gathered")
     q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
-    x_BTD += attention(config, q_BTD, k_BTD, v_BTD, segments_BT) @ params["out"]
-    y_BTF = jax.nn.gelu(rms_norm(x_BTD, params["mlp_norm"]) @ params["up"])
-    return x_BTD + y_BTF @ params["down"]
+    x_BTD += place(attention(config, q_BTD, k_BTD, v_BTD, segments_BT) @ params["out"], "residual")
+    y_BTD = place(rms_norm(x_BTD, params["mlp_norm"]), "gathered")
+    return x_BTD + place(jax.nn.gelu(y_BTD @ params["up"]) @ params["down"], "residual")
 
 
-def loss_fn(config: GPTConfig) -> LossFn:
+def loss_fn(config: GPTConfig, *, place: Place = leave) -> LossFn:
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
@@ -207,7 +221,7 @@ def loss_fn(config: GPTConfig) -> LossFn:
     """
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV = apply(config, params, batch["inputs"], batch.get("segments"))
+        logits_BTV = apply(config, params, batch["inputs"], batch.get("segments"), place=place)
         return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
 
     return loss

@@ -1,0 +1,65 @@
+"""Sequence parallelism: the residual stream sharded over `model` along the sequence (Korthikanti et al. 2022).
+
+Between the matrices of tensor parallelism every device of the `model` axis holds the whole residual stream. Cut over
+its tokens it takes 1/model of the memory, and an all-reduce becomes a reduce-scatter and an all-gather of the same
+bytes. A constraint on the stream alone is not enough: XLA then cuts the products over tokens too, and turns one cut
+into the other with all-to-alls. The arrays that go into and come out of the matrices have to be pinned, and so do their
+cotangents, which is what the two kinds of place do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.jaxprs import Chain, reshard
+from zero_jax.mesh import axes_of, axis_size
+
+
+def sequence_parallel(
+    mesh: Mesh, *, model_axes: tuple[str, ...] | None = None, dim: int = 1
+) -> Callable[[jax.Array, str], jax.Array]:
+    """Returns `place(x, kind)`, which a model calls on activations to have its residual stream sharded over `model`.
+
+    Kind `residual` is for what is added to the residual stream: the output of the matrices whose rows are split, and
+    of the embedding. Kind `gathered` is for what goes into the matrices whose columns are split: the norms' output.
+
+        x = place(params["embed"][tokens], "residual")
+        y = place(norm(x), "gathered")
+        x = x + place(gelu(y @ up) @ down, "residual")
+
+    Args:
+      mesh: the mesh. Where its model axes have one device, `place` leaves everything where it is.
+      model_axes: the axes to shard over, if they are not called `model` or `model_*`.
+      dim: which dim of the activations is the sequence.
+
+    Returns:
+      The function. It raises `ValueError` for a kind it does not know, and for a sequence that does not divide.
+    """
+    model = model_axes or axes_of(mesh).model
+    num_shards = axis_size(mesh, model)
+
+    def place(x: jax.Array, kind: str) -> jax.Array:
+        if kind not in ("residual", "gathered"):
+            raise ValueError(f"sequence_parallel: unknown kind of place {kind!r}: use 'residual' or 'gathered'")
+        if num_shards == 1:
+            return x
+        if not 0 <= dim < x.ndim or x.shape[dim] % num_shards:
+            raise ValueError(
+                f"sequence_parallel: an activation of shape {x.shape} is to be cut over dim {dim} into {num_shards} "
+                f"shards: make the sequence a multiple of {num_shards}, or say with `dim` which dim it is"
+            )
+        cut, whole = (_sharding(mesh, x.ndim, dim, axes) for axes in (model, ()))
+        if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of what is partial
+            return reshard(x, forward=Chain((cut, whole)), backward=Chain((cut,)))
+        return reshard(x, forward=Chain((cut,)), backward=Chain((cut, whole)))
+
+    return place
+
+
+def _sharding(mesh: Mesh, num_dims: int, dim: int, axes: tuple[str, ...]) -> NamedSharding:
+    """Returns a sharding that says nothing of the dims before the sequence: of examples, or of layers."""
+    entries = [PartitionSpec.UNCONSTRAINED] * dim + [axes or None] + [None] * (num_dims - dim - 1)
+    return NamedSharding(mesh, PartitionSpec(*entries))

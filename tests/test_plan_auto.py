@@ -11,7 +11,7 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli, ranking
+from zero_jax import cli, plan_guess, ranking
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -22,14 +22,15 @@ PSI = planned.DEPTH * planned.WIDTH**2
 
 
 def guess(config=CONFIG, tx=None, **options):
-    return plan_auto._Guess(
-        {"as it is": planned.loss_fn}, planned.init_fn, tx or optax.adamw(1e-3), batch=planned.batch(16),
-        name=TOPOLOGY, config=config, temporaries=None, **options,
+    policies = {"own": plan_guess.Policy(loss_fn=planned.loss_fn, remat="own")}
+    return plan_guess.Guess(
+        policies, planned.init_fn, tx or optax.adamw(1e-3), batch=planned.batch(16), name=TOPOLOGY, config=config,
+        **options,
     )  # fmt: skip
 
 
 def setting(stage, data=4, **fields):
-    return ranking.Setting(**{"stage": stage, "data": data, "batch_size": 16, "remat": "as it is", **fields})
+    return ranking.Setting(**{"stage": stage, "data": data, "batch_size": 16, "remat": "own", **fields})
 
 
 @pytest.mark.parametrize(("stage", "per_param"), [(0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 12 / 4)])

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable
@@ -30,6 +31,8 @@ class PlannedModel:
       loss_fn: the loss function.
       batch_fn: the shapes of a batch of so many examples.
       config: the reference model's shape, or None for a model of the user's own.
+      specs_fn: returns the params' specs for a size of the axis `model`; it raises where they do not split over that,
+        and returns None for params that have none, or carry them themselves.
     """
 
     name: str
@@ -37,6 +40,7 @@ class PlannedModel:
     loss_fn: Callable[..., Any]
     batch_fn: Callable[[int], PyTree]
     config: gpt.GPTConfig | None
+    specs_fn: Callable[[int], PyTree] = lambda model: None
 
 
 def add_model_options(group: Any) -> None:
@@ -58,6 +62,13 @@ def add_own_model_options(group: Any) -> None:
         "--batch",
         metavar="REF",
         help="a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
+    )
+    group.add_argument(
+        "--param-specs",
+        metavar="REF",
+        help="how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from regular "
+        "expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that returns "
+        "one of them",
     )
 
 
@@ -86,7 +97,17 @@ def preset_model(options: argparse.Namespace) -> Model:
         init_fn=functools.partial(gpt.init, config),
         loss_fn=gpt.loss_fn(config),
         generate_fn=functools.partial(gpt.generate, config),
+        param_specs=gpt_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
     )
+
+
+def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
+    """Returns the specs of a reference GPT's params; a vocabulary that does not split stays whole.
+
+    Raises:
+      ValueError: heads or hidden features that do not split.
+    """
+    return None if model == 1 else gpt.param_specs(config, vocab=config.vocab_size % model == 0, model_size=model)
 
 
 def planned_model(options: argparse.Namespace) -> PlannedModel:
@@ -100,13 +121,19 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
         missing = [f"--{name}" for name, ref in own.items() if not ref]
         if missing:
             raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
-        batch = _resolve("--batch", own["batch"])
+        batch, init_fn = _function("--batch", own["batch"]), _function("--init", own["init"])
         return PlannedModel(
             name=own["loss"],
-            init_fn=_resolve("--init", own["init"]),
-            loss_fn=_resolve("--loss", own["loss"]),
+            init_fn=init_fn,
+            loss_fn=_function("--loss", own["loss"]),
             batch_fn=lambda num_examples: batch_of(batch(), num_examples),
             config=None,
+            specs_fn=_own_specs(options.param_specs, init_fn),
+        )
+    if options.param_specs:
+        raise ValueError(
+            f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
+            "the presets know their specs"
         )
     return gpt_model(options.preset, preset_config(options))
 
@@ -124,11 +151,33 @@ def gpt_model(name: str, config: gpt.GPTConfig) -> PlannedModel:
         loss_fn=gpt.loss_fn(config),
         batch_fn=batch,
         config=config,
+        specs_fn=functools.partial(gpt_specs, config),
     )
 
 
-def _resolve(option: str, reference: str) -> Callable[..., Any]:
-    """Imports `module:function` or `path/to/file.py:function`."""
+def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable[[int], PyTree]:
+    """Returns a function of the size of the axis `model` that makes the specs which `--param-specs` names."""
+    if not reference:
+        return lambda model: None
+    found = _resolve("--param-specs", reference)
+    if not callable(found):
+        return lambda model: found
+    takes_params = bool(inspect.signature(found).parameters)
+    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0))) if takes_params else None
+    specs = found(shapes) if takes_params else found()
+    return lambda model: specs
+
+
+def _function(option: str, reference: str) -> Callable[..., Any]:
+    """Imports a function by `module:function`."""
+    found = _resolve(option, reference)
+    if not callable(found):
+        raise ValueError(f"{option} {reference!r} is of type {type(found).__name__}: name a function")
+    return found
+
+
+def _resolve(option: str, reference: str) -> Any:
+    """Imports what `module:name` or `path/to/file.py:name` names."""
     module_name, _, name = reference.rpartition(":")
     if not module_name or not name:
         raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
@@ -139,10 +188,9 @@ def _resolve(option: str, reference: str) -> Callable[..., Any]:
         module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
     except (ImportError, OSError) as error:
         raise ValueError(f"{option} {reference!r}: cannot import {module_name!r} ({error})") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [one for one in vars(module) if callable(getattr(module, one)) and not one.startswith("_")]
+    if not hasattr(module, name):
+        names = [one for one in vars(module) if not one.startswith("_")]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{option} {reference!r}: {module_name!r} has no function {name!r}{hint}")
-    return function
+    return getattr(module, name)

@@ -14,18 +14,19 @@ import jax
 import optax
 
 from zero_jax import comms, figures, memory, paper
-from zero_jax.cli_model import PlannedModel, add_model_options, add_own_model_options, gpt_model, planned_model
+from zero_jax.cli_model import PlannedModel, add_model_options, add_own_model_options, planned_model
 from zero_jax.compile_job import Job
 from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash
+from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
-from zero_jax.options import add_fields, given, write_file
+from zero_jax.options import add_fields, given, option_fields, write_file
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_guess import model_sizes
 from zero_jax.plan_layouts import plan_layouts
 from zero_jax.plan_report import PlanReport
-from zero_jax.ranking import Setting
-from zero_jax.sharding import sharded_groups
+from zero_jax.remat_policies import resolve_remat
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import TrainConfig
 from zero_jax.user_cache import cache_folder
@@ -43,6 +44,7 @@ class PlanConfig:
         (`h100:2x8`).
       batch_size: examples in a step, over all devices and microbatches; none takes one a device and microbatch.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
+      model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
       data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
       cache: folder of programs that were compiled before; `default` is zero_jax in the user's cache folder, none
         compiles anew and keeps nothing.
@@ -52,6 +54,7 @@ class PlanConfig:
     topology: str = "v5p:2x2x4"
     batch_size: int | None = None
     replica: int = 1
+    model_axis: int = 1
     data_layout: str | None = None
     cache: str | None = "default"
     timeout: float | None = None
@@ -65,7 +68,7 @@ def add_commands(commands: Any) -> None:
         description=compiles + "tells whether it fits, what a device holds and sends, and how long a step may take.",
     )  # fmt: skip
     auto = one.add_argument_group("search")
-    auto.add_argument("--auto", action="store_true", help="choose stage, replica, microbatches and remat policy")
+    auto.add_argument("--auto", action="store_true", help="choose stage, replica, model axis, microbatches, remat")
     auto.add_argument("--max-compiles", type=int, default=4, metavar="N", help="settings to compile (default: 4)")
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
     auto.add_argument(
@@ -115,8 +118,13 @@ class _Request:
 
     def job(self, zero: ZeroConfig) -> Job:
         """Returns the job, which knows mesh and state, with a batch of the size asked for."""
-        sizes = _sizes(self.config.data_layout)
-        mesh = make_mesh(topology=self.config.topology, replica=self.config.replica, data_layout=sizes)
+        axes: dict[str, Any] = {
+            "topology": self.config.topology,
+            "replica": self.config.replica,
+            "model": self.config.model_axis,
+            "data_layout": _sizes(self.config.data_layout),
+        }
+        mesh = make_mesh(**axes)
         parts = axis_size(mesh, axes_of(mesh).batch) * zero.num_microbatches
         batch_size = parts if self.config.batch_size is None else self.config.batch_size
         if batch_size < 1 or batch_size % parts:
@@ -129,11 +137,21 @@ class _Request:
             init_fn=self.model.init_fn,
             tx=self.tx,
             batch=self.model.batch_fn(batch_size),
-            config=zero,
-            topology=self.config.topology,
-            replica=self.config.replica,
-            data_layout=sizes,
+            config=self.with_specs(zero),
+            **axes,
         )
+
+    def with_specs(self, zero: ZeroConfig) -> ZeroConfig:
+        """Returns a config with the model's specs, where there is a model axis."""
+        size = self.config.model_axis
+        if size == 1:
+            return zero
+        return dataclasses.replace(zero, param_specs=self.model.specs_fn(size))
+
+    def trace(self, job: Job) -> LossTrace:
+        """Traces the loss of a job."""
+        mesh = job.mesh()
+        return trace_loss(job.loss_fn, job.state(mesh).params, job.batch, mesh=mesh, config=job.config)
 
     def compile(self, zero: ZeroConfig) -> PlanReport:
         """Compiles for one config."""
@@ -205,20 +223,21 @@ def _plan(options: argparse.Namespace) -> int:
     report = request.compile(request.zero)
     _show(options, str(report), report.to_json())
     if options.write_config:
-        _write_config(options, request, report, remat=None)
+        _write_config(options, request, report)
     return 0 if report.fits else 1
 
 
 def _auto(options: argparse.Namespace, request: _Request) -> int:
-    model, job = request.model, request.job(dataclasses.replace(request.zero, num_microbatches=1))
+    model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
+    sizes, specs = _model_sizes(request)
     found = plan_auto(
-        _losses(model),
+        model.loss_fn,
         model.init_fn,
         request.tx,
-        batch=job.batch,
+        batch=request.job(zero).batch,
         topology=request.config.topology,
-        config=dataclasses.replace(request.zero, num_microbatches=1),
-        temporaries=_temporaries(model, request.zero),
+        config=dataclasses.replace(zero, param_specs=specs),
+        models=sizes,
         max_compiles=options.max_compiles,
         name=model.name,
         cache=request.cache,
@@ -227,48 +246,23 @@ def _auto(options: argparse.Namespace, request: _Request) -> int:
     )
     _show(options, str(found), found.to_json())
     if found.best and options.write_config:
-        assert found.ranking.best is not None
-        _write_config(options, request, found.best, remat=found.ranking.best.remat, found=found)
+        _write_config(options, request, found.best, found=found)
     return 0 if found.best else 1
 
 
-def _losses(model: PlannedModel) -> Any:
-    """Returns the loss functions to choose from: the reference model can be told whether to rematerialize."""
-    if model.config is None:
-        return model.loss_fn
-    changed = {"full": True, "none": False}
-    return {
-        name: gpt_model(model.name, dataclasses.replace(model.config, remat=remat)).loss_fn
-        for name, remat in changed.items()
-    }
-
-
-def _temporaries(model: PlannedModel, zero: ZeroConfig) -> Callable[[Setting], float] | None:
-    """Returns an estimate of what a step of the reference GPT holds besides state and gradients."""
-    config = model.config
-    if config is None:
-        return None
-    wide = 4 if zero.precision == "fp32" else 2
-
-    def temporaries(setting: Setting) -> float:
-        tokens = setting.per_device_microbatch_size * config.seq_len
-        residuals = memory.Residuals(
-            num_layers=config.num_layers,
-            batch_size=setting.per_device_microbatch_size,
-            seq_len=config.seq_len,
-            d_model=config.d_model,
-            bytes_per_element=wide,
-            remat=setting.remat != "none",
-        )
-        logits = tokens * config.vocab_size * (4 + 2 * wide)
-        scores = tokens * config.num_heads * config.seq_len * (4 + wide)
-        kept_scores = scores * (config.num_layers if setting.remat == "none" else 1)
-        block = (4 + 2 * config.mlp_ratio) * config.d_model**2 * wide
-        # A block's gathered weights, and the gradient of one of its two largest.
-        weights = block * 4 / 3 if "params" in sharded_groups(setting.stage) else block / 3
-        return residuals.device_bytes + max(logits, kept_scores + weights)
-
-    return temporaries
+def _model_sizes(request: _Request) -> tuple[tuple[int, ...] | None, Any]:
+    """Returns the sizes of the axis `model` that the model's specs admit, None for all, and the specs."""
+    admitted: dict[int, Any] = {1: None}
+    for size in model_sizes(request.config.topology)[1:]:
+        try:
+            admitted[size] = request.model.specs_fn(size)
+        except ValueError as error:
+            _log(f"model={size} is left out: {error}")
+    specs = list(admitted.values())[-1]
+    if specs is None:
+        return None, None
+    # One tree of specs serves all sizes: those that the largest admits, such as a vocabulary that splits, or not.
+    return tuple(admitted), specs
 
 
 def _write_config(
@@ -276,15 +270,13 @@ def _write_config(
     request: _Request,
     report: PlanReport,
     *,
-    remat: str | None,
     found: AutoPlan | None = None,
 ) -> None:
     """Writes the sections of a config that make `zero-jax train` run what was planned."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = (found.config if found else None) or request.zero
-    model = {"preset": options.preset, **dataclasses.asdict(request.model.config)}
-    model |= {} if remat is None else {"remat": remat != "none"}
+    shape = dataclasses.asdict(request.model.config)
     fields = (
         "stage",
         "precision",
@@ -293,12 +285,17 @@ def _write_config(
         "skip_nonfinite",
         "keep_gathered",
         "min_shard_size",
+        "combine_bytes",
     )
     sections = {
-        "model": model,
-        "zero": {name: getattr(chosen, name) for name in fields},
+        "model": {"preset": options.preset} | {name: shape[name] for name in option_fields(type(request.model.config))},
+        "zero": {name: getattr(chosen, name) for name in fields} | {"remat": resolve_remat(chosen.remat).name},
         "optimizer": given(OptimizerConfig, options),
-        "run": {"batch_size": report.batch_size, "replica": report.mesh.get("replica", 1)},
+        "run": {
+            "batch_size": report.batch_size,
+            "replica": report.mesh.get("replica", 1),
+            "model_axis": report.mesh.get("model", 1),
+        },
     }
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     _log(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
@@ -332,8 +329,10 @@ def _memory_estimate(request: _Request, zero: ZeroConfig) -> Any:
     residuals = None
     if config is not None:
         batch_size = job.batch["inputs"].shape[0]
-        residuals = memory.transformer_residuals(config, batch_size=batch_size, mesh=mesh, config=zero)
-    return memory.estimate(job.state(mesh), mesh=mesh, config=zero, residuals=residuals, tx=request.tx)
+        residuals = memory.transformer_residuals(config, batch_size=batch_size, mesh=mesh, config=job.config)
+    return memory.estimate(
+        job.state(mesh), mesh=mesh, config=job.config, residuals=residuals, traced=request.trace(job), tx=request.tx
+    )
 
 
 def _plot_memory(options: argparse.Namespace, request: _Request) -> int:
@@ -364,7 +363,7 @@ def _comms(options: argparse.Namespace) -> int:
     request = _request(options)
     job = request.job(request.zero)
     mesh = job.mesh()
-    estimated = comms.estimate(job.state(mesh), mesh=mesh, config=request.zero)
+    estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=request.trace(job))
     if options.estimate:
         _show(options, str(estimated), estimated.to_json())
         return 0

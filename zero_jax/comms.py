@@ -133,7 +133,7 @@ def measure(
     mesh = _mesh_of(compiled) if mesh is None else mesh
     rows = read_rows(text, mesh=mesh, leaves=leaves, program=program, unknown_trip_count=unknown_trip_count)
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
-    found = (*find(rows, leaves), *_between_slices(text))
+    found = (*find(rows, leaves, mesh=mesh), *_between_slices(text))
     return CommsReport(rows=rows, num_params=num_params, findings=found)
 
 
@@ -154,9 +154,27 @@ class ComparedRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """An estimate beside a measurement, by mesh axes and phase; prints as a table."""
+    """An estimate beside a measurement, by mesh axes and phase; prints as a table.
+
+    Attributes:
+      rows: By axes and phase.
+      not_counted: What the estimate does not have; empty where it has all.
+    """
 
     rows: tuple[ComparedRow, ...]
+    not_counted: str = ""
+
+    @property
+    def by_axes(self) -> tuple[ComparedRow, ...]:
+        """The sums over phases, for each set of mesh axes."""
+        sums: dict[str, list[float]] = {}
+        for row in self.rows:
+            held = sums.setdefault(row.axes, [0.0, 0.0])
+            held[0], held[1] = held[0] + row.estimated_bytes, held[1] + row.measured_bytes
+        return tuple(
+            ComparedRow(axes=axes, phase="all", estimated_bytes=ideal, measured_bytes=found)
+            for axes, (ideal, found) in sums.items()
+        )
 
     @property
     def total(self) -> ComparedRow:
@@ -171,16 +189,18 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
         entries = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in (*self.rows, self.total)]
-        return {"rows": entries[:-1], "total": entries[-1]}
+        by_axes = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.by_axes]
+        return {"rows": entries[:-1], "by_axes": by_axes, "total": entries[-1], "not_counted": self.not_counted}
 
     def __str__(self) -> str:
         table = [("axes", "phase", "estimate MB", "measured MB", "ratio")]
-        for row in (*self.rows, self.total):
+        for row in (*self.rows, *(self.by_axes if len(self.by_axes) > 1 else ()), self.total):
             ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
             table.append(
                 (row.axes, row.phase, f"{row.estimated_bytes / 1e6:.3f}", f"{row.measured_bytes / 1e6:.3f}", ratio)
             )
-        return "\n".join(_aligned(table, right={2, 3, 4}))
+        lines = _aligned(table, right={2, 3, 4})
+        return "\n".join([*lines, *([f"not counted by the estimate: {self.not_counted}"] if self.not_counted else [])])
 
 
 def compare(estimated: CommsEstimate, report: CommsReport) -> Comparison:
@@ -193,7 +213,8 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> Comparison:
         ComparedRow(axes=axes, phase=phase, estimated_bytes=ideal, measured_bytes=found)
         for (axes, phase), (ideal, found) in sums.items()
     ]
-    return Comparison(rows=tuple(sorted(rows, key=lambda row: (-row.estimated_bytes, -row.measured_bytes))))
+    ordered = sorted(rows, key=lambda row: (-row.estimated_bytes, -row.measured_bytes))
+    return Comparison(rows=tuple(ordered), not_counted=estimated.not_counted)
 
 
 def _between_slices(text: str) -> tuple[Finding, ...]:

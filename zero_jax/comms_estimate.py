@@ -1,4 +1,8 @@
-"""What a ZeRO train step should send, by formula: section 7 of the paper, with the axes that `data` is spread over."""
+"""What a ZeRO train step should send, by formula: section 7 of the paper, with the axes that `data` is spread over.
+
+What moves over `model` is read from a trace of the loss function (`loss_trace.py`): section 8 counts it for Megatron's
+transformer, the trace for any model.
+"""
 
 import dataclasses
 import itertools
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.comms_rows import SentBytes, axes_name
+from zero_jax.loss_trace import LossTrace
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import Dims, gather_steps, scatter_steps
@@ -24,7 +29,7 @@ class EstimateRow:
     """What one device sends in a step, over some mesh axes, for one purpose.
 
     Attributes:
-      kind: 'all-gather', 'reduce-scatter', 'all-reduce' or 'all-to-all'.
+      kind: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute'.
       axes: The mesh axes.
       dtype: HLO dtype name.
       phase: 'forward', 'backward' or 'update'.
@@ -45,15 +50,20 @@ class CommsEstimate(SentBytes):
     Attributes:
       rows: The traffic by kind, axes, dtype and phase.
       num_params: The params that have gradients (the paper's psi), of one share of the `model` axis.
+      data_axes: The mesh axes that carry `data` or `replica`.
+      not_counted: Why the rows over the other axes are not there, or not all of them; empty where they are.
     """
 
     rows: tuple[EstimateRow, ...]
     num_params: int
+    data_axes: tuple[str, ...] = ()
+    not_counted: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
         return {
             "num_params": self.num_params,
+            "not_counted": self.not_counted,
             **self.totals(),
             "rows": [dataclasses.asdict(row) | {"axes": list(row.axes)} for row in self.rows],
         }
@@ -63,23 +73,28 @@ class CommsEstimate(SentBytes):
         for row in self.rows:
             name = axes_name(row.axes)
             rows.append(f"{row.kind:<16}{name:<24}{row.dtype:<8}{row.phase:<10}{row.total_sent_bytes / 1e6:>12.3f}")
-        per_param = self.sent_bytes / self.num_params if self.num_params else 0.0
-        rows.append(f"{'total':<58}{self.sent_bytes / 1e6:>12.3f}, {per_param:.3f} bytes a param")
+        data = sum(row.total_sent_bytes for row in self.rows if set(row.axes) <= set(self.data_axes))
+        per_param = data / self.num_params if self.num_params else 0.0
+        over = "" if data == self.sent_bytes else " over data"
+        rows.append(f"{'total':<58}{self.sent_bytes / 1e6:>12.3f}, {per_param:.3f} bytes a param{over}")
+        rows += [f"not counted: {self.not_counted}"] if self.not_counted else []
         return "\n".join(rows)
 
 
-def estimate(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> CommsEstimate:
-    """Estimates what one device sends in a train step at best (paper section 7).
+def estimate(state: TrainState, *, mesh: Mesh, config: ZeroConfig, traced: LossTrace | None = None) -> CommsEstimate:
+    """Estimates what one device sends in a train step at best (paper sections 7 and 8).
 
-    2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n. Over several mesh axes the stages of a
-    gather add up to the same. Only what params and gradients cost: a lookup that moves rows, or a last use that is
-    gathered once, costs less, activations over `model` cost more. Params that are no floats are not counted; what an
-    optimizer freezes is.
+    Over `data`, 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n; psi is one share of the axis
+    `model`. Over several mesh axes the stages of a gather add up to the same. Only what params and gradients cost: a
+    lookup that moves rows, or a last use that is gathered once, costs less. Params that are no floats are not counted;
+    what an optimizer freezes is. Over `model`, what the trace of the loss function shows: for Megatron's transformer
+    blocks, 12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
 
     Args:
       state: The train state; abstract leaves will do.
       mesh: The mesh.
       config: Stage, precision, microbatches.
+      traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
     """
     placement = make_placement(state.params, mesh=mesh, config=config)
     totals: dict[tuple, float] = {}
@@ -91,12 +106,30 @@ def estimate(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> CommsEstim
         for row in _leaf_rows(leaf, placement, config):
             key = row.kind, row.axes, row.dtype, row.phase
             totals[key] = totals.get(key, 0) + row.total_sent_bytes
+    for move in traced.moves if traced else ():
+        key = move.kind, move.axes, _HLO_DTYPES.get(move.dtype, move.dtype), move.phase
+        totals[key] = totals.get(key, 0) + move.sent_bytes * move.times
     rows = [
         EstimateRow(kind=kind, axes=axes, dtype=str(dtype), phase=phase, total_sent_bytes=sent)
         for (kind, axes, dtype, phase), sent in totals.items()
         if sent
     ]
-    return CommsEstimate(rows=tuple(sorted(rows, key=lambda row: -row.total_sent_bytes)), num_params=num_params)
+    return CommsEstimate(
+        rows=tuple(sorted(rows, key=lambda row: -row.total_sent_bytes)),
+        num_params=num_params,
+        data_axes=placement.axes.batch,
+        not_counted=_not_counted(placement, traced),
+    )
+
+
+def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
+    """Says why what moves over the model's own axes is not all there."""
+    others = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
+    if axis_size(placement.mesh, others) == 1:
+        return ""
+    if traced is None:
+        return f"activations over {axes_name(others)}: give traced=zero.trace_loss(loss_fn, params, batch, ...)"
+    return f"some of what moves over {axes_name(others)}: {traced.unknown}" if traced.unknown else ""
 
 
 def sharded_residual_bytes(

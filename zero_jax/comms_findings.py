@@ -1,8 +1,11 @@
 """What is off in the traffic of a compiled step: collectives that ZeRO does not need, or that move too much."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Sequence
+
+from jax.sharding import Mesh
 
 from zero_jax.comms_names import ProgramLeaf, num_elements
 from zero_jax.comms_rows import UNKNOWN_AXES, Row, axes_name
@@ -35,16 +38,19 @@ class Finding:
         return self.message
 
 
-def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf]) -> tuple[Finding, ...]:
+def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
     """Looks for what is off, most bytes first.
 
     Args:
       rows: The collectives of a step.
       leaves: The leaves of its train state; where there are none, nothing is known of the model's size and stage.
+      mesh: The mesh, which tells a state that is sharded over `data` from one that only the model's own axes cut.
     """
     params = [leaf for leaf in leaves if leaf.group == "params"]
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
-    sharded = not leaves or any(leaf.shape != leaf.local_shape for leaf in leaves)
+    model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
+    parts = (math.prod(leaf.shape) / max(math.prod(leaf.local_shape), 1) for leaf in leaves)
+    sharded = not leaves or max(parts, default=1) > model
     found = [*_wide(rows, large / 10), *_gathered_often(rows, large)]
     if sharded:
         found += [*_all_reduced(rows, large), *_moved_activations(rows, large, has_params=bool(params))]
@@ -53,7 +59,12 @@ def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf]) -> tuple[Finding, .
 
 def carries_data(axes: Sequence[str]) -> bool:
     """Tells whether `data` is, or may be, among mesh axes."""
-    return tuple(axes) == UNKNOWN_AXES or any(axis not in ("replica", "model") for axis in axes)
+    return tuple(axes) == UNKNOWN_AXES or any(axis != "replica" and carries_batch((axis,)) for axis in axes)
+
+
+def carries_batch(axes: Sequence[str]) -> bool:
+    """Tells whether `data` or `replica` may be among mesh axes, by their names: whether one is not the model's own."""
+    return any(axis != "model" and not axis.startswith("model_") for axis in axes)
 
 
 def _all_reduced(rows: Sequence[Row], large: float) -> Iterator[Finding]:

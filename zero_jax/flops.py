@@ -24,10 +24,11 @@ def forward_flops(fn: Callable[..., Any], *args: Any) -> int:
     Returns:
       Operations of one call, over all devices. A `while_loop`'s body counts once, of `cond` the costliest branch.
     """
-    return _count(jax.make_jaxpr(fn)(*args))
+    return count_flops(jax.make_jaxpr(fn)(*args))
 
 
-def _count(jaxpr: Any) -> int:
+def count_flops(jaxpr: Any) -> int:
+    """Counts the operations of a jaxpr, as `forward_flops` does those of a function."""
     total = 0
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         name = eqn.primitive.name
@@ -37,13 +38,13 @@ def _count(jaxpr: Any) -> int:
             total += _convolution(eqn)
         elif name == "scan":
             parts = scan_parts(eqn)
-            total += parts.length * _count(parts.jaxpr)
+            total += parts.length * count_flops(parts.jaxpr)
         elif name == "cond":
-            total += max(map(_count, eqn.params["branches"]))
+            total += max(map(count_flops, eqn.params["branches"]))
         elif name.startswith(("custom_jvp_call", "custom_vjp_call")):
-            total += max(map(_count, inner_jaxprs(eqn)), default=0)
+            total += max(map(count_flops, inner_jaxprs(eqn)), default=0)
         else:
-            total += sum(map(_count, inner_jaxprs(eqn)))
+            total += sum(map(count_flops, inner_jaxprs(eqn)))
     return total
 
 

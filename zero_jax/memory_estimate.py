@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.formulas import Residuals, model_state_bytes
+from zero_jax.loss_trace import LossTrace
 from zero_jax.memory_groups import (
     Difference,
     Group,
@@ -29,9 +30,12 @@ from zero_jax.memory_groups import (
     uneven_differences,
     whole_leaves,
 )
-from zero_jax.mesh import axes_of, axis_size
+from zero_jax.mesh import axis_size
 from zero_jax.precision import resolve_precision
+from zero_jax.remat_policies import resolve_remat
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+
+_BY_TRACE = "by the trace of the loss: what is kept besides the blocks' inputs, such as logits, and how it is sharded"
 
 
 def transformer_residuals(
@@ -41,8 +45,8 @@ def transformer_residuals(
     mesh: Mesh,
     config: ZeroConfig,
     remat: bool | None = None,
-    model: int = 1,
-    offload: bool = False,
+    model: int | None = None,
+    offload: bool | None = None,
 ) -> Residuals:
     """Returns the residuals of a transformer in a train step.
 
@@ -50,15 +54,17 @@ def transformer_residuals(
       model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` unless that is given.
       batch_size: examples of a step, over all devices and microbatches.
       mesh: the mesh.
-      config: microbatches and precision; a compute dtype of None counts as float32.
-      remat: whether blocks are recomputed.
-      model: devices that the saved residuals are sharded over (P_a).
-      offload: whether they are kept in host memory (P_a+cpu).
+      config: microbatches, remat policy and precision; a compute dtype of None counts as float32.
+      remat: whether blocks are recomputed; None does as the config says.
+      model: devices that the saved residuals are sharded over (P_a); None likewise.
+      offload: whether they are kept in host memory (P_a+cpu); None likewise.
 
     Raises:
       ValueError: a batch that does not divide.
     """
-    axes = axes_of(mesh, data=config.data_axes, replica=config.replica_axes)
+    axes, policy = config.axes_of(mesh), resolve_remat(config.remat)
+    if remat is None:
+        remat = bool(model_config.remat) if policy.policy == "own" else policy.policy != "none"
     parts = axis_size(mesh, axes.batch) * config.num_microbatches
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
@@ -71,9 +77,9 @@ def transformer_residuals(
         seq_len=model_config.seq_len,
         d_model=model_config.d_model,
         bytes_per_element=np.dtype(resolve_precision(config.precision).compute or np.float32).itemsize,
-        remat=model_config.remat if remat is None else remat,
-        model=model,
-        offload=offload,
+        remat=remat,
+        model=model or (1 if policy.residuals == "device" else axis_size(mesh, axes.model)),
+        offload=policy.residuals == "offloaded" if offload is None else offload,
     )
 
 
@@ -181,6 +187,7 @@ def estimate(
     mesh: Mesh,
     config: ZeroConfig,
     residuals: Residuals | None = None,
+    traced: LossTrace | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> MemoryEstimate:
     """Estimates the bytes that each device holds in a train step.
@@ -191,7 +198,9 @@ def estimate(
       state: the state, or its shapes from `zero.abstract_state`.
       mesh: the mesh.
       config: the config that the state was made with.
-      residuals: what the model keeps for the backward pass; None leaves the group out.
+      residuals: what the model keeps for the backward pass, by the paper's formula.
+      traced: the same from a trace of the loss function (`zero.trace_loss`), for any model. Without either the group is
+        left out.
       tx: the optimizer; with it, params that it freezes count without gradients.
 
     Raises:
@@ -212,11 +221,14 @@ def estimate(
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
-    if residuals is not None:
-        formula["residuals"] = residuals.device_bytes
     held: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
-    held["residuals"] = formula.get("residuals", 0)
-    order = ("params", "master", "grads", "opt_state", "other", *(["residuals"] if residuals else []))
+    kept = traced.residuals if traced else residuals
+    if kept is not None:
+        held["residuals"] = kept.device_bytes
+        formula["residuals"] = (residuals or kept).device_bytes
+        over = held["residuals"] - formula["residuals"]
+        differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
+    order = ("params", "master", "grads", "opt_state", "other", *(["residuals"] if kept else []))
     num_devices, model = data_and_model_sizes(placement)
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=held[x], formula_bytes=formula.get(x, 0)) for x in order),
@@ -229,7 +241,7 @@ def estimate(
         param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
-        host_bytes=0 if residuals is None else residuals.host_bytes,
+        host_bytes=0 if kept is None else kept.host_bytes,
     )
 
 

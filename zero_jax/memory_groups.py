@@ -138,7 +138,8 @@ def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:
 def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
     """Returns the gradients that a step holds when the last one is made.
 
-    Several microbatches are summed in float32, sharded where gradients are, else in a whole copy on each device.
+    Several microbatches are summed in float32, sharded over `data` where gradients are, else in a whole copy on each
+    of its devices.
     """
     num_devices, model = data_and_model_sizes(placement)
     cut = _cuts_grads(placement, config)
@@ -151,13 +152,12 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
             continue
         narrow = computed_dtype(x.dtype, placement)
         dtype = jnp.promote_types(narrow, jnp.float32) if summed else narrow
-        local = x.shape if summed and not cut else sharding.shard_shape(x.shape)
         leaves.append(
             Leaf(
                 path=path,
                 num_bytes=x.size * dtype.itemsize,
                 narrow_bytes=x.size * narrow.itemsize,
-                device_bytes=math.prod(local) * dtype.itemsize,
+                device_bytes=math.prod(sharding.shard_shape(x.shape)) * dtype.itemsize,
             )
         )
     taken = [(leaf, is_needed) for leaf, is_needed in zip(leaves, needed, strict=True)]

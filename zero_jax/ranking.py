@@ -20,8 +20,7 @@ class Setting:
       model: size of the `model` axis.
       batch_size: examples of a step.
       num_microbatches: forward passes of a step.
-      remat: name of the remat policy.
-      offload: name of the offload policy.
+      remat: name of the remat policy, which says too where residuals lie between the passes.
       keep_gathered: whether gathered params are kept for the backward pass.
     """
 
@@ -32,7 +31,6 @@ class Setting:
     model: int = 1
     num_microbatches: int = 1
     remat: str = "full"
-    offload: str = "none"
     keep_gathered: bool = False
 
     @property
@@ -53,7 +51,6 @@ class Setting:
         axes = {"replica": self.replica, "data": self.data, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
-        parts += [f"offload={self.offload}"] if self.offload != "none" else []
         parts += ["keep_gathered"] if self.keep_gathered else []
         return f"stage {self.stage} {' '.join(parts)}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zero_jax.ranking import Estimated, Miss, Outcome, Ranked, Ranking, Setting, shortage, show_gb
 from zero_jax.sharding import sharded_groups
@@ -27,7 +27,7 @@ def candidates(
     batch_size: int,
     stages: Sequence[int] = (0, 1, 2, 3),
     remats: Sequence[str] = ("full",),
-    offloads: Sequence[str] = ("none",),
+    needs_model: Collection[str] = (),
     models: Sequence[int] = (1,),
     num_heads: int | None = None,
     d_model: int | None = None,
@@ -45,7 +45,7 @@ def candidates(
       batch_size: examples of a step.
       stages: the stages to try.
       remats: names of remat policies to try.
-      offloads: names of offload policies to try.
+      needs_model: those of them that are another one's program where there is no `model` axis.
       models: sizes of the `model` axis to try; more than 1 needs a model whose params have specs for it.
       num_heads: attention heads, which `model` has to divide.
       d_model: width of the model, which `model` has to divide.
@@ -75,7 +75,8 @@ def candidates(
                 continue
             counts = [k for k in _divisors(batch_size // copies) if k <= max_num_microbatches]
             kept = keep_gathered if "params" in groups else (False,)
-            for k, remat, offload, keep in itertools.product(counts, remats, offloads, kept):
+            policies = [remat for remat in remats if model > 1 or remat not in needs_model]
+            for k, remat, keep in itertools.product(counts, policies, kept):
                 found.append(
                     Setting(
                         stage=stage,
@@ -85,7 +86,6 @@ def candidates(
                         batch_size=batch_size,
                         num_microbatches=k,
                         remat=remat,
-                        offload=offload,
                         keep_gathered=keep,
                     )
                 )

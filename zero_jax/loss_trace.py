@@ -1,0 +1,156 @@
+"""What a trace of the loss function tells before anything is compiled: residuals, traffic over `model`, operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zero_jax.flops import count_flops
+from zero_jax.formulas import ResidualBytes
+from zero_jax.grads import normalize_loss
+from zero_jax.jaxprs import is_on_host, open_jaxpr, without_dead_code
+from zero_jax.mesh import axis_size
+from zero_jax.precision import cast_floating
+from zero_jax.remat import rematerialize, resolve_remat
+from zero_jax.sharding import LeafPlacement
+from zero_jax.spec import without
+from zero_jax.spread import Move, Spreading, spread
+from zero_jax.spread_rules import Laid
+from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
+from zero_jax.tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossTrace:
+    """What the loss and its gradient need in a step, by their jaxpr; prints as a line.
+
+    Attributes:
+      moves: the collectives over the axes that are neither `data` nor `replica`, of a whole step.
+      residuals: bytes that one device keeps from the forward to the backward pass of a microbatch.
+      peak_bytes: bytes of activations, residuals among them, alive at once on one device; elementwise work counts as
+        fused, whole params and gradients do not count.
+      param_bytes: bytes on one device of the params that are in use at once, whole over `data`: those that an iteration
+        of a loop over layers takes, or the largest other one.
+      flops: operations of a step's products over all devices, recomputation included.
+      unknown: why `moves` are not the whole of it; empty where they are.
+    """
+
+    moves: tuple[Move, ...]
+    residuals: ResidualBytes
+    peak_bytes: float
+    param_bytes: float
+    flops: float
+    unknown: str
+
+    @property
+    def model_bytes(self) -> float | None:
+        """Bytes that one device sends in a step over the model's axes; None where that is not known."""
+        return None if self.unknown else sum(move.sent_bytes * move.times for move in self.moves)
+
+    def __str__(self) -> str:
+        host = f" and {self.residuals.host_bytes / 1e6:.1f} MB in host memory" if self.residuals.host_bytes else ""
+        sent = f"unknown ({self.unknown})" if self.model_bytes is None else f"{self.model_bytes / 1e6:.1f} MB"
+        return (
+            f"residuals {self.residuals.device_bytes / 1e6:.1f} MB a device{host}, activations at the peak "
+            f"{self.peak_bytes / 1e6:.1f} MB, over `model` {sent} a step"
+        )
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, mesh: Mesh, config: ZeroConfig
+) -> LossTrace:
+    """Traces a loss function and its gradient as a train step takes them, and carries the model's sharding through.
+
+    Nothing is compiled. Collectives over `data` and `replica` are not among what it finds: `comms.estimate` knows them.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      params: the params (arrays or `ShapeDtypeStruct`s).
+      batch: the global batch of a step.
+      mesh: the mesh.
+      config: the model's specs, remat policy, precision and microbatches.
+    """
+    placement = make_placement(params, mesh=mesh, config=config)
+    loss = rematerialize(normalize_loss(loss_fn), resolve_remat(config.remat), mesh=mesh, axes=placement.axes)
+    params = jax.eval_shape(lambda tree: cast_floating(tree, placement.precision.compute), params)
+    k = config.num_microbatches
+    batch = jax.tree.map(lambda x: _microbatch(x, k), batch)
+    traced = _Traced(loss, params, batch, placement)
+    gradient = traced.gradient()
+    times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
+    return LossTrace(
+        moves=tuple(times),
+        residuals=traced.residuals(),
+        peak_bytes=gradient.peak_bytes,
+        param_bytes=max(gradient.sliced_param_bytes, traced.largest_param_bytes()),
+        flops=k * traced.flops,
+        unknown=gradient.unknown,
+    )
+
+
+def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
+    shape = (x.shape[0] // num_microbatches, *x.shape[1:]) if np.ndim(x) else ()
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+class _Traced:
+    """A loss function, its inputs' shapes, and how they lie."""
+
+    def __init__(self, loss: Callable[..., Any], params: PyTree, batch: PyTree, placement: Placement):
+        mesh, axes = placement.mesh, placement.axes
+        self.sizes = dict(mesh.shape)
+        self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
+        self.arguments = (params, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        self.inputs = [Laid(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
+        for x in jax.tree.leaves(batch):
+            cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
+            self.inputs.append(Laid(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
+        self.inputs.append(Laid(dims=(), varies=True))
+        self.loss = loss
+        self.flops = 0.0
+
+    def gradient(self) -> Spreading:
+        """Carries the shardings through loss and gradient."""
+
+        def gradient(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            floating = lambda some: self.loss(merge(params, some), batch, key)  # noqa: E731
+            value, grads = jax.value_and_grad(floating, has_aux=True)(trainable(params))
+            return value, grads
+
+        jaxpr = without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
+        self.flops = count_flops(jaxpr)
+        grads = len(jax.tree.leaves(trainable(self.arguments[0])))
+        num = len(jaxpr.outvars)
+        return self._spread(jaxpr, kept=range(num - grads, num))
+
+    def largest_param_bytes(self) -> float:
+        """Returns the bytes on one device of the largest param that is no stack of layers."""
+        leaves = zip(jax.tree.leaves(self.arguments[0]), self.inputs, strict=False)
+        whole = [(x, math.prod(self.sizes[a] for dim in laid.dims for a in dim)) for x, laid in leaves if x.ndim < 3]
+        return max((x.size * x.dtype.itemsize / parts for x, parts in whole), default=0.0)
+
+    def residuals(self) -> ResidualBytes:
+        """Returns what the backward pass is handed, but for what depends on the params alone."""
+
+        def forward(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            floating = lambda some: self.loss(merge(params, some), batch, key)  # noqa: E731
+            return jax.vjp(floating, trainable(params), has_aux=True)[1]
+
+        jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
+        found = self._spread(jaxpr)
+        held, seen = {False: 0.0, True: 0.0}, set(map(id, jaxpr.invars))
+        for var, laid, num_bytes in zip(jaxpr.outvars, found.outputs, found.local_bytes, strict=True):
+            if laid.varies and id(var) not in seen:
+                seen.add(id(var))
+                held[is_on_host(var.aval)] += num_bytes
+        return ResidualBytes(device_bytes=held[False], host_bytes=held[True])
+
+    def _spread(self, jaxpr: Any, kept: Any = ()) -> Spreading:
+        return spread(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)

@@ -1,0 +1,324 @@
+"""Where the values of a traced function lie on a mesh, and what that costs: shardings carried through a jaxpr.
+
+The inputs' shardings are carried forward through every equation, as Megatron's authors count on paper and as XLA's
+partitioner mostly decides: a product whose contracted dim is sharded is a partial sum; sums of partial sums stay
+partial; whatever needs the value itself reduces it first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_jax.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
+from zero_jax.spec import Dims, without
+from zero_jax.spread_alive import Alive
+from zero_jax.spread_rules import KEEPS_PARTIAL, RULES, SUMS, Laid, is_elementwise, merge
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
+_MAX_ROUNDS = 4  # after which a loop's carry is taken to lie as it last came out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Move:
+    """A collective that a function needs.
+
+    Attributes:
+      kind: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all' or 'collective-permute'.
+      axes: the mesh axes.
+      dtype: NumPy's name of the dtype.
+      phase: 'forward' or 'backward'.
+      sent_bytes: what one device sends each time.
+      times: how often.
+      source: 'file:line (function)' of the user's code.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    phase: str
+    sent_bytes: float
+    times: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spreading:
+    """How a function's values lie.
+
+    Attributes:
+      outputs: how its results lie.
+      local_bytes: bytes of each result on one device.
+      moves: the collectives over the counted axes.
+      peak_bytes: bytes of the values alive at once on one device, inputs and what depends on params alone left out;
+        elementwise work counts as fused into what reads it.
+      sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
+      unknown: why `moves` are not the whole of it; empty where they are.
+    """
+
+    outputs: tuple[Laid, ...]
+    local_bytes: tuple[float, ...]
+    moves: tuple[Move, ...]
+    peak_bytes: float
+    sliced_param_bytes: float
+    unknown: str
+
+
+def spread(
+    jaxpr: Any, inputs: Sequence[Laid], *, sizes: Mapping[str, int], counted: Sequence[str], kept: Sequence[int] = ()
+) -> Spreading:
+    """Carries the shardings of a jaxpr's inputs through it.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: how each input lies.
+      sizes: the sizes of the mesh axes.
+      counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
+      kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
+    """
+    walk = _Walk(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
+    opened, consts = open_jaxpr(jaxpr)
+    laid = [_whole(var) for var in opened.constvars[: len(consts)]]
+    env = dict(zip(opened.constvars, laid, strict=False))
+    ends = {id(opened.outvars[i]) for i in kept}
+    outputs, peak = walk.run(opened, inputs, env=env, ends=ends)
+    outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
+    sizes_of = [walk.local_bytes(var.aval, out) for var, out in zip(opened.outvars, outputs, strict=True)]
+    return Spreading(
+        outputs=tuple(outputs),
+        local_bytes=tuple(sizes_of),
+        moves=tuple(walk.moves),
+        peak_bytes=peak,
+        sliced_param_bytes=walk.sliced_param_bytes,
+        unknown=walk.unknown,
+    )
+
+
+def _whole(var: Any, *, varies: bool = False) -> Laid:
+    return Laid(dims=((),) * len(getattr(var.aval, "shape", ())), varies=varies)
+
+
+class _Walk:
+    """Carries shardings through equations; the rules of single primitives are in `spread_rules`."""
+
+    def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
+        self.sizes, self.counted = sizes, counted
+        self.moves: list[Move] = []
+        self.unknown, self.sliced_param_bytes = "", 0.0
+        self.times, self.phase, self.source = 1, "forward", ""
+
+    # What rules ask for.
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Returns the devices along axes together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def local_bytes(self, aval: Any, laid: Laid, *, itemsize: int = 0) -> float:
+        """Returns the bytes of a value on one device."""
+        shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+        width = itemsize or getattr(dtype, "itemsize", 0)
+        return math.prod(shape) * width / self.size([axis for dim in laid.dims for axis in dim])
+
+    def move(self, kind: str, axes: Sequence[str], num_bytes: float, aval: Any) -> None:
+        """Notes a collective over those of `axes` that count; `num_bytes` is the larger of input and result."""
+        axes = tuple(axis for axis in self.sizes if axis in axes and axis in self.counted)
+        size = self.size(axes)
+        if size == 1 or not num_bytes:
+            return
+        share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size)
+        self.moves.append(
+            Move(
+                kind=kind,
+                axes=axes,
+                dtype=aval.dtype.name,
+                phase=self.phase,
+                sent_bytes=share * num_bytes,
+                times=self.times,
+                source=self.source,
+            )
+        )
+
+    def gather(self, laid: Laid, aval: Any, axes: Sequence[str]) -> Laid:
+        """Gathers a value over axes."""
+        whole = dataclasses.replace(laid, dims=without(laid.dims, axes))
+        self.move("all-gather", axes, self.local_bytes(aval, whole), aval)
+        return whole
+
+    def settled(self, laid: Laid, aval: Any) -> Laid:
+        """Sums a partial sum."""
+        if not laid.partial:
+            return laid
+        self.move("all-reduce", laid.partial, self.local_bytes(aval, laid, itemsize=laid.itemsize), aval)
+        return dataclasses.replace(laid, partial=(), itemsize=0)
+
+    def placed(self, laid: Laid, aval: Any, target: Dims) -> Laid:
+        """Brings a value to other dims, as a sharding constraint does."""
+        held = {axis for dim in laid.dims for axis in dim}
+        wanted = {axis for dim in target for axis in dim}
+        after = dataclasses.replace(laid, dims=target, partial=(), itemsize=0)
+        if laid.partial:
+            kind = "reduce-scatter" if set(laid.partial) <= wanted else "all-reduce"
+            before = dataclasses.replace(laid, partial=())
+            self.move(kind, laid.partial, self.local_bytes(aval, before, itemsize=laid.itemsize), aval)
+        lost = [axis for axis in held if axis not in wanted]
+        self.move("all-gather", lost, self.local_bytes(aval, after), aval)
+        moved = [a for a in held & wanted if _dim_of(laid.dims, a) != _dim_of(target, a)]
+        self.move("all-to-all", moved, self.local_bytes(aval, after), aval)
+        return after
+
+    def give_up(self, why: str) -> None:
+        """Notes the first thing that is not known."""
+        self.unknown = self.unknown or f"{why} ({self.source})"
+
+    # The walk.
+
+    def run(
+        self, jaxpr: Any, inputs: Sequence[Laid], *, env: dict[Any, Laid] | None = None, ends: Any = frozenset()
+    ) -> tuple[list[Laid], float]:
+        """Carries inputs through a jaxpr; returns how the results lie and the peak of what is alive."""
+        env = {} if env is None else env
+        for var in jaxpr.constvars:
+            env.setdefault(var, _whole(var))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        alive = Alive(jaxpr, ends)
+        source, phase = self.source, self.phase
+        for i, eqn in enumerate(jaxpr.eqns):
+            self.source, self.phase = source_line(eqn), _phase(name_stack(eqn), phase)
+            outs, inner_peak = self.equation(eqn, env)
+            env.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True))
+            made = [
+                (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
+                for var, out in zip(eqn.outvars, outs, strict=True)
+            ]
+            alive.step(i, made, inner_peak)
+        self.source, self.phase = source, phase
+        return [self.read(env, atom) for atom in jaxpr.outvars], alive.peak
+
+    def read(self, env: dict[Any, Laid], atom: Any) -> Laid:
+        """Returns how an input of an equation lies."""
+        return _whole(atom) if is_literal(atom) else env[atom]
+
+    def equation(self, eqn: Any, env: dict[Any, Laid]) -> tuple[list[Laid], float]:
+        """Carries one equation's inputs through it."""
+        name = eqn.primitive.name
+        if name in _CALLS and (inner := inner_jaxprs(eqn)):
+            return self.call(eqn, inner[0], env)
+        self.settle_inputs(eqn, env)
+        inputs = [self.read(env, atom) for atom in eqn.invars]
+        if name == "scan":
+            return self.scan(eqn, inputs)
+        if name in ("while", "cond"):
+            return self.branches(eqn, inputs)
+        varies = any(x.varies for x in inputs)
+        rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
+        if rule is None:
+            return self.opaque(eqn, inputs), 0.0
+        return [dataclasses.replace(out, varies=varies) for out in rule(self, eqn, inputs)], 0.0
+
+    def settle_inputs(self, eqn: Any, env: dict[Any, Laid]) -> None:
+        """Sums the partial sums that an equation needs the values of, once for all that read them."""
+        name, inputs = eqn.primitive.name, [self.read(env, atom) for atom in eqn.invars]
+        if name in KEEPS_PARTIAL or (name in SUMS and len({x.partial for x in inputs}) == 1):
+            return
+        for atom, laid in zip(eqn.invars, inputs, strict=True):
+            if laid.partial:
+                env[atom] = self.settled(env[atom], atom.aval)
+
+    def opaque(self, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+        """Takes what an unknown primitive makes for whole, but for a leading dim that is one of its inputs'."""
+        name = eqn.primitive.name
+        if any(axis in self.counted for x in inputs for dim in x.dims for axis in dim):
+            self.give_up(f"what the primitive {name!r} does with a sharded input is not known")
+        leading = [
+            (a.aval.shape[0], x.dims[0]) for a, x in zip(eqn.invars, inputs, strict=True) if x.dims and x.dims[0]
+        ]
+        varies = any(x.varies for x in inputs)
+        outs = []
+        for var in eqn.outvars:
+            shape = getattr(var.aval, "shape", ())
+            first = next((dim for size, dim in leading if shape and shape[0] == size), ())
+            outs.append(Laid(dims=((first,) + ((),) * (len(shape) - 1)) if shape else (), varies=varies))
+        return outs
+
+    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, Laid]) -> tuple[list[Laid], float]:
+        """Goes into a call; what it sums is summed outside too."""
+        opened, _ = open_jaxpr(jaxpr)
+        inputs = [self.read(env, atom) for atom in eqn.invars]
+        if len(opened.invars) != len(inputs):
+            return self.opaque(eqn, inputs), 0.0
+        inner: dict[Any, Laid] = {}
+        outs, peak = self.run(opened, inputs, env=inner)
+        for atom, var in zip(eqn.invars, opened.invars, strict=True):
+            if not is_literal(atom) and env[atom].partial and not inner[var].partial:
+                env[atom] = inner[var]
+        return outs, peak
+
+    def scan(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
+        """Goes into a scan's body until its carry comes out as it went in."""
+        parts = scan_parts(eqn)
+        opened, _ = open_jaxpr(parts.jaxpr)
+        first = parts.num_consts + parts.num_carry
+        consts, carry, slices = inputs[: parts.num_consts], inputs[parts.num_consts : first], inputs[first:]
+        for x, atom in zip(slices, eqn.invars[first:], strict=True):
+            if x.dims[0]:
+                self.gather(x, atom.aval, x.dims[0])
+        slices = [dataclasses.replace(x, dims=x.dims[1:]) for x in slices]
+        of_params = zip(opened.invars[first:], slices, strict=True)
+        taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
+        self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
+        carried = opened.outvars[: parts.num_carry]
+        outer, moves, unknown = self.times, len(self.moves), self.unknown
+        self.times *= parts.length
+        for last in (*(False,) * (_MAX_ROUNDS - 1), True):
+            del self.moves[moves:]
+            self.unknown = unknown
+            outs, peak = self.run(opened, [*consts, *carry, *slices])
+            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+            joined = [_joined(x, out) for x, out in zip(carry, outs, strict=False)]
+            if joined == carry or last:
+                break
+            carry = joined
+        for x, out, var in zip(carry, outs, carried, strict=False):
+            if lost := [axis for dim, new in zip(x.dims, out.dims, strict=True) for axis in new if axis not in dim]:
+                self.gather(out, var.aval, lost)
+        self.times = outer
+        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[parts.num_carry :]]
+        return [*carry, *stacked], peak
+
+    def branches(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
+        """Goes into the branch of a `cond` that moves most, or once into the body of a `while`."""
+        if eqn.primitive.name == "while":
+            skipped = eqn.params["cond_nconsts"]
+            opened, _ = open_jaxpr(eqn.params["body_jaxpr"])
+            return self.run(opened, inputs[skipped:])
+        moves, best = len(self.moves), None
+        for branch in eqn.params["branches"]:
+            opened, _ = open_jaxpr(branch)
+            outs, peak = self.run(opened, inputs[1:])
+            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+            taken = self.moves[moves:]
+            del self.moves[moves:]
+            if best is None or sum(x.sent_bytes for x in taken) > sum(x.sent_bytes for x in best[2]):
+                best = outs, peak, taken
+        assert best is not None
+        self.moves += best[2]
+        return best[0], best[1]
+
+
+def _dim_of(dims: Dims, axis: str) -> int:
+    return next(i for i, dim in enumerate(dims) if axis in dim)
+
+
+def _joined(before: Laid, after: Laid) -> Laid:
+    """How a carry lies that goes in one way and comes out another: cut, where that is possible."""
+    taken = {axis for dim in before.dims for axis in dim}
+    dims = tuple(
+        new if not old and not taken & set(new) else old for old, new in zip(before.dims, after.dims, strict=True)
+    )
+    return Laid(dims=dims, varies=before.varies or after.varies)
+
+
+def _phase(stack: str, outer: str) -> str:
+    return "backward" if "transpose(" in stack or "rematted_computation" in stack else outer

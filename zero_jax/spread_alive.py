@@ -1,0 +1,52 @@
+"""What is alive as a jaxpr is run in its order: the bytes of activations before a compiler has seen them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from zero_jax.jaxprs import is_literal
+from zero_jax.spread_rules import ALIASES, HEAVY
+
+
+class Alive:
+    """Bytes alive as a jaxpr is run in its order; what only elementwise work reads and makes counts as fused."""
+
+    def __init__(self, jaxpr: Any, ends: Collection[int]):
+        self.peak, self.now = 0.0, 0.0
+        self.roots: dict[Any, Any] = {}
+        self.held: dict[Any, float] = {}
+        heavy_reads, last = set(), {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name in ALIASES:
+                pairs = zip(eqn.outvars, eqn.invars, strict=False)
+                self.roots.update((out, self.root(x)) for out, x in pairs if not is_literal(x))
+            for atom in eqn.invars:
+                if not is_literal(atom):
+                    last[self.root(atom)] = i
+                    if eqn.primitive.name in HEAVY:
+                        heavy_reads.add(self.root(atom))
+        self.outputs = {self.root(x) for x in jaxpr.outvars if not is_literal(x)}
+        self.ends = {self.root(x) for x in jaxpr.outvars if id(x) in ends}
+        self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in HEAVY}
+        self.heavy_reads = heavy_reads
+        self.dies: dict[int, list[Any]] = {}
+        for root, i in last.items():
+            self.dies.setdefault(i, []).append(root)
+
+    def root(self, var: Any) -> Any:
+        """Returns the value that a reshaped or transposed one is."""
+        return self.roots.get(var, var)
+
+    def step(self, i: int, made: Sequence[tuple[Any, float]], inner_peak: float) -> None:
+        """Counts what equation `i` makes, what is alive while it runs, and what dies after it."""
+        for var, num_bytes in made:
+            root = self.root(var)
+            is_stored = i in self.is_heavy or root in self.heavy_reads or root in self.outputs
+            if root is var and is_stored and root not in self.ends:
+                self.held[root] = num_bytes
+                self.now += num_bytes
+        self.peak = max(self.peak, self.now + inner_peak)
+        for root in self.dies.get(i, ()):
+            if root not in self.outputs:
+                self.now -= self.held.pop(root, 0.0)

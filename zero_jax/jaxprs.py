@@ -171,7 +171,7 @@ mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=
 
 # `join` is the identity on a value of which a copy is kept: `x, kept -> x`. Under `jax.checkpoint` the forward pass
 # uses `x`, and the recomputation makes it again from `kept`. Without it the forward pass would use the copy, too, and
-# XLA would move that there and back: JAX puts a `reduce_precision` on what is saved, and XLA cancels nothing through it.
+# XLA would move that there and back: JAX puts a `reduce_precision` on what is saved, and no move cancels through it.
 
 join_p = jex_core.Primitive("zero_join")
 
@@ -287,3 +287,30 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def is_on_host(aval: Any) -> bool:
     """Tells whether a value of a trace lies in host memory."""
     return "host" in str(getattr(aval, "memory_space", "")).lower()
+
+
+# --- `order` ---------------------------------------------------------------------------------------------------------
+# An `optimization_barrier` whose transpose is one too, over the cotangents that there are: JAX's own makes zeros for
+# the others in some releases, and so gradients for params that are frozen.
+
+order_p = jex_core.Primitive("zero_order")
+order_p.multiple_results = True
+
+
+def order(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays as they are, none before all are there; their cotangents likewise."""
+    return order_p.bind(*arrays) if len(arrays) > 1 else list(arrays)
+
+
+def _bind_present(values: Sequence[Any]) -> list[Any]:
+    present = [value for value in values if not isinstance(value, ad.Zero)]
+    ordered = iter(order(*present))
+    return [value if isinstance(value, ad.Zero) else next(ordered) for value in values]
+
+
+order_p.def_abstract_eval(lambda *avals: avals)
+order_p.def_impl(lambda *arrays: jax.jit(lax.optimization_barrier)(list(arrays)))
+ad.primitive_jvps[order_p] = lambda primals, tangents: (order(*primals), _bind_present(tangents))
+ad.primitive_transposes[order_p] = lambda cotangents, *_: _bind_present(cotangents)
+batching.primitive_batchers[order_p] = lambda arrays, dims: (order(*arrays), dims)
+mlir.register_lowering(order_p, mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True))

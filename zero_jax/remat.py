@@ -1,21 +1,159 @@
-"""Rematerialization of a loss function that knows nothing of it (work in progress: the transform follows)."""
+"""Rematerialization of a loss function that knows nothing of it.
+
+The function is traced to a jaxpr. Its blocks are the bodies of scans over stacked params, the repeated blocks of Python
+loops, and the model's own `jax.checkpoint` regions; each is evaluated inside a `jax.checkpoint` with the policy asked
+for, and its residuals are named, sharded over `model` and offloaded as asked. docs/remat.md shows what each costs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.mesh import Axes
+from zero_jax import jaxprs
+from zero_jax.mesh import Axes, axes_of
 from zero_jax.remat_policies import POLICIES, Remat, resolve_remat
+from zero_jax.remat_regions import Setting
+from zero_jax.remat_report import RematReport
+from zero_jax.remat_values import Mark, dims_on_model
+from zero_jax.remat_walk import Frame, Log, Walk
+from zero_jax.tree import PyTree
 
-__all__ = ["POLICIES", "Remat", "rematerialize", "resolve_remat"]
+__all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]
 
 
-def rematerialize(loss_fn: Callable[..., Any], remat: Remat, *, mesh: Mesh, axes: Axes) -> Callable[..., Any]:
-    """Transforms `loss_fn(params, ...)` so that its blocks are rematerialized as `remat` says."""
-    del mesh, axes
-    if not remat.is_own:
-        raise NotImplementedError(f"remat={remat.name!r} is not built yet")
-    return loss_fn
+def rematerialize(
+    loss_fn: Callable[..., Any], remat: str | Remat, *, mesh: Mesh, axes: Axes | None = None, specs: PyTree = None
+) -> Callable[..., Any]:
+    """Transforms `loss_fn(params, ...)` so that its blocks are rematerialized as `remat` says.
+
+    The result computes the same values and has the same derivatives. It is ordinary traced code: `gather_on_use` of it
+    gathers sharded params inside the recomputed blocks.
+
+    Args:
+      loss_fn: any traceable function of a params pytree and further arguments.
+      remat: the policy, or its name in `POLICIES`.
+      mesh: the mesh.
+      axes: the roles of its axes; None finds them by name.
+      specs: how the params lie over `model` (a spec for each leaf, or a prefix of the tree); None if they do not.
+
+    Returns:
+      A function with the signature of `loss_fn`.
+
+    Raises:
+      ValueError: residuals are to be sharded on a mesh without a `model` axis; or, when it is traced: the model has no
+        block that the policy could apply to, or names to keep that it does not use.
+    """
+    remat, axes = resolve_remat(remat), axes or axes_of(mesh)
+    if remat.is_own:
+        return loss_fn
+    setting = Setting(remat=remat, mesh=mesh, axes=axes, batch_sizes=frozenset())
+    if remat.residuals == "sharded" and setting.num_shards == 1:
+        raise ValueError(
+            f"remat={remat.name!r} shards residuals over `model`, but the mesh is {dict(mesh.shape)}: make it with "
+            f"zero.make_mesh(model=...), or choose {dataclasses.replace(remat, residuals='device').name!r} or "
+            f"{dataclasses.replace(remat, residuals='offloaded').name!r}"
+        )
+
+    @functools.wraps(loss_fn)
+    def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        log = Log([], [], measure=False)
+        out = _transform(loss_fn, setting, specs, log, params, args, kwargs)
+        if not log.rows and remat.policy != "none":
+            raise ValueError(_nothing_found(remat, log))
+        return out
+
+    return transformed
+
+
+def remat_report(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    remat: str | Remat,
+    mesh: Mesh,
+    axes: Axes | None = None,
+    specs: PyTree = None,
+) -> RematReport:
+    """Reports the blocks that `rematerialize` finds in a function, what they keep, and what it had to leave alone.
+
+    Args:
+      loss_fn: the function, as for `rematerialize`.
+      params: arrays or `ShapeDtypeStruct`s.
+      *args: its further arguments, likewise.
+      remat: the policy, or its name.
+      mesh: the mesh.
+      axes: the roles of its axes; None finds them by name.
+      specs: how the params lie over `model`.
+    """
+    setting = Setting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
+    log = Log([], [], measure=True)
+    leaves, tree = jax.tree.flatten((params, args))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def call(arrays: list[Any]) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        params, args = tree.unflatten(full.values())
+        return _transform(loss_fn, setting, specs, log, params, args, {})
+
+    jax.eval_shape(call, [leaves[i] for i in places])
+    return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
+
+
+def _nothing_found(remat: Remat, log: Log) -> str:
+    """Says why a policy does nothing for a model, and what to do."""
+    if remat.policy == "own":
+        return (
+            f"remat={remat.name!r} places the residuals of the model's own jax.checkpoint regions, but it has none: "
+            f"choose {dataclasses.replace(remat, policy='full').name!r}, which makes regions of its blocks"
+        )
+    left = "".join(f"; left alone: {item}" for item in dict.fromkeys(log.left))
+    return (
+        f"remat={remat.name!r} finds nothing to recompute: no scan over stacked params, no repeated block that the "
+        f"policy applies to, no jax.checkpoint{left}; choose remat='own', or put jax.checkpoint around what is large"
+    )
+
+
+def _transform(
+    loss_fn: Callable[..., Any],
+    setting: Setting,
+    specs: PyTree,
+    log: Log,
+    params: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def function(params: PyTree, values: list[Any]) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(traced, values, strict=True))
+        args, kwargs = tree.unflatten(full.values())
+        return loss_fn(params, *args, **kwargs)
+
+    values = [leaves[i] for i in traced]
+    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, values)
+    sizes = frozenset(value.shape[0] for value in values if value.ndim)
+    walk = Walk(dataclasses.replace(setting, batch_sizes=sizes), log)
+    marks = [*_param_marks(params, specs, setting), *(Mark("value", held=True) for _ in values)]
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    walk.check_names(jaxpr)
+    outs = walk.run(jaxpr, consts, [*jax.tree.leaves(params), *values], marks, Frame(in_loop=False, times=1))
+    return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])
+
+
+def _param_marks(params: PyTree, specs: PyTree, setting: Setting) -> list[Mark]:
+    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
+    leaves, tree = jax.tree.flatten(params)
+    try:
+        full = tree.flatten_up_to(jax.tree.broadcast(specs, params, is_leaf=is_spec))
+    except ValueError as error:
+        raise ValueError(f"the specs are not a prefix of the params: {error}") from error
+    model = setting.axes.model
+    return [Mark("param", dims_on_model(spec, jnp.ndim(x), model)) for x, spec in zip(leaves, full, strict=True)]

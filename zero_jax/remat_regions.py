@@ -1,0 +1,198 @@
+"""A region of a function that is recomputed: what of it is kept for the backward pass, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax import jaxprs
+from zero_jax.jaxprs import Chain
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.remat_policies import Remat
+from zero_jax.remat_values import (
+    Mark,
+    all_values,
+    attention_cores,
+    is_large,
+    mark_values,
+    pinned_dims,
+    placed_dim,
+    products_with_weights,
+)
+
+# The names of what is kept as it is, and of what is kept elsewhere.
+KEPT, PLACED = "zero_kept", "zero_residual"
+_INLINED = ("jit", "pjit", "closed_call")
+REMAT = ("remat2", "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a transform is to do, and for which mesh; `batch_sizes` tell the dims of examples."""
+
+    remat: Remat
+    mesh: Mesh
+    axes: Axes
+    batch_sizes: frozenset[int]
+
+    @property
+    def num_shards(self) -> int:
+        """Devices along the axes of the model."""
+        return axis_size(self.mesh, self.axes.model)
+
+    def marks(self, jaxpr: Any, marks: Sequence[Mark]) -> dict[Any, Mark]:
+        """Returns a mark for each variable of a jaxpr."""
+        return mark_values(jaxpr, marks, mesh=self.mesh, model=self.axes.model)
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], *, unwrap: bool) -> list[Any]:
+    """Evaluates a jaxpr with plain nested `jit`s in place; and, to `unwrap`, with `jax.checkpoint`s as if not there."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+    read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, evaluate_eqn(eqn, [*map(read, eqn.invars)], unwrap=unwrap), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def evaluate_eqn(eqn: Any, values: list[Any], *, unwrap: bool) -> list[Any]:
+    """Evaluates an equation as `evaluate` does."""
+    is_plain = eqn.primitive.name in _INLINED and not jaxprs.has_explicit_shardings(eqn)
+    if not is_plain and not (unwrap and eqn.primitive.name in REMAT):
+        return jaxprs.bind(eqn, values)
+    (inner,) = jaxprs.inner_jaxprs(eqn)
+    jaxpr, consts = jaxprs.open_jaxpr(inner)
+    with jaxprs.source_context(eqn):
+        return evaluate(jaxpr, consts, values, unwrap=unwrap)
+
+
+def flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """Traces a function of arrays that calls `evaluate`; returns its open jaxpr and constants."""
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals
+    ]
+    return jaxprs.open_jaxpr(jax.make_jaxpr(function)(*shapes))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of all that lie in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs.inner_jaxprs(eqn):
+            yield from equations(jaxprs.open_jaxpr(inner)[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Region:
+    """A flat jaxpr that is to be recomputed.
+
+    Attributes:
+      setting: what to do.
+      jaxpr: the open jaxpr.
+      consts: its constants.
+      marks: for each input what is known of it.
+      movable: for each input whether it may be kept elsewhere: it is alive for this region alone.
+      own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
+    """
+
+    setting: Setting
+    jaxpr: Any
+    consts: Sequence[Any]
+    marks: Sequence[Mark]
+    movable: Sequence[bool]
+    own_policy: Callable[..., Any] | None = None
+
+    @functools.cached_property
+    def known(self) -> dict[Any, Mark]:
+        """A mark for each variable; inputs that the region itself shards over the model are marked so."""
+        known = self.setting.marks(self.jaxpr, self.marks)
+        model = self.setting.axes.model
+        for eqn in self.jaxpr.eqns:
+            dims = pinned_dims(eqn, model)
+            var = eqn.invars[0] if dims is not None else None
+            if var is not None and not jaxprs.is_literal(var) and known[var].dims is None:
+                known[var] = dataclasses.replace(known[var], dims=dims)
+        return known
+
+    @functools.cached_property
+    def kept(self) -> set[Any]:
+        """What the policy keeps of what the region makes."""
+        remat, jaxpr = self.setting.remat, self.jaxpr
+        if remat.policy == "full":
+            return set()
+        if remat.policy == "own":
+            return {v for eqn in jaxpr.eqns if jaxprs.is_kept(self.own_policy, eqn) for v in eqn.outvars}
+        if remat.policy == "names":
+            named = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in remat.names)
+            return {var for eqn in named for var in eqn.outvars}
+        products = products_with_weights(jaxpr, self.known)
+        if remat.policy == "dots":
+            return products
+        cores = self.cores
+        if remat.residuals == "device":
+            return all_values(jaxpr, self.known) - cores.inner
+        # What lies between the products is cheap to compute again, and would have to be gathered otherwise.
+        return (products | cores.results) - cores.inner
+
+    @functools.cached_property
+    def cores(self) -> Any:
+        """The cores of attention in the region."""
+        return attention_cores(self.jaxpr, self.known)
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        """The policy for `jax.checkpoint`."""
+        remat = self.setting.remat
+        ours = [KEPT, PLACED] if remat.residuals != "offloaded" else [KEPT]
+        away = [PLACED] if remat.residuals == "offloaded" else []
+        # Names and products may also lie in loops within the region, where nothing is placed.
+        (away if remat.residuals == "offloaded" else ours).extend(remat.names)
+        return jaxprs.keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Evaluates the region with its residuals named and placed."""
+        env: dict[Any, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        for var, array, movable in zip(self.jaxpr.invars, arrays, self.movable, strict=True):
+            env[var] = self.place(var, array) if movable and self.leaves(var) else array
+        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+        for eqn in self.jaxpr.eqns:
+            outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                env[var] = self.place(var, out) if var in self.kept else out
+        return [read(atom) for atom in self.jaxpr.outvars]
+
+    def leaves(self, var: Any) -> bool:
+        """Tells whether an input is worth keeping elsewhere than where it is."""
+        if self.setting.remat.residuals == "device" or self.known[var].kind != "value" or not is_large(var.aval):
+            return False
+        return self.setting.remat.residuals == "offloaded" or self.dim(var) is not None
+
+    def dim(self, var: Any) -> int | None:
+        """Returns the dim that a residual is sharded on over the model, or None."""
+        if self.setting.num_shards == 1 or self.known[var].dims is not None:
+            return None
+        return placed_dim(var.aval.shape, self.setting.num_shards, self.setting.batch_sizes)
+
+    def place(self, var: Any, array: Any) -> Any:
+        """Names a value for the policy to keep, and says where."""
+        remat = self.setting.remat
+        if remat.residuals == "device" or not is_large(var.aval):
+            return checkpoint_name(array, KEPT)
+        dim = self.dim(var)
+        if dim is None:
+            return checkpoint_name(array, PLACED if remat.residuals == "offloaded" else KEPT)
+        # Every other dim stays as it is. Both sides need both pins: without them the partitioner makes the copy whole,
+        # or shards what is computed like the copy.
+        shard, whole = (self.sharding(array.ndim, dim, axes) for axes in (self.setting.axes.model, None))
+        return jaxprs.keep(array, name=PLACED, shard=Chain((whole, shard)), unshard=Chain((shard, whole)))
+
+    def sharding(self, num_dims: int, dim: int, axes: tuple[str, ...] | None) -> NamedSharding:
+        """Returns the sharding of one dim, with the others as they are."""
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * num_dims
+        entries[dim] = axes
+        return NamedSharding(self.setting.mesh, PartitionSpec(*entries))

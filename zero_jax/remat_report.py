@@ -1,0 +1,114 @@
+"""What rematerialization did with a function, and what it keeps between the passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zero_jax import jaxprs
+from zero_jax.mesh import axis_size
+from zero_jax.remat_policies import Remat
+from zero_jax.remat_regions import Region, flat
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """What a region keeps for its backward pass, params and constants aside, in bytes on each device and its host."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+_NOTHING = Residuals(device_bytes=0, host_bytes=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionRow:
+    """A region that is recomputed.
+
+    Attributes:
+      where: the line of the model.
+      kind: what it is.
+      times: how often it runs in a forward pass.
+      without: what one run of it keeps if nothing is recomputed.
+      kept: what one run of it keeps.
+    """
+
+    where: str
+    kind: str
+    times: int
+    without: Residuals = _NOTHING
+    kept: Residuals = _NOTHING
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """Something that was left as it is: where, what, and why."""
+
+    where: str
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematReport:
+    """The regions of a function and what they keep; prints as a table, with what was left alone below."""
+
+    remat: Remat
+    regions: tuple[RegionRow, ...]
+    left: tuple[Left, ...]
+
+    @property
+    def kept(self) -> Residuals:
+        """The bytes that all regions together keep."""
+        return _total([(row.times, row.kept) for row in self.regions])
+
+    @property
+    def without(self) -> Residuals:
+        """The bytes that they would keep if nothing were recomputed."""
+        return _total([(row.times, row.without) for row in self.regions])
+
+    def __str__(self) -> str:
+        lines = [str(self.remat), f"{'times':>5}  {'all MB':>10}  {'kept MB':>10}  {'on host MB':>10}  where"]
+        for row in self.regions:
+            sizes = (row.without.device_bytes, row.kept.device_bytes, row.kept.host_bytes)
+            cells = "  ".join(f"{row.times * size / 1e6:10.3f}" for size in sizes)
+            lines.append(f"{row.times:5d}  {cells}  {row.kind} at {row.where}")
+        if not self.regions:
+            lines.append("no blocks: no scan over stacked params, no repeated block, no jax.checkpoint")
+        return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
+
+
+def _total(rows: list[tuple[int, Residuals]]) -> Residuals:
+    return Residuals(
+        device_bytes=sum(times * kept.device_bytes for times, kept in rows),
+        host_bytes=sum(times * kept.host_bytes for times, kept in rows),
+    )
+
+
+def residuals_of(function: Callable[[Any], list[Any]], region: Region) -> Residuals:
+    """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
+    setting = region.setting
+    linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731
+    jaxpr, _ = flat(linearized, [var.aval for var in region.jaxpr.invars])
+    known = setting.marks(jaxpr, region.marks)
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    bytes_at = {"device": 0, "host": 0}
+    for var in dict.fromkeys(atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)):
+        mark, eqn = known[var], made_by.get(var)
+        if mark.kind != "value" or mark.held or not hasattr(var.aval.dtype, "itemsize"):
+            continue
+        shards = 1
+        if any(size in setting.batch_sizes for size in var.aval.shape):
+            shards *= axis_size(setting.mesh, setting.axes.batch)
+        for axes in mark.dims or ():
+            shards *= axis_size(setting.mesh, axes)
+        place = "host" if eqn is not None and eqn.primitive.name == "device_put" else "device"
+        bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
+    return Residuals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

@@ -1,0 +1,218 @@
+"""What is known of the values of a trace, and which of them a remat policy keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax import jaxprs
+from zero_jax.mesh import axis_size
+from zero_jax.passthrough import is_contraction, is_float, passthrough
+from zero_jax.spec import Dims, carries, dims_of
+
+# Smaller values cost less where they are than a collective or a transfer does.
+MIN_PLACED_BYTES = 4096
+# What `passthrough` declines because it is not for the shard of a param.
+_AS_THEIR_INPUT = ("convert_element_type", "device_put", "zero_join", "zero_reshard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What is known of a value.
+
+    Attributes:
+      kind: `param` if it is made of params (and constants) alone, `const` if of constants alone, else `value`.
+      dims: the axes of the model that its dims are sharded over; None if none is known to be.
+      held: whether it is alive until the backward pass whatever a region keeps.
+    """
+
+    kind: str
+    dims: Dims | None = None
+    held: bool = False
+
+
+VALUE, CONST = Mark("value"), Mark("const")
+
+
+def mark_values(jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]) -> dict[Any, Mark]:
+    """Returns a mark for each variable of an open jaxpr, from those of its inputs."""
+    env = dict(zip(jaxpr.invars, marks, strict=True))
+    # Arrays that a function closes over may be its batch: only scalars are sure to be mere constants.
+    env.update((var, Mark("value", held=True) if var.aval.shape else CONST) for var in jaxpr.constvars)
+    for eqn in jaxpr.eqns:
+        ins = [CONST if jaxprs.is_literal(atom) else env[atom] for atom in eqn.invars]
+        kinds = {mark.kind for mark in ins}
+        kind = "value" if "value" in kinds or eqn.effects else "param" if "param" in kinds else "const"
+        for var in eqn.outvars:
+            env[var] = Mark(kind, _model_dims(eqn, var, [mark.dims for mark in ins], mesh, model))
+    return env
+
+
+def dims_on_model(sharding: Any, num_dims: int, model: tuple[str, ...]) -> Dims | None:
+    """Returns the axes of the model in a sharding or spec, or None if it has none."""
+    if not isinstance(sharding, NamedSharding) and hasattr(sharding, "device_set"):
+        return None
+    dims = tuple(tuple(axis for axis in axes if axis in model) for axes in dims_of(sharding, num_dims))
+    return dims if carries(dims, model) else None
+
+
+def pinned_dims(eqn: Any, model: tuple[str, ...]) -> Dims | None:
+    """Returns the axes of the model that an equation constrains a value to, or None."""
+    sharding = None
+    if eqn.primitive.name == "sharding_constraint":
+        sharding = eqn.params["sharding"]
+    elif eqn.primitive is jaxprs.reshard_p and eqn.params["forward"].shardings:
+        sharding = eqn.params["forward"].shardings[-1]
+    return None if sharding is None else dims_on_model(sharding, len(eqn.outvars[0].aval.shape), model)
+
+
+def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: tuple[str, ...]) -> Dims | None:
+    name, shape = eqn.primitive.name, getattr(var.aval, "shape", ())
+    if name == "sharding_constraint" or (eqn.primitive is jaxprs.reshard_p and eqn.params["forward"].shardings):
+        return pinned_dims(eqn, model)
+    if all(dims is None for dims in ins):
+        return None
+    if name == "dot_general":
+        dims = _product_dims(eqn, ins)
+    elif jaxprs.inner_jaxprs(eqn) or name in _AS_THEIR_INPUT:
+        # An activation function, say: what has the shape of an input lies as that does.
+        same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
+        dims = same[0] if same else None
+    else:
+        dims = passthrough(eqn, ins, lambda dims, i: axis_size(mesh, dims[i]))
+    return dims if dims is not None and len(dims) == len(shape) and carries(dims, model) else None
+
+
+def _product_dims(eqn: Any, ins: Sequence[Dims | None]) -> Dims:
+    (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
+    lhs, rhs = (dims or ((),) * atom.aval.ndim for dims, atom in zip(ins, eqn.invars, strict=True))
+    batch = [lhs[i] or rhs[j] for i, j in zip(batch_lhs, batch_rhs, strict=True)]
+    free = [dim for i, dim in enumerate(lhs) if i not in (*contract_lhs, *batch_lhs)]
+    free += [dim for i, dim in enumerate(rhs) if i not in (*contract_rhs, *batch_rhs)]
+    return (*batch, *free)
+
+
+def is_large(aval: Any) -> bool:
+    """Tells whether a value is worth placing: a floating array of some size."""
+    return hasattr(aval, "shape") and is_float(aval) and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
+
+
+def placed_dim(shape: Sequence[int], num_shards: int, batch_sizes: frozenset[int]) -> int | None:
+    """Returns the dim to shard a residual on: of those that are no batch dim, the first that divides."""
+    batch = {i for i, size in enumerate(shape) if size in batch_sizes} or {0}
+    return next((i for i, size in enumerate(shape) if i not in batch and size and size % num_shards == 0), None)
+
+
+# --- what policies keep -----------------------------------------------------------------------------------------------
+
+
+def products_with_weights(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
+    """Returns the results of products of activations with params."""
+    return {
+        var
+        for eqn in jaxpr.eqns
+        if is_contraction(eqn) and {_mark(atom, marks).kind for atom in eqn.invars} == {"param", "value"}
+        for var in eqn.outvars
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCores:
+    """The cores of attention in a jaxpr: what lies within them, and their results."""
+
+    inner: frozenset[Any]
+    results: frozenset[Any]
+
+
+def attention_cores(jaxpr: Any, marks: dict[Any, Mark]) -> AttentionCores:
+    """Finds what lies between the product of queries with keys and the product with values.
+
+    A core is two products of activations with a softmax (an exponential) between; to it belongs what is computed for
+    it alone without any activation, such as masks and dropout.
+    """
+    inner: set[Any] = set()
+    results: set[Any] = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        if _of_activations(eqn, marks):
+            found, ends = _core(jaxpr.eqns[i:], marks)
+            inner |= found
+            results |= ends
+    if inner:
+        inner |= _made_for(jaxpr, inner, marks)
+    return AttentionCores(frozenset(inner - results), frozenset(results))
+
+
+def _core(eqns: Sequence[Any], marks: dict[Any, Mark]) -> tuple[set[Any], set[Any]]:
+    """Returns what lies between a product and the next one of activations on its way, and the results of that."""
+    first = eqns[0]
+    shape = sorted(first.outvars[0].aval.shape)
+    reached, ends = set(first.outvars), []
+    for eqn in eqns[1:]:
+        hits = [not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars]
+        if not any(hits):
+            continue
+        if _of_activations(eqn, marks):
+            if sum(hits[:2]) == 1:
+                ends.append(eqn)
+        elif not is_contraction(eqn) or sorted(eqn.outvars[0].aval.shape) == shape:
+            reached.update(eqn.outvars)
+    inner: set[Any] = set()
+    results: set[Any] = set()
+    for end in ends:
+        needed = {atom for atom in end.invars if not jaxprs.is_literal(atom)} & reached
+        between: list[Any] = []
+        for eqn in reversed(eqns):
+            if needed.intersection(eqn.outvars) and reached.intersection(eqn.outvars):
+                between.append(eqn)
+                needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+        if any(_exponentiates(eqn) for eqn in between):
+            inner.update(var for eqn in between for var in eqn.outvars)
+            results.update(end.outvars)
+    return inner, results
+
+
+def _of_activations(eqn: Any, marks: dict[Any, Mark]) -> bool:
+    return eqn.primitive.name == "dot_general" and all(_mark(atom, marks).kind == "value" for atom in eqn.invars)
+
+
+def _exponentiates(eqn: Any) -> bool:
+    if eqn.primitive.name in ("exp", "exp2"):
+        return True
+    return any(_exponentiates(e) for inner in jaxprs.inner_jaxprs(eqn) for e in jaxprs.open_jaxpr(inner)[0].eqns)
+
+
+def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:
+    """Returns what is used in a core alone and made of no activation: of keys, integers and constants."""
+    light = {var for var in (*jaxpr.invars, *jaxpr.constvars) if marks[var].kind != "value" or not is_float(var.aval)}
+    for eqn in jaxpr.eqns:
+        if all(jaxprs.is_literal(atom) or atom in light for atom in eqn.invars):
+            light.update(eqn.outvars)
+    used_outside = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
+    made: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        used = set(eqn.outvars) - used_outside
+        alone = set(eqn.outvars) <= inner | (light & used)
+        if alone:
+            made.update(set(eqn.outvars) - inner)
+        else:
+            used_outside.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+    return made
+
+
+def all_values(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
+    """Returns everything that equations make of activations, numbers only."""
+    numbers = (jnp.number, jnp.bool_)
+    return {
+        var
+        for eqn in jaxpr.eqns
+        for var in eqn.outvars
+        if marks[var].kind == "value" and any(jnp.issubdtype(var.aval.dtype, kind) for kind in numbers)
+    }
+
+
+def _mark(atom: Any, marks: dict[Any, Mark]) -> Mark:
+    return CONST if jaxprs.is_literal(atom) else marks[atom]

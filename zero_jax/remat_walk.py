@@ -1,0 +1,287 @@
+"""The walk over a function's jaxpr that finds its blocks and evaluates each as a region that is recomputed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from zero_jax import jaxprs
+from zero_jax.blocks import find_blocks
+from zero_jax.passthrough import narrows
+from zero_jax.remat_regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
+from zero_jax.remat_report import Left, RegionRow, residuals_of
+from zero_jax.remat_values import CONST, VALUE, Mark, is_large
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What a walk notes for the report: regions (with their residuals, to `measure` them), and what is left alone."""
+
+    rows: list[RegionRow]
+    left: list[Left]
+    measure: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Where a jaxpr is: in a loop that is not over layers, and how often it runs."""
+
+    in_loop: bool
+    times: int
+
+
+class Walk:
+    """One walk over one trace of a function, which finds its blocks and evaluates them as regions."""
+
+    def __init__(self, setting: Setting, log: Log):
+        self.setting = setting
+        self.policy = setting.remat.policy
+        self.log = log
+
+    def check_names(self, jaxpr: Any) -> None:
+        """Refuses names that the model does not use."""
+        known = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
+        for name in self.setting.remat.names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"remat={self.setting.remat.name!r} keeps values named {name!r}, but the model names none so: "
+                    f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
+                )
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], marks: Sequence[Mark], frame: Frame
+    ) -> list[Any]:
+        """Evaluates a jaxpr."""
+        inlined = functools.partial(evaluate, jaxpr, consts, unwrap=False)
+        jaxpr, consts = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        known = self.setting.marks(jaxpr, marks)
+        blocks = {}
+        if self.policy != "own":
+            blocks = {b.start: b for b in find_blocks(jaxpr, [mark.kind == "param" for mark in marks])}
+        readers = _num_readers(jaxpr, blocks)
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+        i = 0
+        while i < len(jaxpr.eqns):
+            eqn, block = jaxpr.eqns[i], blocks.get(i)
+            reads = eqn.invars if block is None else block.reads
+            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in reads]
+            shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in reads]
+            ins = [dataclasses.replace(m, held=m.held or s) for m, s in zip(ins, shared, strict=True)]
+            values = [read(atom) for atom in reads]
+            if block is not None:
+                outs = self.block(jaxpr, block, values, ins, frame)
+                env.update(zip(block.writes, outs, strict=True))
+                i = block.stop
+                continue
+            env.update(zip(eqn.outvars, self.eqn(eqn, values, ins, frame), strict=True))
+            i += 1
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def eqn(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+        """Evaluates an equation that is no part of a repeated block."""
+        name = eqn.primitive.name
+        if name in REMAT:
+            return self.own_region(eqn, values, marks, frame)
+        if name == "scan" and any(mark.kind == "param" for mark in marks):
+            return self.scan(eqn, values, marks, frame)
+        if name == "cond" and _has_blocks(eqn):
+            return self.cond(eqn, values, marks, frame)
+        if name not in ("scan", "cond") and _has_blocks(eqn) and any(mark.kind == "param" for mark in marks):
+            self.leave(eqn, f"{name} is not looked into")
+        return jaxprs.bind(eqn, values)
+
+    # --- regions -------------------------------------------------------------------------------------------------
+
+    def block(self, jaxpr: Any, block: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+        """One turn of a Python loop over layers."""
+        eqns = jaxpr.eqns[block.start : block.stop]
+
+        def turn(*arrays: Any) -> list[Any]:
+            env: dict[Any, Any] = dict(zip(block.reads, arrays, strict=True))
+            read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+            for eqn in eqns:
+                env.update(zip(eqn.outvars, evaluate_eqn(eqn, [*map(read, eqn.invars)], unwrap=True), strict=True))
+            return [env[var] for var in block.writes]
+
+        traced = flat(turn, [var.aval for var in block.reads])
+        return self.region(eqns[0], "block of a Python loop", traced, values, marks, frame, prevent_cse=True)
+
+    def own_region(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+        """A `jax.checkpoint` of the model's own."""
+        (inner,) = jaxprs.inner_jaxprs(eqn)
+        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        if self.policy != "own" and frame.in_loop:
+            # Such as a loss in chunks: what it recomputes is no block of the model.
+            self.leave(eqn, "a jax.checkpoint in a loop that is not over layers keeps its own policy")
+            return jaxprs.bind(eqn, values)
+        if self.policy == "none" or (self.policy != "own" and self.holds_blocks(jaxpr, marks)):
+            with jaxprs.source_context(eqn):
+                return self.run(jaxpr, consts, values, marks, frame)
+        own = self.policy == "own"
+        inlined = functools.partial(evaluate, jaxpr, consts, unwrap=not own)
+        traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        prevent_cse = eqn.params["prevent_cse"]
+        prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
+        own_policy = eqn.params["policy"] if own else None
+        return self.region(
+            eqn, "jax.checkpoint", traced, values, marks, frame, prevent_cse=prevent_cse, own_policy=own_policy
+        )
+
+    def holds_blocks(self, jaxpr: Any, marks: list[Mark]) -> bool:
+        """Tells whether there are blocks within a region."""
+        inlined = functools.partial(evaluate, jaxpr, (), unwrap=False)
+        jaxpr, _ = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        known = self.setting.marks(jaxpr, marks)
+        for eqn in jaxpr.eqns:
+            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in eqn.invars]
+            if eqn.primitive.name == "scan" and _is_over_layers(eqn, ins):
+                return True
+        return bool(find_blocks(jaxpr, [mark.kind == "param" for mark in marks]))
+
+    def region(
+        self,
+        eqn: Any,
+        kind: str,
+        traced: tuple[Any, Sequence[Any]],
+        values: Sequence[Any],
+        marks: Sequence[Mark],
+        frame: Frame,
+        *,
+        prevent_cse: bool,
+        own_policy: Any = None,
+    ) -> list[Any]:
+        """Evaluates a flat jaxpr inside a `jax.checkpoint`."""
+        jaxpr, consts = traced
+        movable = [not mark.held for mark in marks]
+        region = Region(
+            setting=self.setting, jaxpr=jaxpr, consts=consts, marks=marks, movable=movable, own_policy=own_policy
+        )
+        plain = functools.partial(evaluate, jaxpr, consts, unwrap=False)
+        if self.policy == "none":
+            self.note(eqn, kind, region, plain, frame.times)
+            return plain(values)
+        if jaxpr.effects and kind != "jax.checkpoint":
+            self.leave(eqn, f"it has effects, {', '.join(map(str, jaxpr.effects))}, which must not run twice")
+            return plain(values)
+        if self.policy == "attention" and not region.cores.inner:
+            self.leave(eqn, "no attention in it, so nothing of it is recomputed")
+            return plain(values)
+        for var, moves in zip(jaxpr.invars, movable, strict=True):
+            large = moves and region.known[var].kind == "value" and is_large(var.aval)
+            if large and self.setting.remat.residuals == "sharded" and not region.leaves(var):
+                lies = region.known[var].dims is not None
+                reason = "already sharded over `model`" if lies else f"no dim of {var.aval.shape} divides"
+                self.leave(eqn, f"a residual is not sharded: {reason}")
+        recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=prevent_cse)
+        self.note(eqn, kind, region, lambda values: recomputed(*values), frame.times)
+        return recomputed(*values)
+
+    # --- loops and branches ----------------------------------------------------------------------------------------
+
+    def scan(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+        """The body of a scan over layers is a block; into other loops that use params the walk descends."""
+        parts = jaxprs.scan_parts(eqn)
+        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
+        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
+        consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
+        is_block = self.policy != "own" and _is_over_layers(eqn, marks)
+        inside = [
+            *(dataclasses.replace(mark, held=True) for mark in marks[:num_consts]),
+            *(dataclasses.replace(VALUE, dims=mark.dims) for mark in marks[num_consts:num_state]),
+            *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in marks[num_state:]),
+        ]
+        inlined = functools.partial(evaluate, jaxpr, inner_consts, unwrap=is_block)
+        traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars]) if is_block else None
+        inside = self.carried(jaxpr, inside, parts)
+        is_layers = _is_over_layers(eqn, marks)
+        frame = Frame(in_loop=not is_layers, times=frame.times * parts.length)
+
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            arrays = [*consts, *carry, *x]
+            if traced is None:
+                outs = self.run(jaxpr, inner_consts, arrays, inside, frame)
+            else:
+                outs = self.region(eqn, "scan body", traced, arrays, inside, frame, prevent_cse=False)
+            return outs[: parts.num_carry], outs[parts.num_carry :]
+
+        with jaxprs.source_context(eqn):
+            carry, ys = lax.scan(body, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
+        return [*carry, *ys]
+
+    def carried(self, jaxpr: Any, marks: list[Mark], parts: jaxprs.ScanParts) -> list[Mark]:
+        """Marks the carries that the body itself leaves sharded over the model."""
+        inlined = functools.partial(evaluate, jaxpr, (), unwrap=True)
+        opened, _ = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        known = self.setting.marks(opened, marks)
+        marks = list(marks)
+        for i, atom in enumerate(opened.outvars[: parts.num_carry]):
+            dims = None if jaxprs.is_literal(atom) else known[atom].dims
+            marks[parts.num_consts + i] = dataclasses.replace(marks[parts.num_consts + i], dims=dims)
+        return marks
+
+    def cond(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+        """Descends into the branches."""
+
+        def branch(inner: Any) -> Callable[..., list[Any]]:
+            jaxpr, consts = jaxprs.open_jaxpr(inner)
+            return lambda *arrays: self.run(jaxpr, consts, arrays, marks[1:], frame)
+
+        with jaxprs.source_context(eqn):
+            return list(lax.switch(values[0], [branch(inner) for inner in eqn.params["branches"]], *values[1:]))
+
+    # --- the report ----------------------------------------------------------------------------------------------
+
+    def leave(self, eqn: Any, reason: str) -> None:
+        """Notes what is not rematerialized, or not placed."""
+        self.log.left.append(Left(where=jaxprs.source_line(eqn), what=eqn.primitive.name, reason=reason))
+
+    def note(self, eqn: Any, kind: str, region: Region, function: Callable[..., Any], times: int) -> None:
+        """Notes a region and its residuals."""
+        row = RegionRow(where=jaxprs.source_line(eqn), kind=kind, times=times)
+        if self.log.measure:
+            plain = functools.partial(evaluate, region.jaxpr, region.consts, unwrap=False)
+            row = dataclasses.replace(row, without=residuals_of(plain, region), kept=residuals_of(function, region))
+        same = [i for i, old in enumerate(self.log.rows) if dataclasses.replace(old, times=times) == row]
+        if same:
+            row = dataclasses.replace(row, times=times + self.log.rows.pop(same[0]).times)
+        self.log.rows.append(row)
+
+
+def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
+    """Tells whether a scan takes a slice of some params in each turn, stacked or by index."""
+    parts = jaxprs.scan_parts(eqn)
+    if any(mark.kind == "param" for mark in marks[parts.num_consts + parts.num_carry :]):
+        return True
+    jaxpr, _ = jaxprs.open_jaxpr(parts.jaxpr)
+    invariant = {
+        var for var, mark in zip(jaxpr.invars, marks[: parts.num_consts], strict=False) if mark.kind == "param"
+    }
+    return any(narrows(e) and e.invars[0] in invariant for e in equations(jaxpr) if not jaxprs.is_literal(e.invars[0]))
+
+
+def _has_blocks(eqn: Any) -> bool:
+    """Tells whether there is a loop or a `jax.checkpoint` anywhere in an equation."""
+    inner = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs.inner_jaxprs(eqn))
+    return any(found.primitive.name in ("scan", *REMAT) for jaxpr in inner for found in equations(jaxpr))
+
+
+def _num_readers(jaxpr: Any, blocks: dict[int, Any]) -> collections.Counter:
+    """Counts by how many blocks, regions and loops each variable is read."""
+    counts: collections.Counter = collections.Counter()
+    for block in blocks.values():
+        counts.update(set(block.reads))
+    covered = {i for block in blocks.values() for i in range(block.start, block.stop)}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i not in covered and eqn.primitive.name in ("scan", *REMAT):
+            counts.update({atom for atom in eqn.invars if not jaxprs.is_literal(atom)})
+    return counts

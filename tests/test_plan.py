@@ -133,10 +133,10 @@ def test_what_does_not_fit_is_told_with_its_size(cache):
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (planned.killed, "was killed while lowering; most likely this machine ran out of memory"),
+        (planned.killed, "was killed while tracing; most likely this machine ran out of memory"),
         (
             planned.crashed,
-            r"was ended by SIGABRT while lowering. Its last words:\n(.*\n)*  .*the compiler's last words",
+            r"was ended by SIGABRT while tracing. Its last words:\n(.*\n)*  .*the compiler's last words",
         ),
     ],
 )

@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 from zero_jax.flops import count_flops
 from zero_jax.formulas import ResidualBytes
 from zero_jax.grads import normalize_loss
-from zero_jax.jaxprs import is_on_host, open_jaxpr, without_dead_code
+from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
 from zero_jax.precision import cast_floating
 from zero_jax.remat import rematerialize, resolve_remat
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import without
 from zero_jax.spread import Move, Spreading, spread
+from zero_jax.spread_alive import sources
 from zero_jax.spread_rules import Laid
 from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
 from zero_jax.tree import PyTree
@@ -144,13 +145,20 @@ class _Traced:
             return jax.vjp(floating, trainable(params), has_aux=True)[1]
 
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
-        found = self._spread(jaxpr)
-        held, seen = {False: 0.0, True: 0.0}, set(map(id, jaxpr.invars))
-        for var, laid, num_bytes in zip(jaxpr.outvars, found.outputs, found.local_bytes, strict=True):
-            if laid.varies and id(var) not in seen:
-                seen.add(id(var))
-                held[is_on_host(var.aval)] += num_bytes
-        return ResidualBytes(device_bytes=held[False], host_bytes=held[True])
+        made_of = sources(jaxpr, [out for out in dict.fromkeys(jaxpr.outvars) if not is_literal(out)])
+        asked = list(dict.fromkeys([*made_of, *(one for found in made_of.values() for one in found)]))
+        found = self._spread(jaxpr.replace(outvars=asked))
+        sizes = {
+            var: num_bytes if laid.varies and var not in jaxpr.invars else 0.0
+            for var, laid, num_bytes in zip(asked, found.outputs, found.local_bytes, strict=True)
+        }
+        kept: set[Any] = set()
+        # What elementwise work makes is kept itself, or made again of what is kept: the compiler does what is less.
+        for var, found in sorted(made_of.items(), key=lambda item: item[1] != [item[0]]):
+            again = sum(sizes[one] for one in found if one not in kept)
+            kept |= {var} if sizes[var] <= again else set(found)
+        held = [sum(sizes[var] for var in kept if is_on_host(var.aval) == on_host) for on_host in (False, True)]
+        return ResidualBytes(device_bytes=held[0], host_bytes=held[1])
 
     def _spread(self, jaxpr: Any, kept: Any = ()) -> Spreading:
         return spread(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)

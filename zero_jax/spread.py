@@ -215,7 +215,13 @@ class _Walk:
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
         if rule is None:
             return self.opaque(eqn, inputs), 0.0
-        return [dataclasses.replace(out, varies=varies) for out in rule(self, eqn, inputs)], 0.0
+        try:
+            outs = rule(self, eqn, inputs)
+        except (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
+            # A form of the primitive that its rule does not know is no reason to have no estimate at all.
+            self.give_up(f"the primitive {name!r} has a form that is not known: {type(error).__name__}: {error}")
+            return self.opaque(eqn, inputs), 0.0
+        return [dataclasses.replace(out, varies=varies) for out in outs], 0.0
 
     def settle_inputs(self, eqn: Any, env: dict[Any, Laid]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.jaxprs import is_literal
-from zero_jax.spread_rules import ALIASES, HEAVY
+from zero_jax.spread_rules import ALIASES, HEAVY, is_heavy
 
 
 class Alive:
@@ -28,7 +28,7 @@ class Alive:
                         heavy_reads.add(self.root(atom))
         self.outputs = {self.root(x) for x in jaxpr.outvars if not is_literal(x)}
         self.ends = {self.root(x) for x in jaxpr.outvars if id(x) in ends}
-        self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in HEAVY}
+        self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if is_heavy(eqn)}
         self.heavy_reads = heavy_reads
         self.dies: dict[int, list[Any]] = {}
         for root, i in last.items():
@@ -50,3 +50,24 @@ class Alive:
         for root in self.dies.get(i, ()):
             if root not in self.outputs:
                 self.now -= self.held.pop(root, 0.0)
+
+
+def sources(jaxpr: Any, variables: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Returns for each variable the values in memory that elementwise work makes it of; itself, if it is one."""
+    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    heavy = {id(eqn): is_heavy(eqn) for eqn in jaxpr.eqns}
+    found = {}
+    for variable in variables:
+        seen, stored, waiting = set(), [], [variable]
+        while waiting:
+            one = waiting.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            eqn = makers.get(one)
+            if eqn is None or heavy[id(eqn)]:
+                stored.append(one)
+            else:
+                waiting += [atom for atom in eqn.invars if not is_literal(atom)]
+        found[variable] = stored
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zero_jax.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.spec import Dims, dims_of
 
 # Results that are their input under another shape.
@@ -47,6 +48,12 @@ class Laid:
     def axes(self) -> set[str]:
         """All axes that the value is cut over."""
         return {axis for dim in self.dims for axis in dim}
+
+
+def is_heavy(eqn: Any) -> bool:
+    """Tells whether an equation, or one that it calls, leaves its results in memory."""
+    inner = (open_jaxpr(jaxpr)[0] for jaxpr in inner_jaxprs(eqn))
+    return eqn.primitive.name in HEAVY or any(is_heavy(one) for jaxpr in inner for one in jaxpr.eqns)
 
 
 Rule = Callable[[Any, Any, Sequence[Laid]], list[Laid]]

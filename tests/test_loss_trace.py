@@ -1,0 +1,192 @@
+"""What a trace of the loss tells: traffic over `model`, residuals and operations, counted by hand for known models."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+import zero_jax as zero
+from zero_jax import comms, memory
+from zero_jax.flops import forward_flops
+from zero_jax.loss_trace import trace_loss
+from zero_jax.models import gpt
+
+P = PartitionSpec
+GPT = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=3, d_model=32, num_heads=4)
+B = 16
+
+
+def mesh_of(data=2, model=4):
+    return zero.make_mesh(data=data, model=model)
+
+
+@functools.cache
+def traced(config=GPT, *, mesh=None, vocab=False, **options):
+    mesh = mesh or mesh_of()
+    params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    zero_config = zero.ZeroConfig(precision="bf16", param_specs=gpt.param_specs(config, vocab=vocab), **options)
+    tokens = jax.ShapeDtypeStruct((B, config.seq_len), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    return trace_loss(gpt.loss_fn(config), params, batch, mesh=mesh, config=zero_config)
+
+
+STREAM = B // 2 * GPT.seq_len * GPT.d_model * 2  # bytes of the residual stream on a device
+UNIT = STREAM * 3 / 4  # what a device sends to gather it
+
+
+def test_the_paper_s_count_without_what_the_recomputation_does_not_need():
+    """Section 8: 12 units a block, of which the backward pass needs no second sum of the recomputation: 10."""
+    assert traced(num_microbatches=1).model_bytes == 10 * UNIT * GPT.num_layers
+    assert traced(dataclasses.replace(GPT, remat=False)).model_bytes == 8 * UNIT * GPT.num_layers
+
+
+def test_loops_and_microbatches_move_the_same():
+    whole = traced()
+    assert traced(dataclasses.replace(GPT, scan=False)).model_bytes == whole.model_bytes
+    parts = traced(num_microbatches=4)
+    assert parts.model_bytes == whole.model_bytes
+    assert parts.peak_bytes < whole.peak_bytes / 2
+    assert parts.residuals.device_bytes == whole.residuals.device_bytes / 4
+    assert parts.flops == whole.flops
+
+
+def test_a_split_vocabulary_adds_the_lookup_s_sum_and_the_head_s():
+    more = traced(vocab=True).model_bytes - traced().model_bytes
+    per_token = 3 * (B // 2 * GPT.seq_len * 4) * 2 * 3 / 4  # the largest logit, the sum, and the label's, in float32
+    assert more == 4 * UNIT + per_token
+
+
+def test_sharded_residuals_cost_one_gather_a_block_and_a_share_of_the_bytes():
+    own, sharded = traced(remat="full"), traced(remat="full_sharded")
+    assert sharded.model_bytes - own.model_bytes == UNIT * GPT.num_layers
+    saved = own.residuals.device_bytes - sharded.residuals.device_bytes
+    assert saved == GPT.num_layers * STREAM * 3 / 4
+
+
+def test_offloaded_residuals_lie_on_the_host_in_shards():
+    own, offloaded = traced(remat="full"), traced(remat="full_offloaded")
+    assert offloaded.residuals.host_bytes == GPT.num_layers * STREAM / 4
+    assert own.residuals.device_bytes - offloaded.residuals.device_bytes == GPT.num_layers * STREAM
+    assert "in host memory" in str(offloaded)
+
+
+def test_a_policy_is_applied_to_a_model_of_the_user_s_own():
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None), batch, params)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    shapes = {
+        "up": jax.ShapeDtypeStruct((5, 32, 64), jnp.float32),
+        "down": jax.ShapeDtypeStruct((5, 64, 32), jnp.float32),
+    }
+    batch = jax.ShapeDtypeStruct((B, 16, 32), jnp.float32)
+    specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
+
+    def run(remat):
+        config = zero.ZeroConfig(param_specs=specs, remat=remat)
+        return trace_loss(loss, shapes, batch, mesh=mesh_of(), config=config)
+
+    none, full = run("none"), run("full")
+    stream = B // 2 * 16 * 32 * 4
+    forward = forward_flops(loss, shapes, batch)
+    assert full.flops - none.flops == forward  # the derivative of tanh needs what the second product gives, too
+    assert none.residuals.device_bytes - full.residuals.device_bytes > 5 * stream
+    assert full.residuals.device_bytes == pytest.approx(5 * stream, rel=0.25)
+    sums = 2 * 3 / 4 * stream * 5
+    assert none.model_bytes == 2 * sums  # one sum forward, one backward
+
+
+def test_values_that_the_model_offloads_itself_are_seen():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def block(x, w):
+        return jnp.tanh(checkpoint_name(x, "kept") @ w)
+
+    def loss(params, batch):
+        step = jax.checkpoint(block, policy=policy, prevent_cse=False)
+        return (jax.lax.scan(lambda x, w: (step(x, w), None), batch, params)[0] ** 2).mean()
+
+    shape = jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)
+    batch = jax.ShapeDtypeStruct((B, 32), jnp.float32)
+    found = trace_loss(loss, shape, batch, mesh=mesh_of(data=8, model=1), config=zero.ZeroConfig())
+    assert found.residuals.host_bytes == 4 * B // 8 * 32 * 4
+    assert found.model_bytes == 0
+
+
+def test_heads_that_do_not_divide_are_told():
+    found = traced(dataclasses.replace(GPT, num_heads=2))
+    assert found.model_bytes is None
+    assert "takes the 4 shards of dim 2 apart" in found.unknown
+    assert "unknown" in str(found)
+
+
+# In the estimates.
+
+
+def estimates(mesh, *, trace, stage=3, **options):
+    config = zero.ZeroConfig(
+        stage=stage, precision="bf16", param_specs=gpt.param_specs(GPT), min_shard_size=1, **options
+    )
+    init = functools.partial(gpt.init, GPT)
+    state = zero.abstract_state(init, optax.adamw(1e-3), mesh=mesh, config=config)
+    found = traced(mesh=mesh, vocab=True) if trace else None
+    sent = comms.estimate(state, mesh=mesh, config=config, traced=found)
+    return sent, memory.estimate(state, mesh=mesh, config=config, traced=found)
+
+
+@pytest.mark.parametrize(("stage", "psi"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_the_traffic_over_data_is_that_of_a_share_of_the_model(stage, psi):
+    sent, _ = estimates(mesh_of(), trace=True, stage=stage)
+    norms = 2 * GPT.num_layers * GPT.d_model + GPT.d_model  # whole over `model`
+    share = (GPT.num_params - norms) / 4 + norms
+    assert sent.num_params == share
+    assert sent.by_axes["data"] == pytest.approx(psi * 2 * share / 2, rel=0.01)
+    assert sent.by_axes["model"] == traced(vocab=True).model_bytes
+    assert f"{psi * 2 / 2:.3f} bytes a param over data" in str(sent)
+
+
+def test_without_a_trace_the_estimate_says_what_it_lacks():
+    sent, _ = estimates(mesh_of(), trace=False)
+    assert set(sent.by_axes) == {"data"}
+    assert "not counted: activations over model: give traced=zero.trace_loss" in str(sent)
+    assert not estimates(mesh_of(data=8, model=1), trace=False)[0].not_counted
+
+
+def test_unknown_primitives_are_named_in_the_estimate():
+    def loss(params, batch):
+        return jnp.linalg.eigh(batch @ params)[0].sum()
+
+    mesh, specs = mesh_of(), P(None, "model")
+    config = zero.ZeroConfig(param_specs=specs)
+    state = zero.abstract_state(lambda key: jnp.zeros((32, 32)), optax.sgd(0.1), mesh=mesh, config=config)
+    found = trace_loss(loss, state.params, jax.ShapeDtypeStruct((B, 32, 32), jnp.float32), mesh=mesh, config=config)
+    assert "eigh" in comms.estimate(state, mesh=mesh, config=config, traced=found).not_counted
+
+
+def test_residuals_of_the_trace_are_a_group_of_the_memory_estimate():
+    _, held = estimates(mesh_of(), trace=True)
+    assert held.by_group["residuals"] == traced(vocab=True).residuals.device_bytes > 0
+    _, lacking = estimates(mesh_of(), trace=False)
+    assert "residuals" not in lacking.by_group
+    assert held.total_bytes - held.by_group["residuals"] == lacking.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("remat", "device", "host"),
+    [("own", 1, 0), ("none", 12, 0), ("full_sharded", 1 / 4, 0), ("full_offloaded", 0, 1 / 4)],
+)
+def test_the_paper_s_residuals_follow_the_policy(remat, device, host):
+    config = zero.ZeroConfig(precision="bf16", remat=remat)
+    found = memory.transformer_residuals(GPT, batch_size=B, mesh=mesh_of(), config=config)
+    assert found.device_bytes == device * GPT.num_layers * STREAM
+    assert found.host_bytes == host * GPT.num_layers * STREAM

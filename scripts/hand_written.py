@@ -43,8 +43,8 @@ def loss_with_gathers(config: gpt.GPTConfig, mesh: Mesh, specs: Any) -> Callable
             x = x + gather(params["position"], specs["position"])[: x.shape[1]]
         x, _ = lax.scan(jax.checkpoint(block, prevent_cse=False), x, params["blocks"])
         x = gpt.rms_norm(x, gather(params["final_norm"], specs["final_norm"]))
-        logits = x @ gather(params["embed"], specs["embed"]).T
-        return gpt.cross_entropy(logits, batch["targets"])
+        head = gather(params["embed"], specs["embed"]).T
+        return gpt.mean_loss(gpt.whole_logits(x, head, batch["targets"]))
 
     return loss_fn
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
+TokenLosses = Callable[[Array, Array, Array], Array]
 Place = Callable[[Array, str], Array]
 
 
@@ -178,6 +179,16 @@ def apply(
 ) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
 
+    Arguments are those of `hidden`.
+    """
+    return hidden(config, params, tokens_BT, segments_BT, place=place) @ params["embed"].T
+
+
+def hidden(
+    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
+) -> Array:
+    """Returns the last hidden states `[B, T, D]`, which the transposed embedding makes logits of.
+
     Args:
       config: The model's shape.
       params: Its params.
@@ -199,7 +210,7 @@ def apply(
     else:
         for block_params in params["blocks"]:
             x_BTD = block(x_BTD, block_params)
-    return place(rms_norm(x_BTD, params["final_norm"]), "gathered") @ params["embed"].T
+    return place(rms_norm(x_BTD, params["final_norm"]), "gathered")
 
 
 def apply_block(
@@ -213,25 +224,34 @@ def apply_block(
     return x_BTD + place(jax.nn.gelu(y_BTD @ params["up"]) @ params["down"], "residual")
 
 
-def loss_fn(config: GPTConfig, *, place: Place = leave) -> LossFn:
+def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
+    """Returns the cross-entropy `[B, T]` in nats, in float32, of logits that are all made at once."""
+    logits_BTV = (hidden_BTD @ head_DV).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+
+
+def loss_fn(config: GPTConfig, *, place: Place = leave, token_losses: TokenLosses = whole_logits) -> LossFn:
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
     `segments`, which document each input belongs to.
+
+    Args:
+      config: The model's shape.
+      place: As for `hidden`.
+      token_losses: `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32; a function
+        that makes the logits in parts saves the memory of the whole.
     """
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV = apply(config, params, batch["inputs"], batch.get("segments"), place=place)
-        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
+        hidden_BTD = hidden(config, params, batch["inputs"], batch.get("segments"), place=place)
+        return mean_loss(token_losses(hidden_BTD, params["embed"].T, batch["targets"]), batch.get("weights"))
 
     return loss
 
 
-def cross_entropy(
-    logits_BTV: Array, targets_BT: Array, weights_BT: Array | None = None
-) -> tuple[Array, dict[str, Array]]:
-    """Returns the (weighted) mean cross-entropy in nats, in float32, and the same in bits as `aux`."""
-    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT)
+def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    """Returns the (weighted) mean of losses in nats, and the same in bits as `aux`."""
     if weights_BT is None:
         loss = losses_BT.mean()
     else:

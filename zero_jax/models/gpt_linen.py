@@ -7,8 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, attention, cross_entropy
+from zero_jax.models import gpt
+from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, whole_logits
 
 _normal = nn.initializers.normal(0.02)
 
@@ -41,8 +43,8 @@ class GPT(nn.Module):
     config: GPTConfig
 
     @nn.compact
-    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
-        """Returns the logits `[B, T, V]` of the next token at every place."""
+    def __call__(self, tokens_BT: Array, segments_BT: Array | None = None, *, head: bool = True) -> Array:
+        """Returns the logits `[B, T, V]` of the next token at every place, or without `head` the hidden states."""
         config = self.config
         embed = nn.Embed(config.vocab_size, config.d_model, embedding_init=_normal, name="embed")
         x_BTD = embed(tokens_BT)
@@ -62,18 +64,31 @@ class GPT(nn.Module):
         else:
             for layer in range(config.num_layers):
                 x_BTD, _ = block(config, name=f"block_{layer}")(x_BTD, segments_BT)
-        return embed.attend(nn.RMSNorm(name="final_norm")(x_BTD))
+        x_BTD = nn.RMSNorm(name="final_norm")(x_BTD)
+        return embed.attend(x_BTD) if head else x_BTD
 
 
-def make(config: GPTConfig) -> tuple[Callable[[Array], Any], LossFn]:
-    """Makes `init_fn(key) -> params` and `loss_fn(params, batch) -> (loss, aux)`."""
+def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> dict[str, PartitionSpec]:
+    """Returns what `gpt.param_specs` does, as patterns of the paths of these params."""
+    gpt.param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
+    layer, stack = (r"blocks", (None,)) if config.scan else (r"block_\d+", ())
+    specs = {
+        rf"{layer}/(query|key|value|up)/kernel": PartitionSpec(*stack, None, "model"),
+        rf"{layer}/(out|down)/kernel": PartitionSpec(*stack, "model"),
+    }
+    return {**specs, "embed/embedding": PartitionSpec("model")} if vocab else specs
+
+
+def make(config: GPTConfig, *, token_losses: TokenLosses = whole_logits) -> tuple[Callable[[Array], Any], LossFn]:
+    """Makes `init_fn(key) -> params` and `loss_fn(params, batch) -> (loss, aux)`; arguments as for `gpt.loss_fn`."""
     model = GPT(config)
 
     def init_fn(key: Array) -> Any:
         return model.init(key, jnp.zeros((1, config.seq_len), jnp.int32))["params"]
 
     def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV: Any = model.apply({"params": params}, batch["inputs"], batch.get("segments"))
-        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
+        hidden_BTD: Any = model.apply({"params": params}, batch["inputs"], batch.get("segments"), head=False)
+        table_VD = nn.unbox(params["embed"]["embedding"])
+        return mean_loss(token_losses(hidden_BTD, table_VD.T, batch["targets"]), batch.get("weights"))
 
     return init_fn, loss_fn

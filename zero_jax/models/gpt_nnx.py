@@ -6,8 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, attention, cross_entropy
+from zero_jax.models import gpt
+from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, whole_logits
 
 _normal = nnx.initializers.normal(0.02)
 
@@ -67,6 +69,10 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
         """Returns the logits `[B, T, V]` of the next token at every place."""
+        return self.embed.attend(self.hidden(tokens_BT, segments_BT))
+
+    def hidden(self, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+        """Returns the last hidden states `[B, T, D]`."""
         config = self.config
 
         def apply_block(block: Block, x_BTD: Array) -> Array:
@@ -82,18 +88,34 @@ class GPT(nnx.Module):
         else:
             for block in self.blocks:
                 x_BTD = apply_block(block, x_BTD)
-        return self.embed.attend(self.final_norm(x_BTD))
+        return self.final_norm(x_BTD)
 
 
-def make(config: GPTConfig) -> tuple[Callable[[Array], Any], LossFn]:
-    """Makes `init_fn(key) -> params` and `loss_fn(params, batch) -> (loss, aux)`; the params are an `nnx.State`."""
+def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> dict[str, PartitionSpec]:
+    """Returns what `gpt.param_specs` does, as patterns of the paths of these params."""
+    gpt.param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
+    layer, stack = (r"blocks", (None,)) if config.scan else (r"blocks/\d+", ())
+    specs = {
+        rf"{layer}/(query|key|value|up)/kernel/value": PartitionSpec(*stack, None, "model"),
+        rf"{layer}/(out|down)/kernel/value": PartitionSpec(*stack, "model"),
+    }
+    return {**specs, "embed/embedding/value": PartitionSpec("model")} if vocab else specs
+
+
+def make(config: GPTConfig, *, token_losses: TokenLosses = whole_logits) -> tuple[Callable[[Array], Any], LossFn]:
+    """Makes `init_fn(key) -> params` and `loss_fn(params, batch) -> (loss, aux)`; arguments as for `gpt.loss_fn`.
+
+    The params are an `nnx.State`.
+    """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
 
     def init_fn(key: Array) -> Any:
         return nnx.state(GPT(config, rngs=nnx.Rngs(key)), nnx.Param)
 
     def loss_fn(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        logits_BTV = nnx.merge(graphdef, params)(batch["inputs"], batch.get("segments"))
-        return cross_entropy(logits_BTV, batch["targets"], batch.get("weights"))
+        model = nnx.merge(graphdef, params)
+        hidden_BTD = model.hidden(batch["inputs"], batch.get("segments"))
+        losses_BT = token_losses(hidden_BTD, model.embed.embedding[...].T, batch["targets"])
+        return mean_loss(losses_BT, batch.get("weights"))
 
     return init_fn, loss_fn

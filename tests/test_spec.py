@@ -2,7 +2,9 @@
 
 import itertools
 import random
+import types
 
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,6 +102,15 @@ def test_gather_steps(dims, steps):
 )
 def test_scatter_steps(dims, steps):
     assert spec.scatter_steps(dims, AXES) == steps
+
+
+@pytest.mark.parametrize(("grid", "num_steps"), [((4, 4, 2), 1), ((4, 8, 1), 2)])
+def test_scatter_steps_on_a_torus(grid, num_steps):
+    """Two axes of a 3-D torus are scattered over at once, those of a 2-D torus one after the other."""
+    coords = list(itertools.product(*map(range, grid)))
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(coords=c) for c in coords]))
+    assert len(spec.scatter_steps((("x", "y"), ()), AXES, mesh)) == num_steps
+    assert len(spec.scatter_steps((("x",), ()), AXES, mesh)) == 1
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,25 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
         steps.append(dims)
 
 
-def scatter_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
-    """Returns the specs on the way from whole over `axes` to `dims`: major axes first, of three or more two at a time.
+def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
+    """Returns the specs on the way from whole over `axes` to `dims`: major axes first, on a 3-D torus two at a time.
 
     XLA:TPU makes one native reduce-scatter over two dims of a 3-D torus, and over a third where that cuts another dim
     of the array; over three at once, or one after one, it makes all-reduces. On a 2-D torus it is the other way round:
-    one after one is native, both at once is an all-reduce (docs/gather_on_use.md).
+    one after one is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or more are a 3-D torus;
+    of two, which may have left a dim to the model, the mesh's devices tell.
     """
     states = [dims, *gather_steps(dims, axes)]
-    stride = 2 if len(states) > 3 else 1
+    stride = 2 if len(states) > 3 or (len(states) == 3 and num_torus_dims(mesh) > 2) else 1
     return [states[i] for i in range(len(states) - 1 - stride, 0, -stride)] + [dims]
+
+
+def num_torus_dims(mesh: Mesh | None) -> int:
+    """Returns the number of dims of the torus that a mesh's TPUs form; 0 for other devices."""
+    coords = [] if mesh is None else [getattr(device, "coords", None) for device in mesh.devices.flat]
+    if not coords or any(c is None for c in coords):
+        return 0
+    return sum(len(set(values)) > 1 for values in zip(*coords, strict=True))
 
 
 def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:

@@ -112,7 +112,7 @@ class Walk:
         array = value.build(*roots)
         if value.dims is None:
             return array
-        steps = scatter_steps(value.dims, self.options.axes.data)
+        steps = scatter_steps(value.dims, self.options.axes.data, self.options.mesh)
         backward = Chain(tuple(named(self.options.mesh, dims) for dims in steps), dtype=self.options.reduce_dtype)
         with gather_scope(value.path):
             return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)

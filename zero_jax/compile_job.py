@@ -172,7 +172,8 @@ def _key(lowered: Any, job: Job, mesh: Mesh) -> str:
     digest = hashlib.sha256(lowered.as_text().encode())
     installed = [f"{one.metadata['Name']}={one.version}" for one in map(_distribution, _COMPILERS) if one]
     layout = [getattr(device, "coords", device.id) for device in mesh.devices.flat]
-    options = sorted((job.compiler_options or {}).items())
+    # Neither kind of option is in the program's text.
+    options = (sorted((job.compiler_options or {}).items()), job.config.combine_bytes)
     digest.update(repr((parse(job.topology), installed, layout, options, os.environ.get("LIBTPU_INIT_ARGS"))).encode())
     return digest.hexdigest()[:32]
 

@@ -197,7 +197,10 @@ def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placeme
     """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
     axes = config.axes_of(mesh)
     rules = ShardingRules(
-        min_shard_size=config.min_shard_size, param_specs=config.param_specs, overrides=config.overrides
+        min_shard_size=config.min_shard_size,
+        param_specs=config.param_specs,
+        axis_rules=config.axis_rules,
+        overrides=config.overrides,
     )
     return Placement(
         mesh=mesh,

@@ -13,12 +13,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.combining import compiler_options
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.grads import Accumulator, check_batch, normalize_loss
 from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
-from zero_jax.remat import rematerialize, resolve_remat
+from zero_jax.remat import rematerialize
 from zero_jax.spec import dims_of
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
 from zero_jax.tree import PyTree, leaf_names
@@ -68,7 +69,11 @@ class TrainStep:
             self.program.check_state(state)
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
             _check_placed(state, shardings)
-            self.compiled_for[structure] = jax.jit(self.program.step, donate_argnums=0, out_shardings=(shardings, None))
+            program = self.program
+            options = compiler_options(program.mesh.devices.flat[0].platform, program.config.combine_bytes)
+            self.compiled_for[structure] = jax.jit(
+                program.step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options or None
+            )
         return self.compiled_for[structure]
 
     def leaf_name(self, state: TrainState, index: Any) -> str | None:
@@ -198,7 +203,8 @@ class _Program:
         """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
         config = self.config
         local = config.num_microbatches > 1 and "grads" not in placement.groups
-        loss_fn = rematerialize(self.loss_fn, resolve_remat(config.remat), mesh=self.mesh, axes=placement.axes)
+        specs = placement.param_shardings("master")
+        loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         if config.num_microbatches > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
         if not local:

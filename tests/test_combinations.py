@@ -1,0 +1,162 @@
+"""Every pair of settings together: stage, model axis, remat, precision, accumulation, clipping, framework.
+
+A covering array of the settings on the reference GPT in three frameworks, each row against one device and plain optax.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from covering import covering_array, pairs_of
+from jax.sharding import PartitionSpec
+
+import zero_jax as zero
+from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.precision import LossScaleConfig
+
+FACTORS = {
+    "stage": (0, 1, 2, 3),
+    "model": (1, 2, 4),
+    "remat": ("own", "none", "full", "attention", "full_sharded", "dots_sharded", "full_offloaded"),
+    "precision": ("fp32", "bf16", "scaled"),
+    "num_microbatches": (1, 2),
+    "clip_norm": (None, 0.05),
+    "framework": ("dict", "dict loop", "linen", "linen loop", "nnx", "nnx loop"),
+    "own_checkpoint": (False, True),
+}
+ROWS = covering_array(FACTORS)
+
+# Loss scaling as for float16, in the dtype that XLA has products for on every backend.
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "scaled": zero.Precision(loss_scale=LossScaleConfig(initial=2.0**10)),
+}
+# As a share of each gradient's norm: float32 sums in another order; in bfloat16 the roundings of two blocks.
+TOLERANCES = {"fp32": 1e-5, "scaled": 1e-5, "bf16": 2.0**-5}
+NUM_STEPS = 2
+
+
+def test_every_pair_is_there():
+    covered = set().union(*(pairs_of(row) for row in ROWS))
+    names = sorted(FACTORS)
+    wanted = {((a, x), (b, y)) for a in names for b in names if a < b for x in FACTORS[a] for y in FACTORS[b]}
+    assert covered == wanted
+
+
+def config_of(row):
+    is_scanned = not row["framework"].endswith("loop")
+    return gpt.GPTConfig(
+        vocab_size=32, seq_len=16, num_layers=2, d_model=32, num_heads=4, scan=is_scanned, remat=row["own_checkpoint"]
+    )
+
+
+@functools.cache
+def functions_of(framework, own_checkpoint):
+    """Returns `(init_fn, loss_fn)` of the GPT in a framework."""
+    config = config_of({"framework": framework, "own_checkpoint": own_checkpoint})
+    kind = framework.split()[0]
+    if kind == "dict":
+        return functools.partial(gpt.init, config), gpt.loss_fn(config)
+    return {"linen": gpt_linen, "nnx": gpt_nnx}[kind].make(config)
+
+
+def specs_of(row):
+    """Returns Megatron's specs by path, for stacked and for separate blocks."""
+    lead = () if row["framework"].endswith("loop") else (None,)
+    return {
+        r"(?!.*(norm|embed)).*/(query|key|value|up)(/kernel.*)?": PartitionSpec(*lead, None, "model"),
+        r".*/(out|down)(/.*)?": PartitionSpec(*lead, "model", None),
+        r"embed(/.*)?": PartitionSpec("model", None),
+    }
+
+
+def make_batches():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (NUM_STEPS, 16, 17), dtype=np.int32)
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+@functools.cache
+def params_of(framework):
+    init_fn, _ = functions_of(framework, False)
+    return jax.tree.map(np.asarray, jax.jit(init_fn)(jax.random.key(0)))
+
+
+def optimizer():
+    return optax.chain(reference.keep_grads(), optax.sgd(0.1, momentum=0.9))
+
+
+@functools.cache
+def plain_run(framework, clip_norm, compute_dtype):
+    """Trains on one device; the gradients kept are those after clipping."""
+    _, loss_fn = functions_of(framework, False)
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return reference.run_plain(
+        lambda params, batch: loss_fn(params, batch)[0],
+        optax.chain(clip, optimizer()),
+        make_batches(),
+        params=params_of(framework),
+        compute_dtype=compute_dtype,
+    )
+
+
+def refusal_of(row):
+    """Returns what the error says of a row that makes no sense, or None."""
+    if row["remat"].endswith("_sharded") and row["model"] == 1:
+        return r"shards residuals over `model`, but the mesh is .*make it with zero.make_mesh\(model="
+    if row["remat"] == "own_sharded" and not row["own_checkpoint"]:
+        return "the model's own jax.checkpoint regions, but it has none: choose 'full_sharded'"
+    return None
+
+
+def run(row):
+    """Returns the last state and the metrics of each step."""
+    _, loss_fn = functions_of(row["framework"], row["own_checkpoint"])
+    return reference.run_zero(
+        loss_fn,
+        optimizer(),
+        make_batches(),
+        params=params_of(row["framework"]),
+        mesh=zero.make_mesh(model=row["model"]),
+        stage=row["stage"],
+        remat=row["remat"],
+        precision=PRECISIONS[row["precision"]],
+        num_microbatches=row["num_microbatches"],
+        clip_norm=row["clip_norm"],
+        param_specs=specs_of(row) if row["model"] > 1 else None,
+    )
+
+
+def name_of(row):
+    return " ".join(f"{name}:{value}" for name, value in row.items())
+
+
+# The first rows of a greedy covering array cover the most pairs.
+NUM_QUICK = 6
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=() if i < NUM_QUICK else pytest.mark.slow, id=name_of(r)) for i, r in enumerate(ROWS)]
+)
+def test_equals_one_device(row):
+    refusal = refusal_of(row)
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            run(row)
+        return
+    state, history = run(row)
+    compute_dtype = jnp.bfloat16 if row["precision"] == "bf16" else None
+    params, opt_state, losses = plain_run(row["framework"], row["clip_norm"], compute_dtype)
+    tolerance = TOLERANCES[row["precision"]]
+    reference.assert_close([m.loss for m in history], losses, tolerance=tolerance)
+    grads, wanted = (reference.to_host(x) for x in (state.opt_state[0], opt_state[1][0]))
+    for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        assert reference.norm(grad - expected) <= 10 * tolerance * reference.norm(expected)
+    masters = state.params if state.master is None else state.master
+    reference.assert_close(masters, params, tolerance=tolerance)
+    assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS

@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 WIDTH, DEPTH = 256, 2
 
@@ -42,3 +43,14 @@ def crashed(params, batch):
 def endless(params, batch):
     time.sleep(600)
     return loss_fn(params, batch)
+
+
+SPECS = {"layers/0": PartitionSpec(None, "model"), "layers/1": PartitionSpec("model", None)}
+
+
+def specs():
+    return SPECS
+
+
+def specs_of(params):
+    return {"layers": [SPECS[f"layers/{i}"] for i, _ in enumerate(params["layers"])]}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import planned
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax import cli, plan_guess, ranking
@@ -91,6 +92,90 @@ def test_nothing_fits_but_the_nearest_miss_is_told():
     assert "nothing fits; nearest: stage 3" in text
     assert "devices with at least" in text
     assert "short of" in text
+
+
+SPECS = {"layers/0": P(None, "model"), "layers/1": P("model", None)}
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    [
+        ("v5p:2x2x4", (1, 2, 4, 8)),
+        ("v5e:4x8", (1, 2, 4, 8)),
+        ("v5e:16x16", (1, 2, 4, 8, 16)),
+        ("h100:2x8", (1, 2, 4, 8)),
+    ],
+)
+def test_the_model_axis_stays_within_a_host_or_dims_of_the_torus(topology, sizes):
+    assert plan_guess.model_sizes(topology) == sizes
+
+
+def test_a_share_of_the_model_holds_and_moves_less():
+    found = guess(config=dataclasses.replace(CONFIG, param_specs=SPECS))
+    for of in (found.state_bytes, found.grad_bytes):
+        assert of(setting(0, data=2, model=2)) == pytest.approx(of(setting(0)) / 2)
+    (forward,) = found.trace("own", 2).moves  # the products' sum; the batch has no gradient
+    assert forward.sent_bytes == 2 * 16 * planned.WIDTH * 4 / 2
+    assert found.seconds(setting(3, data=2, model=2)) > 0
+
+
+def by_estimate(loss_fn=planned.loss_fn, init_fn=planned.init_fn, **options):
+    settings = {"batch": planned.batch(16), "topology": TOPOLOGY, "config": CONFIG, "max_compiles": 0}
+    return zero.plan_auto(loss_fn, init_fn, optax.adamw(1e-3), **{**settings, **options}).ranking
+
+
+def tried(ranking, field):
+    return {getattr(entry.setting, field) for entry in (*ranking.ranked, *ranking.rejected)}
+
+
+def test_the_model_axis_is_searched_where_params_have_specs():
+    assert tried(by_estimate(stages=(3,)), "model") == {1}
+    config = dataclasses.replace(CONFIG, param_specs=SPECS)
+    assert tried(by_estimate(stages=(3,), config=config), "model") == {1, 2, 4}
+    assert tried(by_estimate(stages=(3,), config=config, models=(2,)), "model") == {2}
+
+
+def test_sizes_that_the_specs_do_not_admit_are_left_out_with_the_reason():
+    def init_fn(key):
+        return {"layers": [jnp.zeros((planned.WIDTH, 6)), jnp.zeros((6, planned.WIDTH))]}
+
+    said = []
+    config = dataclasses.replace(CONFIG, param_specs=SPECS)
+    found = by_estimate(init_fn=init_fn, config=config, stages=(3,), log=said.append)
+    assert tried(found, "model") == {1, 2}
+    assert any("model=4 is left out" in line and "layers/0" in line and "not divisible" in line for line in said)
+
+
+def scanned(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None), batch["x"], params)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def stack(key):
+    return {name: jnp.zeros((8, planned.WIDTH, planned.WIDTH)) for name in ("up", "down")}
+
+
+def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
+    said = []
+    found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
+    assert tried(found, "remat") == {"none", "full", "full_offloaded"}
+    assert "remat=own is left out: it is none for this model" in said
+    specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
+    config = dataclasses.replace(CONFIG, param_specs=specs)
+    x = jax.ShapeDtypeStruct((16, 64, planned.WIDTH), jnp.float32)
+    cut = by_estimate(scanned, stack, stages=(3,), config=config, batch={"x": x, "y": x})
+    remats = {(entry.setting.model, entry.setting.remat) for entry in (*cut.ranked, *cut.rejected)}
+    assert (2, "full_sharded") in remats and (1, "full_sharded") not in remats
+
+
+def test_remat_policies_can_be_given_or_kept():
+    assert tried(by_estimate(scanned, stack, stages=(3,), remats=("dots", "full")), "remat") == {"dots", "full"}
+    config = dataclasses.replace(CONFIG, remat="full")
+    assert tried(by_estimate(scanned, stack, stages=(3,), config=config), "remat") == {"full"}
+    with pytest.raises(ValueError, match="leave one out"):
+        by_estimate({"a": scanned}, stack, remats=("full",))
+    with pytest.raises(ValueError, match="did you mean 'full'"):
+        by_estimate(scanned, stack, remats=("ful",))
 
 
 def test_a_crash_of_the_compiler_is_a_reason(monkeypatch):

@@ -17,7 +17,7 @@ from zero_jax.grads import normalize_loss
 from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
 from zero_jax.precision import cast_floating
-from zero_jax.remat import rematerialize, resolve_remat
+from zero_jax.remat import rematerialize
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import without
 from zero_jax.spread import Move, Spreading, spread
@@ -78,7 +78,8 @@ def trace_loss(
       config: the model's specs, remat policy, precision and microbatches.
     """
     placement = make_placement(params, mesh=mesh, config=config)
-    loss = rematerialize(normalize_loss(loss_fn), resolve_remat(config.remat), mesh=mesh, axes=placement.axes)
+    specs = placement.param_shardings("master")
+    loss = rematerialize(normalize_loss(loss_fn), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     params = jax.eval_shape(lambda tree: cast_floating(tree, placement.precision.compute), params)
     k = config.num_microbatches
     batch = jax.tree.map(lambda x: _microbatch(x, k), batch)

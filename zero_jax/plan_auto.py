@@ -103,6 +103,8 @@ def plan_auto(
     guess = Guess(policies, init_fn, tx, batch=batch, name=topology, config=config, temporaries=temporaries)
     sizes = _models(guess, topology, models, log)
     same = guess.same_policies(max(sizes))
+    for name, other in same.items():
+        log(f"remat={name} is left out: it is {other} for this model")
     settings = candidates(
         num_devices=guess.num_devices,
         batch_size=guess.batch_size,

@@ -29,6 +29,7 @@ _HIDDEN = 0.5
 _MODEL_LINKS, _DATA_LINKS = 2, 4
 _HOST_BYTES_PER_SECOND = 1.2e10
 _MAX_MODEL = 16
+_SAME = 0.02  # policies whose figures differ by less are the same program to a search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,17 +123,22 @@ class Guess:
         return ""
 
     def same_policies(self, model: int) -> dict[str, str]:
-        """Returns the policies that need and send exactly what an earlier one does, each with that one."""
-        seen: dict[Any, str] = {}
+        """Returns the policies that need and send what an earlier one does, each with that one."""
+        seen: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
         for name in self.policies:
             try:
                 traced = self.trace(name, model)
             except ValueError:
                 continue
-            figures = dataclasses.astuple(dataclasses.replace(traced, moves=()))
-            first = seen.setdefault((*figures, traced.model_bytes), name)
-            if first != name:
+            sent = sum(move.sent_bytes * move.times for move in traced.moves)
+            held = traced.residuals.device_bytes, traced.residuals.host_bytes, traced.peak_bytes
+            figures = (sent, traced.flops, *held)
+            alike = (one for one, others in seen.items() if np.allclose(figures, others, rtol=_SAME, atol=0))
+            first = next(alike, None)
+            if first is None:
+                seen[name] = figures
+            else:
                 same[name] = first
         return same
 

@@ -15,8 +15,10 @@ from zero_jax import comms, memory
 from zero_jax.compile_job import Job, OutOfMemory, compile_job
 from zero_jax.flops import forward_flops
 from zero_jax.grads import normalize_loss
+from zero_jax.loss_trace import trace_loss
 from zero_jax.plan_time import TimeEstimate, estimate_time
 from zero_jax.precision import cast_floating, resolve_precision
+from zero_jax.remat_policies import resolve_remat
 from zero_jax.topology import parse
 
 # JAX gives a GPU program this share of the memory unless it is told otherwise.
@@ -34,6 +36,7 @@ class PlanReport:
       mesh: sizes of the mesh axes.
       stage: the ZeRO stage.
       precision: name of the precision policy, or `custom`.
+      remat: the remat policy, what it keeps and where.
       num_params: parameters.
       batch_size: examples of a step, over all devices and microbatches.
       num_microbatches: forward passes of a step.
@@ -58,6 +61,7 @@ class PlanReport:
     mesh: Mapping[str, int]
     stage: int
     precision: str
+    remat: str
     num_params: int
     batch_size: int
     num_microbatches: int
@@ -81,9 +85,26 @@ class PlanReport:
 
     @property
     def traffic_ratio(self) -> float | None:
-        """Bytes sent over the ideal of the estimate."""
+        """Bytes sent over the ideal of the estimate; over `data` and `replica`, where that does not have all axes."""
+        if self.comms is None:
+            return None
+        if self.comms_estimate.not_counted:
+            return self.traffic_ratios.get("data")
         ideal = self.comms_estimate.sent_bytes
-        return self.comms.sent_bytes / ideal if self.comms and ideal else None
+        return self.comms.sent_bytes / ideal if ideal else None
+
+    @property
+    def traffic_ratios(self) -> Mapping[str, float]:
+        """The same for `data` (with `replica`) and for the axes of the `model`, those that the estimate has."""
+        if self.comms is None:
+            return {}
+        held: dict[str, list[float]] = {}
+        for place, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
+            for row in rows:
+                is_model = set(row.axes) <= self.mesh.keys() - set(self.comms_estimate.data_axes)
+                role = "model" if is_model else "data"
+                held.setdefault(role, [0.0, 0.0])[place] += row.total_sent_bytes
+        return {role: found / ideal for role, (ideal, found) in held.items() if ideal}
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain data."""
@@ -99,6 +120,7 @@ class PlanReport:
             "mesh": dict(self.mesh),
             "num_devices": self.num_devices,
             "traffic_ratio": self.traffic_ratio,
+            "traffic_ratios": dict(self.traffic_ratios),
             **{name: part.to_json() if part else None for name, part in parts.items()},
             "time": dataclasses.asdict(self.time) if self.time else None,
         }
@@ -117,10 +139,11 @@ class PlanReport:
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
             "hardware": f"{self.topology}: {self.num_devices} x {self.device_kind}, {axes}",
             "batch": f"{self.batch_size} examples a step{microbatches}",
+            "remat": self.remat,
             "verdict": verdict,
         }
         if self.comms and self.traffic_ratio is not None:
-            rows["traffic"] = f"{_gb(self.comms.sent_bytes)} a device and step, {self.traffic_ratio:.3f} x the ideal"
+            rows["traffic"] = f"{_gb(self.comms.sent_bytes)} a device and step, {self._ratios()}"
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
         rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
@@ -132,6 +155,14 @@ class PlanReport:
         if self.time:
             lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
         return "\n".join(lines)
+
+    def _ratios(self) -> str:
+        ratios = self.traffic_ratios
+        if self.comms_estimate.not_counted or not ratios.keys() > {"data"}:
+            over = " over data" if self.comms_estimate.not_counted else ""
+            return f"{self.traffic_ratio:.3f} x the ideal{over}"
+        shown = ", ".join(f"{role} {ratio:.3f} x" for role, ratio in ratios.items())
+        return f"{self.traffic_ratio:.3f} x the ideal ({shown})"
 
     def _memory_text(self) -> str:
         measured = str(self.memory) if self.memory else ""
@@ -169,7 +200,9 @@ def make_report(
     state = job.state(mesh)
     topology = parse(job.topology)
     usable = topology.hardware.usable_bytes
-    estimated = memory.estimate(state, mesh=mesh, config=job.config)
+    on_phase("tracing")
+    traced = trace_loss(job.loss_fn, state.params, job.batch, mesh=mesh, config=job.config)
+    estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced)
     batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
     precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
     common: dict[str, Any] = {
@@ -179,12 +212,13 @@ def make_report(
         "mesh": dict(mesh.shape),
         "stage": job.config.stage,
         "precision": precision,
+        "remat": str(resolve_remat(job.config.remat)),
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
         "usable_bytes": usable,
         "memory_estimate": estimated,
-        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config),
+        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced),
     }
     try:
         program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)

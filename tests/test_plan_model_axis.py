@@ -1,0 +1,85 @@
+"""Plans with a model axis and remat policies: of presets, and of models that bring specs of their own."""
+
+import json
+
+import planned
+import pytest
+
+from zero_jax import cli
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+OWN = ["--loss", "planned:loss_fn", "--init", "planned:init_fn", "--batch", "planned:batch", "--batch-size", "16"]
+SMALL = "--model gpt-tiny --num-layers 1 --seq-len 16 --d-model 32 --num-heads 2 --batch-size 8".split()
+# A sum of [16 / 2, 256] numbers in float32, which the loss computes in.
+SUM = 2 * 8 * planned.WIDTH * 4 / 2
+
+
+def run(command, capsys, *arguments):
+    status = cli.main([command, "--topology", "v5e:2x2", "--cache", "none", *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["SPECS", "specs", "specs_of"])
+def test_a_model_of_ones_own_brings_its_specs(name, capsys):
+    own = [*OWN, "--param-specs", f"planned:{name}", "--model-axis", "2", "--estimate", "--json"]
+    status, out, _ = run("comms", capsys, *own)
+    found = json.loads(out)
+    assert status == 0
+    assert found["num_params"] == planned.DEPTH * planned.WIDTH**2 / 2
+    assert found["by_axes"]["model"] == SUM
+    assert not found["not_counted"]
+
+
+def test_without_specs_the_model_axis_repeats_the_work(capsys):
+    _, out, _ = run("comms", capsys, *OWN, "--model-axis", "2", "--estimate", "--json")
+    found = json.loads(out)
+    assert found["num_params"] == planned.DEPTH * planned.WIDTH**2
+    assert "model" not in found["by_axes"]
+
+
+def test_the_report_tells_policy_and_traffic_by_axis(capsys):
+    own = [*OWN, "--param-specs", "planned:SPECS", "--model-axis", "2"]
+    status, out, _ = run("plan", capsys, *own)
+    assert status == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:12] if " " in line)
+    assert lines["remat"].startswith("own: keeps what the model's own jax.checkpoint keeps; residuals as they are")
+    assert "data=2 x model=2" in lines["hardware"]
+    assert "x the ideal (" in lines["traffic"] and "model 1.000 x" in lines["traffic"]
+    assert any(line.split()[:2] == ["model", "all"] and line.endswith("1.000") for line in out.splitlines())
+
+
+def test_presets_know_their_specs(capsys):
+    status, out, _ = run("memory", capsys, *SMALL, "--model-axis", "2", "--estimate", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert (found["model"], found["num_devices"]) == (2, 2)
+    groups = {group["name"]: group for group in found["groups"]}
+    assert groups["residuals"]["formula_bytes"] == 8 // 2 * 16 * 32 * 2
+    _, whole, _ = run("memory", capsys, *SMALL, "--estimate", "--json")
+    assert found["num_params"] == json.loads(whole)["num_params"]
+
+
+def test_the_remat_option_places_residuals(capsys):
+    options = [*SMALL, "--model-axis", "2", "--remat", "full_offloaded", "--estimate", "--json"]
+    _, out, _ = run("memory", capsys, *options)
+    assert json.loads(out)["host_bytes"] == 8 // 2 * 16 * 32 * 2 / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SMALL, "--num-heads", "1", "--model-axis", "2"], "num_heads=1 does not split over the 2 devices"),
+        ([*SMALL, "--model-axis", "3"], "does not divide the 4 devices"),
+        ([*SMALL, "--param-specs", "planned:SPECS"], "is for a model of your own"),
+        ([*OWN, "--param-specs", "planned:SPEC", "--model-axis", "2"], "did you mean 'SPECS'?"),
+        ([*OWN[:1], "planned:SPECS", *OWN[2:]], "is of type dict: name a function"),
+        ([*SMALL, "--remat", "ful"], "did you mean 'full'"),
+        ([*SMALL, "--remat", "full_sharded", "--model-axis", "1"], "choose 'full' or 'full_offloaded'"),
+    ],
+)
+def test_bad_input(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run("plan", capsys, *arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

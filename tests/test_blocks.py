@@ -95,6 +95,10 @@ def cast_before(params, x):
     return plain(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), x.astype(jnp.bfloat16))
 
 
+def cast_just_before(params, x):
+    return plain(jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params), x)
+
+
 def cast_inside(params, x):
     for p in params:
         x = layer(x, jax.tree.map(lambda w: w.T.astype(jnp.float16).astype(jnp.float32).T, p))
@@ -147,7 +151,9 @@ def activation_by_layer(params, x):
 
 
 @pytest.mark.parametrize(
-    "fn", [plain, cast_before, cast_inside, checkpointed, jitted_layers, activation_by_layer], ids=lambda f: f.__name__
+    "fn",
+    [plain, cast_before, cast_just_before, cast_inside, checkpointed, jitted_layers, activation_by_layer],
+    ids=lambda f: f.__name__,
 )
 def test_loops(fn):
     assert_one_run(fn, layers(), examples())
@@ -204,6 +210,15 @@ def test_attention_is_cut_where_the_residual_stream_passes():
         ):
             _, _, blocks = assert_one_run(loss, jax.eval_shape(init, jax.random.key(0)), batch)
             assert {block.writes[0].aval.shape for block in blocks} == {(2, TINY.seq_len, WIDTH)}
+
+
+def test_params_shared_in_part_make_blocks_of_two():
+    def fn(params, x):
+        for p in params:
+            x = layer(layer(x, p), params[0] | {"up": p["up"]})
+        return x.sum()
+
+    assert len(check(fn, layers(), examples())[2]) == LAYERS
 
 
 def shared(params, x):

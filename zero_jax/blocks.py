@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_jax import jaxprs
 # Of all the distances at which an equation comes again, as many are tried as periods.
 MAX_PERIODS = 256
 _WINDOWS = (1, 8)
+_MULTIPLES = (1, 2, 3, 4)
 _TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
 
 
@@ -60,11 +62,7 @@ def find_blocks(jaxpr: Any, is_param: Sequence[bool]) -> tuple[Block, ...]:
         return ()
     sequence = _Sequence(jaxpr, is_param)
     runs = sorted(_runs(sequence, 0, len(sequence.eqns)))
-    return tuple(
-        sequence.block(start, start + period, number)
-        for number, (first, period, count) in enumerate(runs)
-        for start in range(first, first + period * count, period)
-    )
+    return tuple(block for number, run in enumerate(runs) for block in sequence.blocks(*run, number))
 
 
 class _Sequence:
@@ -122,29 +120,33 @@ class _Sequence:
         last.update((atom, len(self.jaxpr.eqns)) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
         return last
 
-    def block(self, start: int, stop: int, repeat: int) -> Block:
-        """Makes a block of the equations between two places."""
+    def begin(self, start: int, stop: int) -> int:
+        """Returns the index of a block's first equation: what is made of its params just before it is its own."""
         eqns, last = self.jaxpr.eqns, self.last_read
-        ends = [self.eqns[start], self.eqns[stop] if stop < len(self.eqns) else self.eqns[stop - 1] + 1]
-        # What is made of a block's params just before it is its own, and not handed over by the block before.
-        for which, end in enumerate(ends):
-            while (
-                end
-                and self.only_params(eqns[end - 1])
-                and all(last.get(var, 0) >= end for var in eqns[end - 1].outvars)
-            ):
-                end -= 1
-            ends[which] = end
-        first, after = ends
-        made = {var for eqn in eqns[first:after] for var in eqn.outvars}
-        read = [atom for eqn in eqns[first:after] for atom in eqn.invars if not jaxprs.is_literal(atom)]
-        return Block(
-            start=first,
-            stop=after,
-            reads=tuple(dict.fromkeys(var for var in read if var not in made)),
-            writes=tuple(v for eqn in eqns[first:after] for v in eqn.outvars if last.get(v, -1) >= after),
-            repeat=repeat,
-        )
+        index, end = self.eqns[start], self.eqns[stop - 1]
+        while index and self.only_params(eqns[index - 1]):
+            if any(last.get(var, -1) > end for var in eqns[index - 1].outvars):
+                break
+            index -= 1
+        return index
+
+    def blocks(self, first: int, period: int, count: int, repeat: int) -> Iterator[Block]:
+        """Yields the blocks of a run."""
+        eqns, last = self.jaxpr.eqns, self.last_read
+        places = [first + period * turn for turn in range(count)]
+        bounds = [self.begin(place, place + period) for place in places]
+        bounds.append(self.eqns[places[-1] + period - 1] + 1)
+        for start, stop in itertools.pairwise(bounds):
+            inside = eqns[start:stop]
+            made = {var for eqn in inside for var in eqn.outvars}
+            read = dict.fromkeys(atom for eqn in inside for atom in eqn.invars if not jaxprs.is_literal(atom))
+            yield Block(
+                start=start,
+                stop=stop,
+                reads=tuple(var for var in read if var not in made),
+                writes=tuple(var for eqn in inside for var in eqn.outvars if last.get(var, -1) >= stop),
+                repeat=repeat,
+            )
 
     def only_params(self, eqn: Any) -> bool:
         """Tells whether an equation is on params alone."""
@@ -249,7 +251,9 @@ def _periods(numbers: np.ndarray) -> list[int]:
         distances.append(np.diff(order)[again])
     if not distances:
         return []
-    found, counts = np.unique(np.concatenate(distances), return_counts=True)
+    near = np.concatenate(distances)
+    # Where every second layer is alike, say, it is a multiple at which the params are others too.
+    found, counts = np.unique(np.concatenate([near * times for times in _MULTIPLES]), return_counts=True)
     often = np.argsort(-counts * found, kind="stable")[:MAX_PERIODS]
     return [int(period) for period in found[often] if 2 * period <= len(numbers)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from zero_jax.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.spec import Dims
 
 ELEMENTWISE = frozenset(
@@ -15,6 +16,10 @@ ELEMENTWISE = frozenset(
     "exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul name ne neg not "
     "one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan "
     "tanh xor".split()
+)
+_MOVES = frozenset(
+    "broadcast_in_dim convert_element_type dynamic_slice gather reshape rev slice split squeeze transpose "
+    "unstack".split()
 )
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 
@@ -211,3 +216,11 @@ def narrows(eqn: Any) -> bool:
 def is_float(aval: Any) -> bool:
     """Tells whether an abstract value can have a gradient."""
     return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+
+
+def moves_elements(eqn: Any) -> bool:
+    """Tells whether an equation only casts, takes or moves the elements of its first input: next to no work."""
+    inner = inner_jaxprs(eqn)
+    if eqn.primitive.name in ("jit", "pjit") and len(inner) == 1:
+        return all(moves_elements(one) for one in open_jaxpr(inner[0])[0].eqns)
+    return eqn.primitive.name in _MOVES

@@ -21,9 +21,11 @@ from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
+from zero_jax.ordering import Ordering
+from zero_jax.passthrough import is_contraction, is_local_reduction, passthrough
 from zero_jax.scopes import gather_scope
 from zero_jax.spec import Dims, gather_steps, named, scatter_steps
+from zero_jax.uses import last_use, used_whole
 
 # Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -90,9 +92,10 @@ class Walk:
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
 
-        last = _last_use(jaxpr, [isinstance(value, Lazy) for value in ins]) if frame.ends_forward else None
+        last = last_use(jaxpr, [isinstance(value, Lazy) for value in ins]) if frame.ends_forward else None
         within = dataclasses.replace(frame, ends_forward=False)
-        for eqn in jaxpr.eqns:
+
+        def evaluate(eqn: Any) -> None:
             values = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, Copies) for value in values):
                 outs = self.copied(eqn, values, within)
@@ -103,6 +106,12 @@ class Walk:
                 pure = all(value.pure for value in values)  # type: ignore[union-attr]
                 outs = [Value(out, pure) for out in jaxprs.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
             env.update(zip(eqn.outvars, outs, strict=True))
+
+        ordering = Ordering(jaxpr, ins)
+        for index, eqn in enumerate(jaxpr.eqns):
+            ordering.enter(index, env, evaluate)
+            if index not in ordering.evaluated:
+                evaluate(eqn)
         return [read(atom) for atom in jaxpr.outvars]
 
     # --- uses ----------------------------------------------------------------------------------------------------
@@ -318,7 +327,7 @@ class Walk:
     def hoist(self, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int) -> list[Lazy | Value]:
         """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
         invariant = [
-            isinstance(value, Lazy) and value.dims is not None and _used_whole(jaxpr, var)
+            isinstance(value, Lazy) and value.dims is not None and used_whole(jaxpr, var)
             for value, var in zip(values, jaxpr.invars, strict=False)
         ]
         num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
@@ -373,44 +382,3 @@ class Walk:
                 backward=Chain((named(plan.mesh, plan.dims),)),
             )
             return [Value(move_table(eqn, plan, whole, indices.array), pure=False)]
-
-
-def _last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:
-    """Returns the last equation that brings a marked input together with something else than params."""
-    of_params = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
-    others = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if not mark}
-    last = None
-    for eqn in jaxpr.eqns:
-        variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
-        if not any(var in of_params for var in variables):
-            others.update(eqn.outvars if any(var in others for var in variables) else ())
-        elif any(var in others for var in variables):
-            last = eqn
-            others.update(eqn.outvars)
-        else:
-            of_params.update(eqn.outvars)
-    return last
-
-
-def _used_whole(jaxpr: Any, var: Any) -> bool:
-    """Tells whether a loop body uses a variable as a whole, rather than slices of it that differ by iteration."""
-    same = {var}
-    for eqn in jaxpr.eqns:
-        places = [i for i, atom in enumerate(eqn.invars) if not jaxprs.is_literal(atom) and atom in same]
-        if not places or narrows(eqn):
-            continue
-        name, inner = eqn.primitive.name, jaxprs.inner_jaxprs(eqn)
-        if name == "scan":
-            parts = jaxprs.scan_parts(eqn)
-            body, _ = jaxprs.open_jaxpr(parts.jaxpr)
-            if any(i < parts.num_consts + parts.num_carry and _used_whole(body, body.invars[i]) for i in places):
-                return True
-        elif name in ("jit", "pjit", "remat2", "checkpoint") and len(inner) == 1:
-            body, _ = jaxprs.open_jaxpr(inner[0])
-            if any(_used_whole(body, body.invars[i]) for i in places):
-                return True
-        elif name in ("convert_element_type", "transpose", "reshape", "squeeze"):
-            same.update(eqn.outvars)
-        else:
-            return True
-    return False

@@ -1,0 +1,158 @@
+"""The order of gathers and of gradients in the blocks of a Python loop, so that few params are whole at a time.
+
+XLA's scheduler sees all blocks at once. It puts the gradients of params off to the end of the backward pass, where all
+that they are made of waits for them, and gathers params of later blocks early. So where a block begins, its activations
+are tied to the shards of the next block's params: these are gathered no earlier, one block ahead of their use. The
+transpose of the tie holds the backward pass back until the gradients of the block after are on their shards.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax import jaxprs
+from zero_jax.blocks import find_blocks
+from zero_jax.lazy import Copies, Lazy, Roots, Value
+from zero_jax.passthrough import is_float, moves_elements
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """A block, or what lies between two runs of blocks or after the last of them.
+
+    Attributes:
+      start: The index of its first equation.
+      stop: The index after its last one.
+      reads: What it takes from before.
+      writes: What it makes.
+      params: The params that meet activations in it, and what is made of them on the way; no scalars.
+    """
+
+    start: int
+    stop: int
+    reads: tuple[Any, ...]
+    writes: frozenset[Any]
+    params: frozenset[Any]
+
+
+class Ordering:
+    """The ties of one jaxpr that is being walked; none if it has no repeated blocks."""
+
+    def __init__(self, jaxpr: Any, values: Sequence[Lazy | Value]):
+        self.jaxpr = jaxpr
+        self.evaluated: set[int] = set()
+        self.pairs: dict[int, tuple[_Segment, _Segment, frozenset[Any]]] = {}
+        if not any(isinstance(value, Lazy) for value in values):
+            return
+        blocks = find_blocks(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
+        if not blocks:
+            return
+        self.of_params = _made_of_params(jaxpr, values)
+        segments = self.segments([(block.start, block.stop) for block in blocks])
+        made = [frozenset(), *(segment.writes for segment in segments)]
+        for (segment, following), before in zip(itertools.pairwise(segments), made, strict=False):
+            self.pairs[segment.start] = segment, following, before
+        self.num_readers = collections.Counter(
+            var
+            for segment in segments
+            for var in (*segment.params, *(var for var in segment.reads if var not in self.of_params))
+        )
+        self.num_users = collections.Counter(
+            source
+            for segment in segments
+            for source in frozenset().union(*(self.of_params[var] for var in segment.params))
+        )
+        self.num_holders = collections.Counter(
+            id(root) for value in values if isinstance(value, Lazy) for root in value.roots
+        )
+
+    def segments(self, blocks: Sequence[tuple[int, int]]) -> list[_Segment]:
+        """Returns the blocks and what lies between and after them, in order."""
+        ends = [*(start for start, _ in blocks[1:]), len(self.jaxpr.eqns)]
+        bounds = []
+        for (start, stop), end in zip(blocks, ends, strict=True):
+            bounds += [(start, stop)] + [(stop, end)] * (stop < end)
+        return [self.segment(start, stop) for start, stop in bounds]
+
+    def segment(self, start: int, stop: int) -> _Segment:
+        """Returns the equations between two indices as a segment."""
+        eqns = self.jaxpr.eqns[start:stop]
+        made = frozenset(var for eqn in eqns for var in eqn.outvars)
+        read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not jaxprs.is_literal(atom))
+        params: set[Any] = set()
+        for eqn in reversed(eqns):
+            inputs = {atom for atom in eqn.invars if not jaxprs.is_literal(atom) and atom in self.of_params}
+            if not all(var in self.of_params for var in eqn.outvars):
+                params |= {var for var in inputs if var.aval.size > 1}  # a scalar is a regularizer's, of all params
+            elif not params.isdisjoint(eqn.outvars):
+                params |= inputs
+        reads = tuple(var for var in read if var not in made)
+        return _Segment(start=start, stop=stop, reads=reads, writes=made, params=frozenset(params))
+
+    def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> None:
+        """Ties the params of the next segment where the equation at `index` begins one; `evaluate` fills `env`."""
+        if index not in self.pairs:
+            return
+        segment, following, before = self.pairs[index]
+        activations = [
+            var
+            for var in segment.reads
+            if isinstance(value := env.get(var), Value) and not isinstance(value, Copies) and not value.pure
+            if is_float(var.aval) and (self.num_readers[var] == 1 or var in before)
+        ]
+        if not activations:
+            return
+        params = self.params(following, env, evaluate)
+        if not params:
+            return
+        split = Roots([*(env[var] for var in activations), *params.values()])
+        env.update(zip((*activations, *params), split.rebuild(jaxprs.order(*split.arrays)), strict=True))
+
+    def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
+        """Returns what a segment reads of params, in the form in which it is to be tied."""
+        for i in range(segment.start, segment.stop):
+            eqn = self.jaxpr.eqns[i]
+            known = all(jaxprs.is_literal(atom) or atom in env for atom in eqn.invars)
+            if known and eqn.outvars[0] in segment.params and moves_elements(eqn):
+                evaluate(eqn)
+                self.evaluated.add(i)
+        rest = [self.jaxpr.eqns[i] for i in range(segment.start, segment.stop) if i not in self.evaluated]
+        found = {}
+        for var in dict.fromkeys(atom for eqn in rest for atom in eqn.invars if not jaxprs.is_literal(atom)):
+            if var in segment.params and self.num_readers[var] == 1 and (value := self.tied(var, env.get(var))):
+                found[var] = value
+        return found
+
+    def tied(self, var: Any, value: Any) -> Lazy | Value | None:
+        """Returns a value so that its arrays are of one segment alone, or None if that cannot be."""
+        if not isinstance(value, Lazy):
+            return value if isinstance(value, Value) and not isinstance(value, Copies) else None
+        own = all(self.num_users[source] == 1 for source in self.of_params[var])
+        if own and all(self.num_holders[id(root)] <= 1 for root in value.roots):
+            return value
+        if value.dims is None:
+            return None
+        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=lambda x: x, depth=0)
+
+
+def _made_of_params(jaxpr: Any, values: Sequence[Lazy | Value]) -> dict[Any, frozenset[int]]:
+    """Returns, for what is made of params and constants alone, the numbers of these params."""
+    made: dict[Any, frozenset[int]] = {}
+    constants: set[Any] = set()
+    for i, (var, value) in enumerate(zip(jaxpr.invars, values, strict=True)):
+        if isinstance(value, Lazy) or (value.pure and is_float(var.aval)):
+            made[var] = frozenset((i,))
+        elif value.pure:
+            constants.add(var)
+    for eqn in jaxpr.eqns:
+        variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
+        sources = frozenset().union(*(made.get(var, ()) for var in variables))
+        if sources and all(var in made or var in constants for var in variables):
+            made.update(dict.fromkeys(eqn.outvars, sources))
+        elif all(var in constants for var in variables):
+            constants.update(eqn.outvars)
+    return made

@@ -1,5 +1,7 @@
 """Tests that the peak of a scheduled program's temporaries is found, on programs whose peak is worked out by hand."""
 
+import re
+
 import pytest
 
 from zero_jax.hlo_layout import padded_elements, parse_shape
@@ -9,6 +11,8 @@ KIB = 2**10
 
 
 def program(body, *, header="", computations=""):
+    """A scheduled program; if it returns one array, it is made a single number, in whose memory no temporary fits."""
+    body = re.sub(r"(ROOT %\w+ = \w+)\[[\d,]+\]\{[^}]*\}", r"\1[1]{0}", body)
     entry = f"ENTRY %main (a: f32[256]) -> f32[256] {{\n{body}\n}}\n"
     return f"HloModule jit_f, is_scheduled=true{header}\n\n{computations}\n{entry}"
 
@@ -74,7 +78,7 @@ def test_a_chain_holds_what_is_still_to_be_read():
     assert heap.peak_bytes == 3 * KIB
     assert names(heap) == {"b", "c"}
     assert heap.peak_name == "c"
-    assert (heap.argument_bytes, heap.output_bytes, heap.output_alias_bytes) == (KIB, KIB, 0)
+    assert (heap.argument_bytes, heap.output_bytes, heap.output_alias_bytes) == (KIB, 4, 0)
 
 
 def test_an_elementwise_operation_writes_over_what_nobody_reads_again():
@@ -93,7 +97,7 @@ def test_an_argument_is_never_written_over_unless_donated():
     heap = peak(
         program("  %a = f32[256]{0} parameter(0)\n  %b = f32[256]{0} negate(%a)\n  ROOT %c = f32[256]{0} negate(%b)")
     )
-    assert heap.output_bytes == KIB
+    assert heap.output_bytes == 4
     assert heap.output_alias_bytes == 0
 
 
@@ -201,6 +205,54 @@ def test_a_temporary_lies_in_a_donated_argument_that_is_free():
     assert heap.peak_bytes == 2 * KIB
     assert [buffer.name for buffer in heap.in_arguments] == ["c"]
     assert peak(program(text)).peak_bytes == 3 * KIB
+
+
+def test_a_temporary_lies_in_the_memory_of_a_result_that_is_not_written_yet():
+    # %b and %c are 1 KiB each, as is the result %d: the first of them of the same size goes there, and is dead when it
+    # is written. (Seen on XLA:CPU and XLA:TPU, whose buffer assignments this follows to the byte.)
+    text = """
+  %a = f32[256]{0} parameter(0)
+  %b = f32[256]{0} reverse(%a), dimensions={0}
+  %c = f32[256]{0} reverse(%b), dimensions={0}
+  %d = f32[256]{0} reverse(%c), dimensions={0}
+  ROOT %t = (f32[256]{0}) tuple(%d)"""
+    heap = peak(program(text))
+    assert heap.peak_bytes == KIB
+    assert (names(heap), [buffer.name for buffer in heap.in_arguments]) == ({"c"}, ["b"])
+
+
+def test_what_the_forward_pass_keeps_for_the_backward_pass():
+    # %x (1 KiB) and %y (2 KiB) are written by the forward pass; the backward pass reads %y, and %x through a copy
+    # without a name. %g is a gathered param, %z is read by the forward pass alone.
+    stack = lambda name: f', metadata={{op_name="jit(f)/{name}"}}'  # noqa: E731
+    forward, backward, gather = stack("jvp()/mul"), stack("transpose(jvp())/mul"), stack("jvp(gather:w)/all_gather")
+    heap = peak(
+        program(f"""
+  %a = f32[256]{{0}} parameter(0)
+  %x = f32[256]{{0}} reverse(%a), dimensions={{0}}{forward}
+  %y = f32[512]{{0}} concatenate(%a, %a), dimensions={{0}}{forward}
+  %g = f32[1024]{{0}} broadcast(%a), dimensions={{0}}{gather}
+  %z = f32[2048]{{0}} broadcast(%y), dimensions={{0}}{forward}
+  %w = f32[256]{{0}} slice(%z), slice={{[0:256]}}{forward}
+  %p = f32[256]{{0}} slice(%y), slice={{[0:256]}}{backward}
+  %q = f32[256]{{0}} concatenate(%g, %p), dimensions={{0}}{backward}
+  %c = f32[256]{{0}} reverse(%x), dimensions={{0}}
+  ROOT %e = f32[256]{{0}} dot(%c, %q){backward}""")
+    )
+    assert [(one.name, one.num_bytes) for one in heap.residuals] == [("y", 2 * KIB), ("x", KIB)]
+
+
+def test_an_asynchronous_update_is_in_place_too():
+    # A stack of 4 KiB in the host's memory, as residuals are offloaded to: once, and not once for each update.
+    body = """
+  %a = f32[256]{0} parameter(0)
+  %i = s32[] constant(0)
+  %stack = f32[4,256]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %row = f32[1,256]{1,0} reverse(%a), dimensions={0}
+  %start = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[], s32[]), f32[4,256]{1,0:S(5)}, u32[]) dynamic-update-slice-start(%stack, %row, %i, %i)
+  %done = f32[4,256]{1,0:S(5)} dynamic-update-slice-done(%start)
+  ROOT %e = f32[256]{0} slice(%done), slice={[0:1], [0:256]}"""  # noqa: E501
+    assert peak(program(body)).host_peak_bytes == 4 * KIB
 
 
 def test_memory_on_the_chip_and_of_the_host_is_counted_apart():

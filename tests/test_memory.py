@@ -112,6 +112,7 @@ def test_a_state_that_is_not_donated_is_a_warning():
     (warning,) = memory.measure(own_loop(donate=False)).warnings
     assert "donate_argnums" in warning
     assert "48.8 KiB" in warning  # 3 x (64 x 64 + 64) x 4 bytes and a counter
+    assert "7 leaves twice, the largest params/w" in warning
 
 
 def test_a_loss_without_an_optimizer_is_no_warning():
@@ -141,7 +142,7 @@ def test_a_program_without_text_is_an_error():
 # A train step written by hand. On the device: params f32[8,128] in tiles, 4 KiB, and the f32[3,100] of Adam's moment,
 # padded to 4 x 128 x 4 = 2 KiB; in the host's memory a master copy of 4 KiB. Temporaries at %grad: the gathered param
 # f32[64,128] of 32 KiB, the residual f32[16,128] of 8 KiB, and the gradient that is as large as the param, 32 KiB.
-BY_HAND = """HloModule jit_step, is_scheduled=true, num_partitions=8
+BY_HAND = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=8
 
 ENTRY %main (p: f32[8,128]) -> f32[8,128] {
   %p = f32[8,128]{1,0:T(8,128)} parameter(0), sharding={devices=[8,1]<=[8]}, metadata={op_name="state.params[\\'w\\']"}
@@ -173,12 +174,25 @@ def test_a_step_worked_out_by_hand():
     assert report.peak_phase == "backward"
     assert report.peak_bytes == 78 * KIB  # the text is of XLA:TPU, which does not count gaps
     assert report.total_bytes == 79 * KIB
-    assert report.fragmentation == 80 / 72
+    assert (report.fragmentation, report.allocated_bytes) == (None, None)  # XLA:TPU does not tell by itself
+    assert "laid out" in str(report) and "unknown" in str(report)
+    assert report.residual_bytes == 8 * KIB  # %r; the gathered param is none, though the backward pass reads it too
+    assert (report.host_temp_bytes, report.not_donated) == (0, ())
     assert {leaf.path: leaf.whole_dims for leaf in report.leaves} == {
         "state/params/w": (64, 128),
         "state/opt_state/0/mu/b": (3, 100),
         "state/master/w": None,
     }
+
+
+def test_fragmentation_is_what_is_laid_out_over_what_is_alive():
+    told = memory.HeapLayout(allocated_bytes=90 * KIB, live_bytes=75 * KIB)
+    report = memory.measure(by_hand(), layout=told)
+    assert (report.fragmentation, report.allocated_bytes) == (1.2, 90 * KIB)
+    assert "fragmentation 1.200" in str(report) and json.loads(json.dumps(report.to_json()))["fragmentation"] == 1.2
+    # Where the compiler tells the size alone, what is alive is worked out: 72 KiB.
+    told = memory.HeapLayout(allocated_bytes=90 * KIB, live_bytes=None)
+    assert memory.measure(by_hand(), layout=told).fragmentation == 90 / 72
 
 
 def test_arguments_that_do_not_add_up_are_said():

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from zero_jax.hlo_program import Instruction, Program
 from zero_jax.hlo_values import Value, Values
+from zero_jax.scopes import gathered_path
 
 # Memory spaces of a layout: 0 is the device's memory, 5 the host's; the others of a TPU are on the chip (1 is VMEM).
 # Those of a GPU are parts of its memory.
 _DEVICE, _HOST = 0, 5
+_NEAR = 50  # steps within which a name is taken for that of an instruction without one
 _PASSES_NAME_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "get-tuple-element", "reshape", "transpose")
 
 
@@ -53,15 +55,15 @@ class Buffer:
 class Heap:
     """The memory of a program, in bytes per device.
 
-    A temporary that fits into the memory of a donated argument, between the last time that this is read and the first
-    time that the result is written over it, takes no memory of its own. Which ones the compiler places there is
-    worked out by its rule, the largest first, into the smallest argument that is free.
+    A temporary that fits into the memory of a result, before this is written and after the donated argument there, if
+    there is one, is read for the last time, takes no memory of its own. Which ones the compiler places there is
+    worked out by its rule, the largest first, into the smallest result that is free.
 
     Attributes:
       peak_bytes: The most that temporaries take at one time in the device's memory, beside the arguments and were they
         packed without gaps.
-      live: The temporaries that are alive then, largest first, without those in donated arguments.
-      in_arguments: The temporaries that lie in donated arguments then, largest first.
+      live: The temporaries that are alive then, largest first, without those in the memory of results.
+      in_arguments: The temporaries that lie in the memory of results then, donated arguments or not, largest first.
       peak_name: The instruction that runs then.
       peak_op_name: Its JAX name stack, or that of the nearest instruction before it that has one.
       argument_bytes: All arguments in the device's memory.
@@ -71,6 +73,9 @@ class Heap:
       host_argument_bytes: Arguments in the host's memory.
       host_peak_bytes: The most that temporaries take at one time in the host's memory.
       on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
+      residuals: What the forward pass has written and the backward pass is still to read, when that is most, largest
+        first; in the device's memory, that of results included. Gathered params are not among them.
+      donated: For each argument, in order, whether a result is written over it.
     """
 
     peak_bytes: int
@@ -85,6 +90,8 @@ class Heap:
     host_argument_bytes: int
     host_peak_bytes: int
     on_chip_peak_bytes: int
+    residuals: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    donated: tuple[bool, ...] = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
         """Names the peak and its largest buffers."""
@@ -127,32 +134,32 @@ def peak(hlo_text: str) -> Heap:
     arguments, outputs = ({values.buffer_of(n) for n in numbers} for numbers in (values.arguments, values.outputs))
     fixed = arguments | outputs | {values.buffer_of(number) for number in values.constants}
     temporaries: dict[str, list[_Allocation]] = {"device": [], "host": [], "chip": []}
-    donated = []
+    results = []
+    readers = _readers(values.steps)
     for number, found in values.buffers().items():
         place = _place(found[0].array.space, has_tiles)
         if number not in fixed:
             temporaries[place].append(_allocation(found))
-        elif number in arguments and number in outputs and place == "device":
-            donated.append(_allocation(found))
-    heap, hosted = _reuse(temporaries["device"], donated)
+        elif number in outputs and place == "device":
+            results.append(_allocation(found))
+    heap, hosted = _reuse(temporaries["device"], results)
     peak_bytes, step = _top(heap)
-    live, in_arguments = (
-        sorted(
-            (_describe(program, one, values.steps) for one in group if one.is_live(step)),
-            key=lambda one: -one.num_bytes,
-        )
-        for group in ([_until(one, step) for one in heap], [_until(one, step) for one in hosted])
-    )
+
+    def alive(group: Sequence[_Allocation], step: int) -> tuple[Buffer, ...]:
+        found = (_describe(program, _until(one, step), readers) for one in group if one.is_live(step))
+        return tuple(sorted((one for one in found if one.num_bytes), key=lambda one: -one.num_bytes))
+
+    saved = [kept for one in temporaries["device"] if (kept := _saved(program, one, readers))]
 
     def total(numbers: Iterable[int], place: str) -> int:
         picked = (values.items[number].array for number in numbers)
         return sum(array.num_bytes for array in picked if _place(array.space, has_tiles) == place)
 
-    before = reversed(values.steps[max(step - 50, 0) : step + 1])
+    before = reversed(values.steps[max(step - _NEAR + 1, 0) : step + 1])
     return Heap(
         peak_bytes=peak_bytes,
-        live=tuple(one for one in live if one.num_bytes),
-        in_arguments=tuple(one for one in in_arguments if one.num_bytes),
+        live=alive(heap, step),
+        in_arguments=alive(hosted, step),
         peak_name=values.steps[step][1].name if values.steps else "",
         peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
         argument_bytes=total(values.arguments, "device"),
@@ -162,7 +169,16 @@ def peak(hlo_text: str) -> Heap:
         host_argument_bytes=total(values.arguments, "host"),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],
+        residuals=alive(saved, _top(saved)[1]),
+        donated=tuple(values.buffer_of(number) in outputs for number in values.arguments),
     )
+
+
+def phase_of(op_name: str) -> str:
+    """Returns `forward`, `backward`, `update`, or '' for no name: JAX's name stacks have jvp( and transpose( in."""
+    if not op_name:
+        return ""
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
 
 
 def _place(space: int, has_tiles: bool) -> str:
@@ -188,10 +204,10 @@ def _until(one: _Allocation, step: int) -> _Allocation:
 
 
 def _reuse(
-    temporaries: Sequence[_Allocation], donated: Iterable[_Allocation]
+    temporaries: Sequence[_Allocation], results: Iterable[_Allocation]
 ) -> tuple[list[_Allocation], list[_Allocation]]:
-    """Splits temporaries into those with memory of their own and those that lie in donated arguments."""
-    free = [(one.num_bytes, list(one.spans)) for one in sorted(donated, key=lambda one: one.num_bytes)]
+    """Splits temporaries into those with memory of their own and those that lie in results."""
+    free = [(one.num_bytes, list(one.spans)) for one in sorted(results, key=lambda one: one.num_bytes)]
     sizes = [size for size, _ in free]
     heap, hosted = [], []
     smallest = _top(temporaries)[0] / 1024  # what is smaller hardly counts, and there may be many
@@ -222,14 +238,34 @@ def _top(allocations: Iterable[_Allocation]) -> tuple[int, int]:
     return most, at
 
 
-def _describe(program: Program, one: _Allocation, steps: Sequence[tuple[str, Instruction]]) -> Buffer:
+def _readers(steps: Sequence[tuple[str, Instruction]]) -> list[str]:
+    """For each step its JAX name stack, or in place of none that of the nearest step after it."""
+    names, near = [""], 0  # what the program returns is alive for one step more
+    for _, instruction in reversed(steps):
+        own = _own_name(instruction)
+        near = 0 if own else near + 1
+        names.append(own or (names[-1] if near < _NEAR else ""))
+    return names[::-1]
+
+
+def _saved(program: Program, one: _Allocation, readers: Sequence[str]) -> _Allocation | None:
+    """The part of an allocation's life in which it holds what the forward pass keeps for the backward pass."""
+
+    def is_kept(value: Value) -> bool:
+        name = _op_name(program, value.computation, value.instruction)
+        phases = phase_of(name), phase_of(readers[value.end])
+        return phases == ("forward", "backward") and not gathered_path(name)
+
+    kept = [value for value in one.values if is_kept(value)]
+    return _allocation(kept) if kept else None
+
+
+def _describe(program: Program, one: _Allocation, names: Sequence[str]) -> Buffer:
     """Names a buffer after the last instruction that wrote it; a loop only carries it."""
     written = sorted(one.values, key=lambda value: value.start)
     real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
     named = [value for value in real if _op_name(program, value.computation, value.instruction)]
     last = (named or real)[-1]
-    end = one.spans[-1][1]
-    readers = (_own_name(instruction) for _, instruction in steps[end : end + 50])
     return Buffer(
         name=last.instruction.name,
         computation=last.computation,
@@ -237,7 +273,7 @@ def _describe(program: Program, one: _Allocation, steps: Sequence[tuple[str, Ins
         shape=str(last.array),
         num_bytes=one.num_bytes,
         op_name=_op_name(program, last.computation, last.instruction),
-        last_read_by=next(filter(None, readers), ""),
+        last_read_by=names[one.spans[-1][1]],
         source=program.source(last.instruction.line),
     )
 
@@ -248,8 +284,9 @@ def _op_name(program: Program, computation: str, instruction: Instruction) -> st
         if name := _own_name(instruction):
             return name
         operands = instruction.operands
+        passes = instruction.opcode in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)
         found = program.computations[computation].get(operands[0]) if operands else None
-        if instruction.opcode not in _PASSES_NAME_ON or found is None:
+        if not passes or found is None:
             return ""
         instruction = found
     return ""

@@ -182,6 +182,8 @@ class Values:
     def _alias(self, instruction: Instruction, operands: list[Tree], result: Tree) -> None:
         """Notes which operands the results are written over."""
         line = instruction.line
+        if instruction.opcode == "dynamic-update-slice-start":
+            self._unite(_at(result, [1]), operands[0])
         if given := _OUTPUT_ALIASING.search(line):
             for out_path, number, path in _ALIAS_ENTRY.findall(given[1]):
                 self._unite(_at(result, integers(out_path)), _at(operands[int(number)], integers(path)))

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zero_jax.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.hlo_memory import Buffer
 from zero_jax.memory_arrays import ArraysReport, measure_arrays
 from zero_jax.memory_estimate import MemoryEstimate, Residuals, estimate, transformer_residuals
+from zero_jax.memory_kinds import Temporary
 from zero_jax.memory_leaves import ArgumentLeaf, aligned, readable_bytes
-from zero_jax.memory_measure import MemoryReport, Temporary, measure
+from zero_jax.memory_measure import MemoryReport, measure
 
 __all__ = [
     "ArgumentLeaf",
@@ -18,14 +20,17 @@ __all__ = [
     "Buffer",
     "Comparison",
     "ComparisonRow",
+    "HeapLayout",
     "MemoryEstimate",
     "MemoryReport",
     "Residuals",
     "Temporary",
     "compare",
     "estimate",
+    "layout_options",
     "measure",
     "measure_arrays",
+    "read_layout",
     "transformer_residuals",
 ]
 _FLOATS = ("f", "bf", "c")

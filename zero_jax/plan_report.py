@@ -236,7 +236,7 @@ def make_report(
             **common,
         )
     on_phase("reading the program")
-    measured = memory.measure(program)
+    measured = memory.measure(program, layout=getattr(program, "layout", None))
     num_tokens, unit = _tokens(job.batch, batch_size)
     needed = measured.total_bytes
     return PlanReport(

@@ -1,6 +1,6 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
-from zero_jax import comms, memory
+from zero_jax import comms, losses, memory
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.compile_process import CompilerCrash
 from zero_jax.ema import ema_params, params_ema
@@ -8,16 +8,20 @@ from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.noise_scale import NoiseScale
+from zero_jax.paper_configs import PAPER_CONFIGS
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_layouts import LayoutPlans, plan_layouts
 from zero_jax.plan_report import PlanReport
 from zero_jax.precision import LossScaleConfig, Precision
+from zero_jax.remat import Remat, RematReport, remat_report, rematerialize
+from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.sharding import ShardingReport
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state, sharding_report, state_shardings
 from zero_jax.step import TrainStep, make_train_step
 
 __all__ = [
+    "PAPER_CONFIGS",
     "AutoPlan",
     "CheckpointConfig",
     "CheckpointError",
@@ -30,6 +34,8 @@ __all__ = [
     "NoiseScale",
     "PlanReport",
     "Precision",
+    "Remat",
+    "RematReport",
     "Restored",
     "ShardingReport",
     "TrainState",
@@ -42,6 +48,7 @@ __all__ = [
     "gather_on_use",
     "gather_report",
     "init_state",
+    "losses",
     "make_eval_step",
     "make_mesh",
     "make_train_step",
@@ -50,7 +57,10 @@ __all__ = [
     "plan",
     "plan_auto",
     "plan_layouts",
+    "remat_report",
+    "rematerialize",
     "restore",
+    "sequence_parallel",
     "shard_batch",
     "sharding_report",
     "state_shardings",

@@ -243,6 +243,10 @@ def test_logical_names():
 def test_logical_names_mean_nothing_without_an_axis_for_them():
     specs = specs_of(box(("embed", "mlp")), mesh=zero.make_mesh(data=8))
     assert specs["w"].value == P(None, None)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    config = zero.ZeroConfig(data_axes="fsdp", min_shard_size=1)
+    report = zero.sharding_report(box(("embed", "mlp"), (8, 8)), mesh=mesh, config=config)
+    assert report.placements[0].dims == ((), ("fsdp",))
 
 
 @pytest.mark.parametrize(

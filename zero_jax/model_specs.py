@@ -20,7 +20,13 @@ from zero_jax.tree import PyTree, path_name
 AxisRules = Mapping[str, "str | Sequence[str] | None"] | Sequence[tuple[str, "str | Sequence[str] | None"]]
 
 
-def specs_of(params: PyTree, rules: AxisRules | None = None, *, mesh: Mesh) -> PyTree | None:
+def specs_of(
+    params: PyTree,
+    rules: AxisRules | None = None,
+    *,
+    mesh: Mesh,
+    batch_axes: Sequence[str] = ("replica", "data"),
+) -> PyTree | None:
     """Returns the specs that the params themselves carry, as a tree like them, or None where they carry none.
 
     Known are the boxes of `flax.linen.with_partitioning` and `with_logical_partitioning`, the metadata of
@@ -30,6 +36,8 @@ def specs_of(params: PyTree, rules: AxisRules | None = None, *, mesh: Mesh) -> P
       params: the params with their boxes or variables; arrays or `ShapeDtypeStruct`s.
       rules: from logical names to mesh axes; they go before rules that a box or a variable has of its own.
       mesh: the mesh. A name that is an axis of it and has no rule stands for that axis.
+      batch_axes: the axes that are not the model's. A mesh of these alone has nothing that logical names could stand
+        for; without rules they then mean nothing.
 
     Raises:
       ValueError: a name that is neither an axis nor in the rules, although the mesh has axes of the model, or names
@@ -37,6 +45,7 @@ def specs_of(params: PyTree, rules: AxisRules | None = None, *, mesh: Mesh) -> P
     """
     is_named = lambda x: _names(x) is not None  # noqa: E731
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_named)
+    others = [str(axis) for axis, size in mesh.shape.items() if size > 1 and axis not in batch_axes]
     specs: list[PartitionSpec] = []
     found = False
     for path, node in nodes:
@@ -46,7 +55,9 @@ def specs_of(params: PyTree, rules: AxisRules | None = None, *, mesh: Mesh) -> P
             specs.extend(PartitionSpec() for _ in leaves)
             continue
         found = True
-        specs.append(_spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh))
+        specs.append(
+            _spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh, others)
+        )
     return jax.tree.structure(params).unflatten(specs) if found else None
 
 
@@ -84,7 +95,9 @@ def _pairs(rules: Any) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _spec(path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any]], mesh: Mesh) -> PartitionSpec:
+def _spec(
+    path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any]], mesh: Mesh, others: list[str]
+) -> PartitionSpec:
     if len(names) != len(leaf.shape):
         raise ValueError(
             f"param {path!r} of shape {tuple(leaf.shape)} carries the names {tuple(names)}: name each of its "
@@ -95,13 +108,15 @@ def _spec(path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any
     entries: list[Any] = []
     for name in names:
         parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-        axes = [axis for part in parts for axis in _axes(path, part, used, rules, mesh)]
+        axes = [axis for part in parts for axis in _axes(path, part, used, rules, mesh, others)]
         used.update(axes)
         entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*entries)
 
 
-def _axes(path: str, name: str, used: set[str], rules: list[tuple[str, Any]], mesh: Mesh) -> tuple[str, ...]:
+def _axes(
+    path: str, name: str, used: set[str], rules: list[tuple[str, Any]], mesh: Mesh, others: list[str]
+) -> tuple[str, ...]:
     """Returns the mesh axes that a name stands for."""
     known = [axes for logical, axes in rules if logical == name]
     for axes in known:
@@ -118,8 +133,6 @@ def _axes(path: str, name: str, used: set[str], rules: list[tuple[str, Any]], me
         return ()  # as in Flax: another dim of this leaf has the axis
     if name in mesh.axis_names:
         return (name,)
-    of_batch = lambda axis: axis in ("data", "replica") or str(axis).startswith("data_")  # noqa: E731
-    others = [str(axis) for axis, size in mesh.shape.items() if size > 1 and not of_batch(axis)]
     if not others:
         return ()  # there is nothing that the model could be cut over
     near = [*difflib.get_close_matches(name, others, n=1), *others]

@@ -187,7 +187,9 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), as it lies when it is sharded."""
     placer = _Placer(mesh, axes, rules)
-    given = _given_specs(params, rules.param_specs if rules.param_specs is not None else _carried(params, mesh, rules))
+    given = _given_specs(
+        params, rules.param_specs if rules.param_specs is not None else _carried(params, mesh, axes, rules)
+    )
 
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
@@ -195,9 +197,9 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
     return map_named(place, params, given, is_leaf=None)
 
 
-def _carried(params: PyTree, mesh: Mesh, rules: ShardingRules) -> PyTree:
+def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns the specs that the params carry themselves, or None."""
-    specs = specs_of(params, rules.axis_rules, mesh=mesh)
+    specs = specs_of(params, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     if specs is None and rules.axis_rules:
         raise ValueError(
             "axis_rules were given, but no param carries names of its dims (as those of nn.with_partitioning do): "

@@ -1,0 +1,34 @@
+"""What residuals hold and what they cost, read from programs of the TPU compiler, which needs no TPU."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+
+from measure_remat import BATCH_SIZE, GPT, compile_grads
+
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+MODEL, LAYERS = 4, 4
+SMALL = dataclasses.replace(GPT, num_layers=LAYERS)
+# The residual stream that enters a block, on one of the 4 shards of the batch, in bfloat16.
+STREAM_BYTES = BATCH_SIZE // 4 * GPT.seq_len * GPT.d_model * 2
+# The paper's 12 x seq x hidden a block and sample (section 8), as bytes that a device sends: (m - 1) / m of them.
+BLOCKS_BYTES = 12 * LAYERS * STREAM_BYTES * (MODEL - 1) / MODEL
+
+
+def test_sharded_residuals_fall_to_a_share_for_a_twelfth_more_traffic():
+    whole, sharded = (compile_grads(policy, config=SMALL, model=MODEL) for policy in ("full", "full_sharded"))
+    fell = LAYERS * STREAM_BYTES * (MODEL - 1) / MODEL
+    assert whole.temp_bytes - sharded.temp_bytes >= 0.95 * fell
+    # Each residual is gathered once, in the backward pass, and not in the forward pass too.
+    assert sharded.model_bytes - whole.model_bytes <= BLOCKS_BYTES * (1 / 12 + 0.02)
+    assert sharded.data_bytes <= 1.02 * whole.data_bytes
+
+
+def test_offloaded_residuals_leave_the_device():
+    whole, offloaded = (compile_grads(policy, config=SMALL, model=MODEL) for policy in ("full", "full_offloaded"))
+    assert offloaded.host_bytes == LAYERS * STREAM_BYTES // MODEL
+    # Two shards wait for their transfer, in and out.
+    assert whole.temp_bytes - offloaded.temp_bytes >= (LAYERS - 2 / MODEL) * STREAM_BYTES
+    assert offloaded.model_bytes - whole.model_bytes <= BLOCKS_BYTES * (1 / 12 + 0.02)

@@ -11,22 +11,24 @@ from zero_jax import cli
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
---batch-size --beta1 --beta2 --checkpoints --clip-norm --config --d-model --data --decay-fraction --devices
---ema-decay --epsilon --eval-batches --eval-every --final-learning-rate --format --hang-seconds --help --init-from
---json --keep-best --keep-gathered --keep-last --learning-rate --log-every --max-nonfinite-steps --min-shard-size
---mlp-ratio --model --momentum --name --no-decay --no-keep-gathered --no-remat --no-scan --no-separate-documents
---no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --optimizer --out --position
---precision --prefetch-batches --profile-steps --remat --replica --resume --sample-every --sample-prompt
---sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len --skip-nonfinite --stage
---steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k
---validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
+--batch-size --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --config --d-model --data --decay-fraction
+--devices --ema-decay --epsilon --eval-batches --eval-every --final-learning-rate --format --hang-seconds --help
+--init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every --loss-chunk
+--max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
+--no-keep-gathered --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard
+--num-heads --num-layers --num-microbatches --optimizer --out --position --precision --prefetch-batches
+--profile-steps --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
+--schedule --seed --separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature
+--tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --validation-fraction --vocab-size --wandb
+--warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
---batch --batch-size --beta1 --beta2 --cache --clip-norm --d-model --data-layout --decay-fraction --ema-decay
---epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate --loss --min-shard-size
---mlp-ratio --model --momentum --no-decay --no-keep-gathered --no-remat --no-scan --no-skip-nonfinite --num-heads
---num-layers --num-microbatches --optimizer --position --precision --remat --replica --scan --schedule --seq-len
---skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --d-model --data-layout --decay-fraction
+--ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate --loss --loss-chunk
+--min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered --no-scan
+--no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --param-specs
+--position --precision --remat --replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage
+--timeout --topology --vocab-size --weight-decay -h
 """.split()
 TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h

@@ -160,3 +160,28 @@ def test_equals_one_device(row):
     masters = state.params if state.master is None else state.master
     reference.assert_close(masters, params, tolerance=tolerance)
     assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
+
+
+def test_a_loss_that_knows_the_mesh():
+    config = config_of({"framework": "dict", "own_checkpoint": True})
+    losses = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, chunk_size=12)
+
+    def make(mesh):
+        token_losses = functools.partial(losses, mesh=mesh)
+        return gpt.loss_fn(config, place=zero.sequence_parallel(mesh), token_losses=token_losses)
+
+    mesh = zero.make_mesh(model=2)
+    state, history = reference.run_zero(
+        zero.MeshLoss(make),
+        optimizer(),
+        make_batches(),
+        params=params_of("dict"),
+        mesh=mesh,
+        stage=3,
+        param_specs=gpt.param_specs(config),
+    )
+    params, _, losses_of_one = plain_run("dict", None, None)
+    reference.assert_close([m.loss for m in history], losses_of_one, tolerance=1e-5)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+    evaluate = zero.make_eval_step(zero.MeshLoss(make), mesh=mesh, config=reference.make_config(stage=3))
+    assert np.isfinite(evaluate(state.params, make_batches()[0]).loss)

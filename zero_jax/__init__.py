@@ -6,6 +6,7 @@ from zero_jax.compile_process import CompilerCrash
 from zero_jax.ema import ema_params, params_ema
 from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
+from zero_jax.grads import MeshLoss
 from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.paper_configs import PAPER_CONFIGS
@@ -30,6 +31,7 @@ __all__ = [
     "GatherReport",
     "LayoutPlans",
     "LossScaleConfig",
+    "MeshLoss",
     "Metrics",
     "NoiseScale",
     "PlanReport",

@@ -13,12 +13,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from zero_jax.compile_job import batch_of
+from zero_jax.grads import MeshLoss
+from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt
 from zero_jax.options import add_fields, given
+from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.training_run import Model
 from zero_jax.tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """Says how a preset's activations are laid out.
+
+    Attributes:
+      sequence_parallel: shard the residual stream over the axis `model` along the sequence (Korthikanti et al. 2022).
+      loss_chunk: entries of the vocabulary whose logits are made at a time; None makes all at once.
+    """
+
+    sequence_parallel: bool = False
+    loss_chunk: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +54,7 @@ class PlannedModel:
 
     name: str
     init_fn: Callable[..., PyTree]
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] | MeshLoss
     batch_fn: Callable[[int], PyTree]
     config: gpt.GPTConfig | None
     specs_fn: Callable[[int], PyTree] = lambda model: None
@@ -51,6 +68,7 @@ def add_model_options(group: Any) -> None:
         "--model", dest="preset", default=default, metavar="PRESET", help=f"one of {presets} (default: %(default)s)"
     )
     add_fields(group, gpt.GPTConfig, default_of=None)
+    add_fields(group, ActivationConfig, default_of=ActivationConfig())
 
 
 def add_own_model_options(group: Any) -> None:
@@ -95,10 +113,31 @@ def preset_model(options: argparse.Namespace) -> Model:
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
         init_fn=functools.partial(gpt.init, config),
-        loss_fn=gpt.loss_fn(config),
+        loss_fn=gpt_loss(config, _activations(options)),
         generate_fn=functools.partial(gpt.generate, config),
         param_specs=gpt_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
     )
+
+
+def gpt_loss(config: gpt.GPTConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
+    """Returns the loss function of a reference GPT, with its activations laid out on whatever mesh it gets."""
+    if activations == ActivationConfig():
+        return gpt.loss_fn(config)
+    return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
+
+
+def _loss_on_mesh(config: gpt.GPTConfig, activations: ActivationConfig, mesh: Mesh) -> Callable[..., Any]:
+    place, token_losses = gpt.leave, gpt.whole_logits
+    if activations.sequence_parallel:
+        place = sequence_parallel(mesh)
+    if activations.loss_chunk is not None:
+        losses = softmax_cross_entropy_with_integer_labels
+        token_losses = functools.partial(losses, mesh=mesh, chunk_size=activations.loss_chunk)
+    return gpt.loss_fn(config, place=place, token_losses=token_losses)
+
+
+def _activations(options: argparse.Namespace) -> ActivationConfig:
+    return ActivationConfig(**given(ActivationConfig, options))
 
 
 def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
@@ -135,10 +174,10 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
             "the presets know their specs"
         )
-    return gpt_model(options.preset, preset_config(options))
+    return gpt_model(options.preset, preset_config(options), _activations(options))
 
 
-def gpt_model(name: str, config: gpt.GPTConfig) -> PlannedModel:
+def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = ActivationConfig()) -> PlannedModel:
     """Returns a reference GPT with the trainer's batches."""
 
     def batch(num_examples: int) -> PyTree:
@@ -148,7 +187,7 @@ def gpt_model(name: str, config: gpt.GPTConfig) -> PlannedModel:
     return PlannedModel(
         name=name,
         init_fn=functools.partial(gpt.init, config),
-        loss_fn=gpt.loss_fn(config),
+        loss_fn=gpt_loss(config, activations),
         batch_fn=batch,
         config=config,
         specs_fn=functools.partial(gpt_specs, config),

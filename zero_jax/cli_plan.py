@@ -14,7 +14,7 @@ import jax
 import optax
 
 from zero_jax import comms, figures, memory, paper
-from zero_jax.cli_model import PlannedModel, add_model_options, add_own_model_options, planned_model
+from zero_jax.cli_model import ActivationConfig, PlannedModel, add_model_options, add_own_model_options, planned_model
 from zero_jax.compile_job import Job
 from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash
 from zero_jax.loss_trace import LossTrace, trace_loss
@@ -289,6 +289,7 @@ def _write_config(
     )
     sections = {
         "model": {"preset": options.preset} | {name: shape[name] for name in option_fields(type(request.model.config))},
+        "activations": given(ActivationConfig, options),
         "zero": {name: getattr(chosen, name) for name in fields} | {"remat": resolve_remat(chosen.remat).name},
         "optimizer": given(OptimizerConfig, options),
         "run": {

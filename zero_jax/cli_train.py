@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from zero_jax import trainer
-from zero_jax.cli_model import add_model_options, preset_model
+from zero_jax.cli_model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, write_file
@@ -62,7 +62,7 @@ def sections() -> dict[str, type]:
     """Returns the sections of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
-    return {"model": GPTConfig, **parts, "run": TrainConfig}
+    return {"model": GPTConfig, "activations": ActivationConfig, **parts, "run": TrainConfig}
 
 
 def _train(options: argparse.Namespace) -> int:

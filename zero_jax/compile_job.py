@@ -21,6 +21,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.grads import MeshLoss
+from zero_jax.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.mesh import make_mesh
 from zero_jax.state import TrainState, ZeroConfig, abstract_state
 from zero_jax.step import make_train_step
@@ -62,7 +64,7 @@ class Job:
       compiler_options: passed to `Lowered.compile`.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] | MeshLoss
     init_fn: Callable[[jax.Array], PyTree]
     tx: optax.GradientTransformation
     batch: PyTree
@@ -108,6 +110,12 @@ class CompiledText:
         """Returns the compiler's figures as attributes."""
         return types.SimpleNamespace(**self.stats)
 
+    @property
+    def layout(self) -> HeapLayout | None:
+        """The heap as the compiler laid it out, where it said so."""
+        allocated, live = (self.stats.get(f"heap_{kind}_bytes") for kind in ("allocated", "live"))
+        return None if allocated is None else HeapLayout(allocated_bytes=allocated, live_bytes=live)
+
 
 class OutOfMemory(Exception):
     """The compiler refused a program because it needs more device memory than there is.
@@ -148,7 +156,10 @@ def compile_job(
         on_phase("compiling")
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options=dict(job.compiler_options or {}) or None)
+            with tempfile.TemporaryDirectory() as dump:
+                options = {**layout_options(dump), **(job.compiler_options or {})}
+                compiled = lowered.compile(compiler_options=options)
+                layout = _layout(dump)
         except jax.errors.JaxRuntimeError as error:
             needed = _needed_bytes(str(error))
             if "RESOURCE_EXHAUSTED" not in str(error) and needed is None:
@@ -157,7 +168,7 @@ def compile_job(
         else:
             analysis = compiled.memory_analysis()
             stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
-            saved = {"stats": stats, "text": compiled.as_text()}
+            saved = {"stats": stats | layout, "text": compiled.as_text()}
         saved["compile_seconds"] = time.perf_counter() - start
         if folder is not None:
             _save(folder, saved)
@@ -183,6 +194,15 @@ def _distribution(name: str) -> Any:
         return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _layout(folder: str) -> dict[str, int]:
+    """Returns the figures of the heap's layout that the compiler told; a user's own dump options keep them away."""
+    try:
+        layout = read_layout(folder)
+    except ValueError:
+        return {}
+    return {f"heap_{name}": size for name, size in dataclasses.asdict(layout).items() if size is not None}
 
 
 def _needed_bytes(message: str) -> int | None:

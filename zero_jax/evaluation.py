@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.gather import gather_on_use, scatter_grads
-from zero_jax.grads import check_batch, normalize_loss
+from zero_jax.grads import MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import cast_floating
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
@@ -54,7 +54,7 @@ class Metrics:
         return getattr(self, name)
 
 
-def make_eval_step(loss_fn: Callable[..., Any], *, mesh: Mesh, config: ZeroConfig) -> Callable[..., Metrics]:
+def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config: ZeroConfig) -> Callable[..., Metrics]:
     """Makes the jitted `metrics = evaluate(state, batch)`, with the loss and aux of a batch and no update.
 
     Args:
@@ -66,7 +66,7 @@ def make_eval_step(loss_fn: Callable[..., Any], *, mesh: Mesh, config: ZeroConfi
       A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
     """
     axes = config.axes_of(mesh)
-    normalized = normalize_loss(loss_fn)
+    normalized = normalize_loss(loss_fn, mesh)
 
     @jax.jit
     def eval_step(params: PyTree, batch: PyTree) -> Metrics:

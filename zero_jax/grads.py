@@ -21,6 +21,17 @@ from zero_jax.tree import PyTree, leaf_names, map_named
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshLoss:
+    """A loss function that has to know the mesh; it stands wherever zero_jax asks for a loss function.
+
+    `make(mesh)` returns the function. A plan's mesh, for one, is made where it compiles:
+    `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
+    """
+
+    make: Callable[[Mesh], Callable[..., Any]]
+
+
 def takes_key(loss_fn: Callable[..., Any]) -> bool:
     """Tells whether a loss function has a third parameter for a key: a required one, or one called `key` or `rng`."""
     try:
@@ -32,15 +43,16 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
     return bool(third) and (third[0].default is inspect.Parameter.empty or third[0].name in ("key", "rng"))
 
 
-def normalize_loss(loss_fn: Callable[..., Any]) -> LossFn:
-    """Returns `loss_fn` as `(params, batch, key) -> (loss, aux)`, whichever of its forms it has.
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn:
+    """Returns `loss_fn` as `(params, batch, key) -> (loss, aux)`, whichever of its forms it has, made for a mesh.
 
     The result raises `ValueError` when the loss is not a floating scalar.
     """
-    with_key = takes_key(loss_fn)
+    function = loss_fn.make(mesh) if isinstance(loss_fn, MeshLoss) else loss_fn
+    with_key = takes_key(function)
 
     def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
-        out = loss_fn(params, batch, key) if with_key else loss_fn(params, batch)
+        out = function(params, batch, key) if with_key else function(params, batch)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
         if isinstance(out, tuple) and len(out) != 2:

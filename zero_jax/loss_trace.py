@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zero_jax.flops import count_flops
 from zero_jax.formulas import ResidualBytes
-from zero_jax.grads import normalize_loss
+from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
 from zero_jax.precision import cast_floating
@@ -64,7 +64,7 @@ class LossTrace:
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, *, mesh: Mesh, config: ZeroConfig
+    loss_fn: Callable[..., Any] | MeshLoss, params: PyTree, batch: PyTree, *, mesh: Mesh, config: ZeroConfig
 ) -> LossTrace:
     """Traces a loss function and its gradient as a train step takes them, and carries the model's sharding through.
 
@@ -79,7 +79,7 @@ def trace_loss(
     """
     placement = make_placement(params, mesh=mesh, config=config)
     specs = placement.param_shardings("master")
-    loss = rematerialize(normalize_loss(loss_fn), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
+    loss = rematerialize(normalize_loss(loss_fn, mesh), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     params = jax.eval_shape(lambda tree: cast_floating(tree, placement.precision.compute), params)
     k = config.num_microbatches
     batch = jax.tree.map(lambda x: _microbatch(x, k), batch)

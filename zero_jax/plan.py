@@ -11,6 +11,7 @@ import optax
 
 from zero_jax.compile_job import Job
 from zero_jax.compile_process import compile_apart
+from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
 from zero_jax.state import ZeroConfig
 from zero_jax.tree import PyTree
@@ -18,7 +19,7 @@ from zero_jax.user_cache import cache_folder
 
 
 def plan(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | MeshLoss,
     init_fn: Callable[[jax.Array], PyTree],
     tx: optax.GradientTransformation,
     *,

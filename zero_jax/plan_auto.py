@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 
+from zero_jax.grads import MeshLoss
 from zero_jax.plan import plan
 from zero_jax.plan_guess import Guess, Policy, model_sizes
 from zero_jax.plan_report import PlanReport
@@ -49,7 +50,7 @@ class AutoPlan:
 
 
 def plan_auto(
-    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
     init_fn: Callable[[jax.Array], PyTree],
     tx: optax.GradientTransformation,
     *,
@@ -155,7 +156,9 @@ def plan_auto(
 
 
 def _policies(
-    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], config: ZeroConfig, remats: Sequence[str] | None
+    loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
+    config: ZeroConfig,
+    remats: Sequence[str] | None,
 ) -> dict[str, Policy]:
     """Returns the remat policies to choose from, by the names that settings have them under."""
     if isinstance(loss_fn, Mapping):

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from zero_jax import memory, topology
+from zero_jax.grads import MeshLoss
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import make_mesh
 from zero_jax.precision import resolve_precision
@@ -36,7 +37,7 @@ _SAME = 0.02  # policies whose figures differ by less are the same program to a 
 class Policy:
     """A remat policy of the search: what the loss function is called with."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.grads import MeshLoss
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
@@ -54,7 +55,7 @@ class LayoutPlans:
 
 
 def plan_layouts(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | MeshLoss,
     init_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zero_jax import comms, memory
 from zero_jax.compile_job import Job, OutOfMemory, compile_job
@@ -248,7 +249,7 @@ def make_report(
             program.text,
             mesh=mesh,
             topology=topology,
-            forward_flops=_forward_flops(job, state.params),
+            forward_flops=_forward_flops(job, state.params, mesh),
             num_tokens=num_tokens,
             unit=unit,
         ),
@@ -260,10 +261,10 @@ def make_report(
     )
 
 
-def _forward_flops(job: Job, params: Any) -> float:
+def _forward_flops(job: Job, params: Any, mesh: Mesh) -> float:
     """Counts the forward pass on the params as the loss function sees them."""
     compute = resolve_precision(job.config.precision).compute
-    loss_fn, key = normalize_loss(job.loss_fn), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
     return forward_flops(
         lambda params, batch, key: loss_fn(cast_floating(params, compute), batch, key), params, job.batch, key
     )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.combining import compiler_options
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
-from zero_jax.grads import Accumulator, check_batch, normalize_loss
+from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
@@ -85,7 +85,7 @@ class TrainStep:
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any], tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig
+    loss_fn: Callable[..., Any] | MeshLoss, tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig
 ) -> TrainStep:
     """Makes the jitted step `state, metrics = step(state, batch)`, which donates the state.
 
@@ -97,7 +97,9 @@ def make_train_step(
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
     """
-    program = _Program(loss_fn=normalize_loss(loss_fn), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config)
+    program = _Program(
+        loss_fn=normalize_loss(loss_fn, mesh), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config
+    )
     return TrainStep(program, config.axes_of(mesh))
 
 

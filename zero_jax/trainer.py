@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.agreement import from_first_process
+from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.batches import train_batches, validation_batches
 from zero_jax.checkpoint import Checkpointer, latest_step
 from zero_jax.console import Console
@@ -128,6 +129,7 @@ class _Training:
                 **sizes,
             )
         )
+        self.buffers = BatchBuffers()
         self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
         self.checkpointer = stack.enter_context(Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say))
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
@@ -212,7 +214,7 @@ class _Training:
         shape = (config.batch_size, self.model.seq_len)
         batch = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in self.held_out[0].items()}
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
-        loss_fn = normalize_loss(self.model.loss_fn)
+        loss_fn = normalize_loss(self.model.loss_fn, mesh)
         hardware = hardware_of(mesh.devices.flat[0])
         return Speedometer(
             batch_size=config.batch_size,
@@ -295,7 +297,7 @@ class _Training:
         """Sends the next step to the devices without waiting for it."""
         self._beat("data", self.step + 1)
         asked = time.perf_counter()
-        batch = next(self.batches)
+        batch = self.buffers.fill(next(self.batches))
         waited_seconds = time.perf_counter() - asked
         self._beat("step", self.step + 1)
         with profiler.step(self.step + 1):
@@ -318,7 +320,7 @@ class _Training:
 
     def _validation_loss(self, params: Any) -> float:
         total = weight = 0.0
-        for batch in self.held_out:
+        for batch in map(self.buffers.fill, self.held_out):
             # Each loss is read before the next is asked for: simulated devices that run far ahead of others can
             # deadlock.
             batch_weight = float(self.total(batch["weights"]))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from zero_jax.agreement import from_first_process
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.data import DataConfig, Dataset, load
-from zero_jax.grads import check_batch
+from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.run_folder import make_folder
@@ -48,7 +48,7 @@ class Model:
     vocab_size: int
     seq_len: int
     init_fn: Callable[[Array], Any]
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any] | MeshLoss
     generate_fn: Callable[..., Array] | None = None
     param_specs: Any = None
 

@@ -187,9 +187,11 @@ class Region:
         if dim is None:
             return checkpoint_name(array, PLACED if remat.residuals == "offloaded" else KEPT)
         # Every other dim stays as it is. Both sides need both pins: without them the partitioner makes the copy whole,
-        # or shards what is computed like the copy.
+        # or shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
+        # the value has a pin of its own, and a barrier ends the chain.
         shard, whole = (self.sharding(array.ndim, dim, axes) for axes in (self.setting.axes.model, None))
-        return jaxprs.keep(array, name=PLACED, shard=Chain((whole, shard)), unshard=Chain((shard, whole)))
+        array = jaxprs.reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
+        return jaxprs.keep(array, name=PLACED, shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
 
     def sharding(self, num_dims: int, dim: int, axes: tuple[str, ...] | None) -> NamedSharding:
         """Returns the sharding of one dim, with the others as they are."""

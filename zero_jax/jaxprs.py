@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -289,28 +290,42 @@ def is_on_host(aval: Any) -> bool:
     return "host" in str(getattr(aval, "memory_space", "")).lower()
 
 
-# --- `order` ---------------------------------------------------------------------------------------------------------
-# An `optimization_barrier` whose transpose is one too, over the cotangents that there are: JAX's own makes zeros for
-# the others in some releases, and so gradients for params that are frozen.
+# --- `order` --------------------------------------------------------------------------------------------------------
+# An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some
+# releases makes zeros for cotangents that there are none of, and so gradients for params that are frozen.
 
 order_p = jex_core.Primitive("zero_order")
 order_p.multiple_results = True
 
 
-def order(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays as they are, none before all are there; their cotangents likewise."""
-    return order_p.bind(*arrays) if len(arrays) > 1 else list(arrays)
+def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> list[jax.Array]:
+    """Returns the arrays as they are, none before all are there; their cotangents likewise, if `backward`."""
+    return order_p.bind(*arrays, forward=forward, backward=backward) if len(arrays) > 1 else list(arrays)
 
 
-def _bind_present(values: Sequence[Any]) -> list[Any]:
+def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
+    del backward
+    return lax.optimization_barrier(list(arrays)) if forward else list(arrays)
+
+
+def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
     present = [value for value in values if not isinstance(value, ad.Zero)]
-    ordered = iter(order(*present))
+    ordered = iter(order(*present, **directions))
     return [value if isinstance(value, ad.Zero) else next(ordered) for value in values]
 
 
-order_p.def_abstract_eval(lambda *avals: avals)
-order_p.def_impl(lambda *arrays: jax.jit(lax.optimization_barrier)(list(arrays)))
-ad.primitive_jvps[order_p] = lambda primals, tangents: (order(*primals), _bind_present(tangents))
-ad.primitive_transposes[order_p] = lambda cotangents, *_: _bind_present(cotangents)
-batching.primitive_batchers[order_p] = lambda arrays, dims: (order(*arrays), dims)
-mlir.register_lowering(order_p, mlir.lower_fun(lambda *xs: lax.optimization_barrier(list(xs)), multiple_results=True))
+def _order_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, forward: bool, backward: bool) -> Any:
+    primals_out = order(*primals, forward=forward, backward=backward)
+    return primals_out, _order_present(tangents, forward=False, backward=backward)
+
+
+def _order_transpose(cotangents: Sequence[Any], *_: Any, forward: bool, backward: bool) -> list[Any]:
+    return _order_present(cotangents, forward=backward, backward=forward)
+
+
+order_p.def_abstract_eval(lambda *avals, **_: avals)
+order_p.def_impl(lambda *xs, **directions: jax.jit(functools.partial(_apply_order, **directions))(*xs))
+ad.primitive_jvps[order_p] = _order_jvp
+ad.primitive_transposes[order_p] = _order_transpose
+batching.primitive_batchers[order_p] = lambda arrays, dims, **directions: (order(*arrays, **directions), dims)
+mlir.register_lowering(order_p, mlir.lower_fun(_apply_order, multiple_results=True))

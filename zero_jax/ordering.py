@@ -2,15 +2,15 @@
 
 XLA's scheduler sees all blocks at once. It puts the gradients of params off to the end of the backward pass, where all
 that they are made of waits for them, and gathers params of later blocks early. So where a block begins, its activations
-are tied to the shards of the next block's params: these are gathered no earlier, one block ahead of their use. The
-transpose of the tie holds the backward pass back until the gradients of the block after are on their shards.
+are tied to the shards of the next block's params in the forward pass: these are gathered no earlier, one block ahead of
+their use. In the backward pass, which is where memory peaks, the cotangents of what entered a block are tied to those
+of its own params: the block before waits until they are on their shards, as it does in a scan.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +45,7 @@ class Ordering:
     def __init__(self, jaxpr: Any, values: Sequence[Lazy | Value]):
         self.jaxpr = jaxpr
         self.evaluated: set[int] = set()
-        self.pairs: dict[int, tuple[_Segment, _Segment, frozenset[Any]]] = {}
+        self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
         if not any(isinstance(value, Lazy) for value in values):
             return
         blocks = find_blocks(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
@@ -54,8 +54,8 @@ class Ordering:
         self.of_params = _made_of_params(jaxpr, values)
         segments = self.segments([(block.start, block.stop) for block in blocks])
         made = [frozenset(), *(segment.writes for segment in segments)]
-        for (segment, following), before in zip(itertools.pairwise(segments), made, strict=False):
-            self.pairs[segment.start] = segment, following, before
+        for segment, following, before in zip(segments, [*segments[1:], None], made[:-1], strict=True):
+            self.places[segment.start] = segment, following, before
         self.num_readers = collections.Counter(
             var
             for segment in segments
@@ -94,23 +94,25 @@ class Ordering:
         return _Segment(start=start, stop=stop, reads=reads, writes=made, params=frozenset(params))
 
     def enter(self, index: int, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> None:
-        """Ties the params of the next segment where the equation at `index` begins one; `evaluate` fills `env`."""
-        if index not in self.pairs:
+        """Ties params and activations where the equation at `index` begins a segment; `evaluate` fills `env`."""
+        if index not in self.places:
             return
-        segment, following, before = self.pairs[index]
+        segment, following, before = self.places[index]
         activations = [
             var
             for var in segment.reads
             if isinstance(value := env.get(var), Value) and not isinstance(value, Copies) and not value.pure
             if is_float(var.aval) and (self.num_readers[var] == 1 or var in before)
         ]
-        if not activations:
-            return
-        params = self.params(following, env, evaluate)
-        if not params:
-            return
-        split = Roots([*(env[var] for var in activations), *params.values()])
-        env.update(zip((*activations, *params), split.rebuild(jaxprs.order(*split.arrays)), strict=True))
+        directions = [(segment, {"forward": False, "backward": True})]
+        if following is not None:
+            directions.append((following, {"forward": True, "backward": False}))
+        for tied, which in directions:
+            params = self.params(tied, env, evaluate)
+            if activations and params:
+                split = Roots([*(env[var] for var in activations), *params.values()])
+                arrays = jaxprs.order(*split.arrays, **which)
+                env.update(zip((*activations, *params), split.rebuild(arrays), strict=True))
 
     def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
         """Returns what a segment reads of params, in the form in which it is to be tied."""

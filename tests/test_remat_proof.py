@@ -1,6 +1,7 @@
 """What residuals hold and what they cost, read from programs of the TPU compiler, which needs no TPU."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -11,16 +12,20 @@ from measure_remat import BATCH_SIZE, GPT, compile_grads
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 MODEL, LAYERS = 4, 4
 SMALL = dataclasses.replace(GPT, num_layers=LAYERS)
+LOOP = dataclasses.replace(SMALL, scan=False)
 # The residual stream that enters a block, on one of the 4 shards of the batch, in bfloat16.
 STREAM_BYTES = BATCH_SIZE // 4 * GPT.seq_len * GPT.d_model * 2
 # The paper's 12 x seq x hidden a block and sample (section 8), as bytes that a device sends: (m - 1) / m of them.
 BLOCKS_BYTES = 12 * LAYERS * STREAM_BYTES * (MODEL - 1) / MODEL
 
 
-def test_sharded_residuals_fall_to_a_share_for_a_twelfth_more_traffic():
-    whole, sharded = (compile_grads(policy, config=SMALL, model=MODEL) for policy in ("full", "full_sharded"))
+@pytest.mark.parametrize("config", [SMALL, LOOP], ids=["scan", "loop"])
+def test_sharded_residuals_fall_to_a_share_for_a_twelfth_more_traffic(config):
+    whole, sharded = (compile_grads(policy, config=config, model=MODEL) for policy in ("full", "full_sharded"))
     fell = LAYERS * STREAM_BYTES * (MODEL - 1) / MODEL
-    assert whole.temp_bytes - sharded.temp_bytes >= 0.95 * fell
+    # In a loop the last block's residual does not wait, and the peak comes at another moment.
+    share = 0.95 if config.scan else 0.95 * (LAYERS - 2) / LAYERS
+    assert whole.temp_bytes - sharded.temp_bytes >= share * fell
     # Each residual is gathered once, in the backward pass, and not in the forward pass too.
     assert sharded.model_bytes - whole.model_bytes <= BLOCKS_BYTES * (1 / 12 + 0.02)
     assert sharded.data_bytes <= 1.02 * whole.data_bytes
@@ -32,3 +37,17 @@ def test_offloaded_residuals_leave_the_device():
     # Two shards wait for their transfer, in and out.
     assert whole.temp_bytes - offloaded.temp_bytes >= (LAYERS - 2 / MODEL) * STREAM_BYTES
     assert offloaded.model_bytes - whole.model_bytes <= BLOCKS_BYTES * (1 / 12 + 0.02)
+
+
+def test_transfers_overlap_with_computation():
+    """Out while the block computes, and in while the block before it (in the backward pass) does."""
+    text = compile_grads("full_offloaded", config=SMALL, model=MODEL).text
+    for kind in ("dynamic-update-slice", "dynamic-slice"):
+        overlapped = [_cycles_within(body, kind) for body in re.split(r"\n}\n", text) if "/while/body" in body]
+        assert max(overlapped) > 10_000, kind
+
+
+def _cycles_within(body, kind):
+    """Returns the estimated cycles of what runs between the start and the end of a transfer from or to the host."""
+    span = re.search(rf"%{kind}-start[.\d]* = [^\n]*S\(5\)(.*?)%{kind}-done", body, re.DOTALL)
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', span[1]))) if span else 0

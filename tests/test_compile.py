@@ -2,31 +2,17 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import reference
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
+from two_layers import host_params, loss_fn, make_batch
 
 import zero_jax as zero
 
 STEPS = 3
-
-
-def host_params():
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32) / 4  # noqa: E731
-    return {"in": normal(8, 16), "out": normal(16, 8)}
-
-
-def make_batch(size=16):
-    return {"inputs": np.random.default_rng(1).standard_normal((size, 8), dtype=np.float32)}
-
-
-def loss_fn(params, batch):
-    return jnp.square(jnp.tanh(batch["inputs"] @ params["in"]) @ params["out"]).mean()
 
 
 def make_trainer(loss_fn=loss_fn, tx=None, *, mesh="4", params=None, **fields):

@@ -11,22 +11,9 @@ import pytest
 import reference
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
+from two_layers import host_params, loss_fn, make_batch
 
 import zero_jax as zero
-
-
-def host_params():
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32) / 4  # noqa: E731
-    return {"in": normal(8, 16), "out": normal(16, 8)}
-
-
-def make_batch(size=16):
-    return {"inputs": np.random.default_rng(1).standard_normal((size, 8), dtype=np.float32)}
-
-
-def loss_fn(params, batch):
-    return jnp.square(jnp.tanh(batch["inputs"] @ params["in"]) @ params["out"]).mean()
 
 
 def mesh_with(*names, auto=True):

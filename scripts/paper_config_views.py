@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.paper import CONFIGS, PaperTable, show_gb, show_params
+from zero_jax.topology import HARDWARE
 
 Rows = Sequence[Mapping[str, Any]]
 # Figure 6 of the paper: parameters of the largest model at a model-parallel degree of 16; its text gives none for C3.
@@ -18,6 +19,7 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "residuals": (("residuals",), "#CC79A7"),
 }
 _REST = ("other", "#999999")
+_DEVICE_GB = HARDWARE["v4"].usable_bytes / 1e9
 _SERIES = {"paper": "#999999", 1: "#56B4E9", 2: "#0072B2"}
 
 
@@ -104,16 +106,16 @@ def plot(path: pathlib.Path, rows: Rows) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     _draw_figure_6(panels[0], [row for row in rows if row["figure"] == 6 and "num_params" in row])
-    most = max((row["num_microbatches"] for row in rows if row["figure"] == 7), default=1)
-    stacks = [row for row in rows if row["figure"] == 7 and "by_group" in row and row["num_microbatches"] == most]
+    least = min((row["num_microbatches"] for row in rows if row["figure"] == 7), default=1)
+    stacks = [row for row in rows if row["figure"] == 7 and row["num_microbatches"] == least]
     for panel, size in zip(panels[1:], sorted({row["size"] for row in stacks}, key=len), strict=False):
         _draw_figure_7(panel, [row for row in stacks if row["size"] == size])
-        panel.set_title(f"Figure 7: {size} parameters, {most} microbatches", fontsize="medium")
+        panel.set_title(f"Figure 7: {size}, {_batch(least)}", fontsize="medium")
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.25)
         panel.set_axisbelow(True)
-    panels[-1].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower right", ncols=5, frameon=False)
     figure.savefig(path)
 
 
@@ -131,6 +133,7 @@ def _draw_figure_6(panel: Any, rows: Rows) -> None:
             panel.annotate(f"{value / 1e9:.0f}", (x, value / 1e9), (0, 2), textcoords="offset points", ha="center",
                            fontsize=7.5)  # fmt: skip
     panel.set_xticks(range(len(CONFIGS)), list(CONFIGS))
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.2)
     panel.set_ylabel("parameters of the largest model (billions)")
     panel.set_title("Figure 6: model = 16, 512 v4 of 33 GB", fontsize="medium")
     panel.legend(frameon=False, fontsize=8, loc="upper left")
@@ -138,17 +141,22 @@ def _draw_figure_6(panel: Any, rows: Rows) -> None:
 
 def _draw_figure_7(panel: Any, rows: Rows) -> None:
     colors = {part: color for part, (_, color) in PARTS.items()} | dict([_REST])
+    drawn = [row for row in rows if "by_group" in row]
     names = sorted({row["config"] for row in rows})
-    for row in rows:
+    for row in drawn:
         bottom, x = 0.0, names.index(row["config"])
         for part, size in parts_of(row).items():
-            label = part if row["config"] == names[0] else None
+            label = part if row is drawn[0] else None
             panel.bar(x, size, 0.7, bottom, color=colors[part], edgecolor="white", linewidth=0.4, label=label)
             bottom += size
         text = f"{bottom:.3g}" + (f"\n+{row['host_bytes'] / 1e9:.2g} host" if row["host_bytes"] else "")
         panel.annotate(text, (x, bottom), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7.5)
+    for name in set(names) - {row["config"] for row in drawn}:
+        panel.annotate("does not fit", (names.index(name), 0.5), ha="center", va="bottom", fontsize=8, rotation=90)
+    panel.axhline(_DEVICE_GB, color="#D55E00", linewidth=1, linestyle="--", label=f"device ({_DEVICE_GB:.0f} GB)")
     panel.set_xticks(range(len(names)), names)
-    panel.set_ylim(0, panel.get_ylim()[1] * 1.08)
+    panel.set_xlim(-0.6, len(names) - 0.4)
+    panel.set_ylim(0, _DEVICE_GB * 1.06)
     panel.set_ylabel("memory of a device (GB)")
 
 

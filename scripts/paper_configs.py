@@ -83,7 +83,7 @@ def compile_step(cell: Cell, num_layers: int) -> PlanReport:
     verdict = "fits" if report.fits else "does not fit"
     needed = "an unknown amount" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.1f} GB"
     said = f"{verdict}, needs {needed} ({report.compile_seconds:.0f} s{', before' if report.from_cache else ''})"
-    print(f"  {planned.name}, {cell.num_microbatches} microbatches: {said}", file=sys.stderr, flush=True)
+    print(f"  {planned.name}, {cell.num_microbatches} x {EXAMPLES} examples: {said}", file=sys.stderr, flush=True)
     return report
 
 

@@ -22,9 +22,7 @@ def covering_array(factors, *, seed=0, num_tries=30):
     """
     rng = random.Random(seed)
     names = sorted(factors)
-    open_pairs = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
+    open_pairs = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
     rows = []
     while open_pairs:
         first = min(open_pairs, key=str)

@@ -1,0 +1,37 @@
+"""The paper's C_B on programs of the TPU compiler: buffers do not grow with depth, and logits are never whole."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+
+from measure_buffers import NUM_EXAMPLES, SHALLOW, compile_buffers
+
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+TOPOLOGY = "v5e:2x2"
+# A head of as many params as the rest, and logits that are most of the temporaries.
+WIDE = dataclasses.replace(SHALLOW, vocab_size=16384, num_layers=2)
+CHUNK_SIZE = 2048
+ON_CHIP_BYTES = 128 * 2**20
+
+
+def of_depth(num_layers, stage):
+    return compile_buffers(stage, dataclasses.replace(SHALLOW, num_layers=num_layers), topology=TOPOLOGY)
+
+
+def test_stage_3_does_not_grow_with_depth():
+    shallow, deep = of_depth(4, 3), of_depth(64, 3)
+    assert deep.largest_collective_bytes == shallow.largest_collective_bytes
+    # What lies on the chip in a shallow model may lie in HBM in a deep one; what is stacked is many times that.
+    assert deep.rest_bytes <= shallow.rest_bytes + ON_CHIP_BYTES
+    assert deep.stacked_bytes > 10 * ON_CHIP_BYTES
+
+
+def test_chunked_logits_take_a_part_of_the_memory_and_no_more_traffic():
+    whole, chunked = (compile_buffers(3, WIDE, topology=TOPOLOGY, chunk_size=size) for size in (None, CHUNK_SIZE))
+    logits_bytes = 4 * NUM_EXAMPLES * WIDE.seq_len * WIDE.vocab_size  # float32
+    assert whole.heap_bytes >= logits_bytes
+    assert chunked.heap_bytes <= whole.heap_bytes - 0.6 * logits_bytes
+    # What is over: gradients of the head that are summed by feature and kept by token, a shard to move.
+    assert chunked.sent_bytes <= 1.05 * whole.sent_bytes

@@ -1,0 +1,148 @@
+"""Compiles a train step with each remat policy, scanned and as a Python loop; prints and draws where its bytes lie.
+
+A GPT on long sequences at stage 3, split over `model`, for TPUs that are not there: it needs the TPU compiler
+(`pip install "jax[tpu]"`). Compiled programs are kept, so that the same command again only reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zero_jax as zero
+from zero_jax.models import gpt
+
+TOPOLOGY, MODEL = "v5p:2x2x4", 4
+GPT = gpt.GPTConfig(vocab_size=32768, seq_len=4096, num_layers=8, d_model=1024, num_heads=16, remat=False)
+BATCH_SIZE = 4
+POLICIES = ("none", "attention", "dots", "full", "full_sharded", "full_offloaded")
+CHUNK = 4096
+STATE = ("params", "master", "opt_state")
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """The bytes of a device, and what it sends."""
+
+    name: str
+    form: str
+    state_bytes: int
+    residual_bytes: int
+    temp_bytes: int  # residuals among them
+    host_bytes: int
+    model_bytes: float
+    data_bytes: float
+
+    def __str__(self) -> str:
+        sizes = (self.state_bytes, self.residual_bytes, self.temp_bytes, self.host_bytes)
+        sent = (self.model_bytes, self.data_bytes)
+        cells = [f"{size / MIB:,.0f}" for size in sizes] + [f"{size / 1e6:,.1f}" for size in sent]
+        return f"| {self.name} | {self.form} | " + " | ".join(cells) + " |"
+
+
+def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, sequence: bool = False) -> Row:
+    """Compiles one train step, or takes it from the programs kept before."""
+    config = dataclasses.replace(GPT, scan=scan)
+
+    def make_loss(mesh: jax.sharding.Mesh) -> gpt.LossFn:
+        losses = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, mesh=mesh, chunk_size=CHUNK)
+        return gpt.loss_fn(
+            config,
+            place=zero.sequence_parallel(mesh) if sequence else gpt.leave,
+            token_losses=losses if chunked else gpt.whole_logits,
+        )
+
+    tokens = jax.ShapeDtypeStruct((BATCH_SIZE, config.seq_len), jnp.int32)
+    report = zero.plan(
+        zero.MeshLoss(make_loss),
+        functools.partial(gpt.init, config),
+        optax.adamw(3e-4),
+        batch={"inputs": tokens, "targets": tokens},
+        topology=TOPOLOGY,
+        model=MODEL,
+        config=zero.ZeroConfig(stage=3, precision="bf16", remat=policy, param_specs=gpt.param_specs(config)),
+        name=f"{name} {'scanned' if scan else 'loop'}",
+        log=lambda line: print(line, flush=True),
+    )
+    memory, comms = report.memory, report.comms
+    if memory is None or comms is None:
+        raise SystemExit(report.refusal)
+    sent = {"model": 0.0, "data": 0.0}
+    for row in comms.rows:
+        sent["model" if set(row.axes) == {"model"} else "data"] += row.total_sent_bytes
+    return Row(
+        name=name,
+        form="scanned" if scan else "loop",
+        state_bytes=sum(memory.arguments.get(group, 0) for group in STATE),
+        residual_bytes=memory.residual_bytes,
+        temp_bytes=memory.live_peak_bytes,
+        host_bytes=memory.host_temp_bytes,
+        model_bytes=sent["model"],
+        data_bytes=sent["data"],
+    )
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    """Draws a bar for each row: the state, residuals and other temporaries on a device, and beside it the host."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    parts = {
+        "params and optimizer state": ([r.state_bytes for r in rows], "#009E73"),
+        "residuals": ([min(r.residual_bytes, r.temp_bytes) for r in rows], "#CC79A7"),
+        "other temporaries": ([max(r.temp_bytes - r.residual_bytes, 0) for r in rows], "#999999"),
+    }
+    figure, axes = plt.subplots(figsize=(11, 4.8), layout="constrained")
+    places, width = range(len(rows)), 0.6
+    bottom = [0.0] * len(rows)
+    for label, (sizes, colour) in parts.items():
+        heights = [size / MIB for size in sizes]
+        axes.bar(places, heights, width, bottom=bottom, label=label, color=colour)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    host = [row.host_bytes / MIB for row in rows]
+    axes.bar(places, host, width, bottom=bottom, label="on the host", fill=False, edgecolor="#CC79A7", hatch="///")
+    axes.set_xticks(list(places), [f"{row.name.replace(', ', chr(10))}\n({row.form})" for row in rows], fontsize=8)
+    axes.set_ylabel("MiB a device")
+    axes.set_title(f"Where the bytes of a step live: {TOPOLOGY}, data=4 x model={MODEL}, stage 3, {GPT.seq_len} tokens")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Runs the script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the scanned rows to this file")
+    options = parser.parse_args()
+    cases = [(policy, {"policy": policy}) for policy in options.policies]
+    if "full_sharded" in options.policies:
+        cases += [
+            ("full_sharded, loss in chunks", {"policy": "full_sharded", "chunked": True}),
+            ("full, sequence parallel, loss in chunks", {"policy": "full", "chunked": True, "sequence": True}),
+        ]
+    rows = []
+    for name, case in cases:
+        for scan in (True, False):
+            rows.append(compile_row(name, scan=scan, **case))
+            print(rows[-1], flush=True)
+    print("\n| policy | form | state, MiB | residuals | temporaries | on the host | over model, MB | over data |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        print(row)
+    if options.plot:
+        draw([row for row in rows if row.form == "scanned"], options.plot)
+        print(f"picture  {options.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -134,18 +134,7 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent], params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-
-        def flat(params: PyTree, values: list[Any]) -> Any:
-            full = list(leaves)
-            for i, value in zip(traced, values, strict=True):
-                full[i] = value
-            args, kwargs = tree.unflatten(full)
-            return fn(params, *args, **kwargs)
-
-        values = [leaves[i] for i in traced]
-        closed, out_shape = jax.make_jaxpr(flat, return_shape=True)(params, values)
+        closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
         walk = Walk(options, _batch_sizes(values), events)
         marked = _mark(params, specs, options)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
@@ -163,11 +152,6 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
 
     transformed.__wrapped_with_events__ = run  # type: ignore[attr-defined]
     return transformed
-
-
-def _is_array(leaf: Any) -> bool:
-    """Tells whether an argument is traced; Python and numpy values stay what they are, as with `jax.grad`."""
-    return isinstance(leaf, jax.Array)
 
 
 def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:

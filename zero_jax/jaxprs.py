@@ -33,6 +33,26 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
+def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> tuple[Jaxpr, Any, list[jax.Array]]:
+    """Traces `fn(params, *args, **kwargs)`; Python and numpy values stay what they are, as with `jax.grad`.
+
+    Returns:
+      The closed jaxpr of the leaves of the params and of the arrays among the arguments; the shape of the result; those
+      arrays.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def function(params: Any, values: list[Any]) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(traced, values, strict=True))
+        args, kwargs = tree.unflatten(full.values())
+        return fn(params, *args, **kwargs)
+
+    values = [leaves[i] for i in traced]
+    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, values)
+    return closed, out_shape, values
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
     found = []

@@ -129,16 +129,7 @@ def _transform(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-    def function(params: PyTree, values: list[Any]) -> Any:
-        full = dict(enumerate(leaves)) | dict(zip(traced, values, strict=True))
-        args, kwargs = tree.unflatten(full.values())
-        return loss_fn(params, *args, **kwargs)
-
-    values = [leaves[i] for i in traced]
-    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, values)
+    closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
     walk = Walk(dataclasses.replace(setting, batch_sizes=sizes), log)
     marks = [*_param_marks(params, specs, setting), *(Mark("value", held=True) for _ in values)]

@@ -1,12 +1,14 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
 from zero_jax import comms, losses, memory
+from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.compile_process import CompilerCrash
 from zero_jax.ema import ema_params, params_ema
 from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.grads import MeshLoss
+from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.paper_configs import PAPER_CONFIGS
@@ -24,6 +26,7 @@ from zero_jax.step import TrainStep, make_train_step
 __all__ = [
     "PAPER_CONFIGS",
     "AutoPlan",
+    "BatchBuffers",
     "CheckpointConfig",
     "CheckpointError",
     "Checkpointer",
@@ -31,6 +34,7 @@ __all__ = [
     "GatherReport",
     "LayoutPlans",
     "LossScaleConfig",
+    "LossTrace",
     "MeshLoss",
     "Metrics",
     "NoiseScale",
@@ -66,4 +70,5 @@ __all__ = [
     "shard_batch",
     "sharding_report",
     "state_shardings",
+    "trace_loss",
 ]

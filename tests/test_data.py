@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from zero_jax import data, token_cache, token_chunks
+from zero_jax import data, sources, token_cache, token_chunks
 from zero_jax.documents import read_text
 from zero_jax.sources import find
-from zero_jax.token_files import Chunk, TokenMeta, open_folder, write_folder
+from zero_jax.token_files import Chunk, TokenFile, TokenMeta, open_folder, open_tokens, write_folder
 from zero_jax.tokenizer import train_bpe
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
@@ -126,7 +126,29 @@ def test_every_format_gives_the_same_tokens(write, cached, load, tmp_path):
         assert in_order(dataset) == STREAM
         assert dataset.num_documents == 4
         assert dataset.train.num_documents + dataset.validation.num_documents == 4
-    assert isinstance(dataset.train.tokens, np.memmap) == (cached or write in (write_token_folder,))
+    assert isinstance(dataset.train.tokens, TokenFile) == (cached or write in (write_token_folder,))
+
+
+@pytest.mark.parametrize(("dtype", "start_bytes"), [("<u2", 0), (">u4", 6), ("u1", 3)])
+def test_tokens_are_read_from_their_file_at_any_places(dtype, start_bytes, tmp_path):
+    path, vector = tmp_path / "tokens.bin", np.arange(100, 200).astype(dtype)
+    path.write_bytes(b"\0" * start_bytes + vector.tobytes())
+    tokens = open_tokens(path, dtype=np.dtype(dtype), start_bytes=start_bytes)
+    assert (len(tokens), tokens.size) == (100, 100)
+    for places in ([], [7], [3, 4, 5], [99, 0, 1, 1, 50, 51, 49]):
+        np.testing.assert_array_equal(tokens[np.array(places, int)], vector[np.array(places, int)])
+    for places in (slice(0, 0), slice(5), slice(90, 1000)):
+        np.testing.assert_array_equal(tokens[places], vector[places])
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_told_with_offset_and_sizes(load, tmp_path, monkeypatch):
+    path = write_raw(tmp_path)
+    dataset = load(path, validation_fraction=0.4)
+    monkeypatch.setattr(sources.SourceFile, "check", lambda self: os.truncate(path, 5))  # right after the look at it
+    with pytest.raises(
+        ValueError, match=r"a.bin was cut .*: \d+ bytes are missing at offset 72; it has 5 bytes now and had 204"
+    ):
+        dataset.train.read()
 
 
 @pytest.mark.parametrize("block_tokens", [1, 5, 1000])

@@ -219,8 +219,7 @@ def test_a_loss_that_raises_leaves_a_folder_to_begin_in(tmp_path, unbroken):
 
 @pytest.mark.parametrize("harm", ["cut", "deleted"])
 def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path, tamper, unbroken):
-    # Nothing is read ahead: a file that is cut while a thread reads from its map ends the process (SIGBUS).
-    config = DataConfig(data=str(tmp_path / "text.txt"), token_cache=str(tmp_path / "cache"), prefetch_batches=0)
+    config = DataConfig(data=str(tmp_path / "text.txt"), token_cache=str(tmp_path / "cache"))
 
     def break_tokens(*_):
         (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
@@ -230,7 +229,7 @@ def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path,
             tokens.unlink()
 
     mend = tamper({6: break_tokens})
-    with pytest.raises(ValueError, match=r"tokens.bin (changed|vanished) while it was read"):
+    with pytest.raises(ValueError, match=r"tokens.bin (changed|vanished|was cut) while it was read"):
         train(tmp_path, data=config)
     assert checkpoints(tmp_path) == ["step_00000004"]
     mend()

@@ -43,8 +43,8 @@ def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np
     """
     positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
     exists = (rows[:, None] != _NO_ROW) & (positions < part.size)
-    tokens, documents = part.take(np.where(exists, positions, part.size - 1))
-    tokens = np.where(exists, tokens, 0).astype(np.int32)
+    tokens, documents = np.zeros(exists.shape, np.int32), np.full(exists.shape, -1)
+    tokens[exists], documents[exists] = part.take(positions[exists])
     documents = np.where(exists, documents, documents.max(axis=1, keepdims=True) + 1)
     goes_on = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
     return {

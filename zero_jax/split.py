@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from zero_jax.sources import SourceFile
-from zero_jax.token_files import Tokens
+from zero_jax.token_files import TokenFile, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -16,10 +16,10 @@ class TokenPart:
       tokens: the tokens of the whole data set.
       starts: where each document of the part begins in `tokens`: `[num_documents]`.
       offsets: where it begins in the stream, and the end of the last: `[num_documents + 1]`.
-      file: the file that `tokens` is mapped from, if any.
+      file: the file that `tokens` is in, if any, as it was when it was opened.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | TokenFile
     starts: np.ndarray
     offsets: np.ndarray
     file: SourceFile | None = None
@@ -35,10 +35,10 @@ class TokenPart:
         return len(self.starts)
 
     def take(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens at places of the stream, and which document of the part each belongs to.
+        """Returns the tokens at places of the stream, a vector, and which document of the part each belongs to.
 
         Raises:
-          ValueError: the file of the tokens is another than it was: reading on could end the process.
+          ValueError: the file of the tokens is another than it was, or ends too early.
         """
         if self.file is not None:
             self.file.check()

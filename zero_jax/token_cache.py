@@ -1,4 +1,4 @@
-"""A source as tokens: made once, then mapped from a cache folder."""
+"""A source as tokens: made once, then read from a cache folder."""
 
 import contextlib
 import functools
@@ -11,8 +11,8 @@ import numpy as np
 
 from zero_jax.documents import read_text
 from zero_jax.sources import Source
-from zero_jax.token_chunks import array_chunks, file_chunks, map_tokens, read_offsets, record_chunks, text_chunks
-from zero_jax.token_files import Chunk, MappedFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
+from zero_jax.token_chunks import array_chunks, file_chunks, read_offsets, record_chunks, text_chunks, token_file
+from zero_jax.token_files import Chunk, TokenFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
 from zero_jax.tokenizer import JsonTokenizer, Tokenizer
 
 Log = Callable[[str], None]
@@ -64,14 +64,13 @@ def read_tokens(
 def _make(
     source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
 ) -> Tokens:
-    mapped = _mapped(source, token_dtype) if folder else None
-    if mapped:
-        tokens = mapped.map()
-        offsets = read_offsets(mapped.path, num_tokens=len(tokens))
-        chunks = array_chunks(tokens, end_of_document=tokenizer.end_of_document, offsets=offsets)
+    kept = _kept(source, token_dtype) if folder else None
+    if kept:
+        offsets = read_offsets(kept.path, num_tokens=kept.size)
+        chunks = array_chunks(kept, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
         chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    return make_tokens(told(chunks, source.name, log=log), source.name, tokenizer, folder=folder, mapped=mapped)
+    return make_tokens(told(chunks, source.name, log=log), source.name, tokenizer, folder=folder, kept=kept)
 
 
 def make_tokens(
@@ -80,9 +79,9 @@ def make_tokens(
     tokenizer: Tokenizer,
     *,
     folder: pathlib.Path | None,
-    mapped: MappedFile | None = None,
+    kept: TokenFile | None = None,
 ) -> Tokens:
-    """Writes chunks as a token folder and maps it, or keeps them in memory where `folder` is None.
+    """Writes chunks as a token folder and opens it, or keeps them in memory where `folder` is None.
 
     Raises:
       ValueError: there is no document among them.
@@ -95,12 +94,12 @@ def make_tokens(
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
     )
-    dtype = mapped.dtype if mapped else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    dtype = kept.dtype if kept else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     some = _at_least_one(chunks, name)
     if folder is None:
         return keep_in_memory(some, meta=meta, dtype=dtype)
     attached = {TOKENIZER_FILE: tokenizer.content} if isinstance(tokenizer, JsonTokenizer) else {}
-    write_folder(folder, some, meta=meta, dtype=dtype, mapped=mapped, attached=attached)
+    write_folder(folder, some, meta=meta, dtype=dtype, kept=kept, attached=attached)
     return open_folder(folder)
 
 
@@ -114,9 +113,9 @@ def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, toke
     return text_chunks(read_text(source, text_field=text_field), tokenizer)
 
 
-def _mapped(source: Source, token_dtype: str) -> MappedFile | None:
+def _kept(source: Source, token_dtype: str) -> TokenFile | None:
     is_one_file = source.format == "tokens" and len(source.files) == 1
-    return map_tokens(source.files[0], token_dtype=token_dtype) if is_one_file else None
+    return token_file(source.files[0], token_dtype=token_dtype) if is_one_file else None
 
 
 def _at_least_one(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from zero_jax.documents import Piece
 from zero_jax.sources import Source, SourceFile
-from zero_jax.token_files import Chunk, MappedFile
+from zero_jax.token_files import Chunk, TokenFile, open_tokens
 from zero_jax.tokenizer import Tokenizer
 
 _BLOCK_TOKENS = 1 << 22
@@ -55,7 +55,9 @@ def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
     return np.append(tokens, np.asarray(end_of_document, tokens.dtype))
 
 
-def array_chunks(tokens: np.ndarray, *, end_of_document: int, offsets: np.ndarray | None = None) -> Iterator[Chunk]:
+def array_chunks(
+    tokens: np.ndarray | TokenFile, *, end_of_document: int, offsets: np.ndarray | None = None
+) -> Iterator[Chunk]:
     """Cuts a vector of tokens into documents: after each token that ends one, or where `offsets` says.
 
     The hash of a document is of its tokens without the one that ends it, whatever their dtype.
@@ -83,7 +85,7 @@ def array_chunks(tokens: np.ndarray, *, end_of_document: int, offsets: np.ndarra
         yield Chunk(tokens=np.zeros(0, np.uint8), document_hash=_number(digest))
 
 
-def map_tokens(file: SourceFile, *, token_dtype: str) -> MappedFile:
+def token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
     """Finds the tokens in a `.npy` file, or in a raw file of the given dtype.
 
     Raises:
@@ -91,16 +93,16 @@ def map_tokens(file: SourceFile, *, token_dtype: str) -> MappedFile:
     """
     path = file.path
     if path.suffix.lower() != ".npy":
-        return MappedFile(path=path, dtype=np.dtype(token_dtype).newbyteorder("<"))
+        return open_tokens(path, dtype=np.dtype(token_dtype).newbyteorder("<"))
     try:
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r")  # of which only the header is read
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path} is no array of numpy ({error}): write it again with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
         raise ValueError(
             f"{path} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
         )
-    return MappedFile(path=path, dtype=array.dtype, start_bytes=array.offset)
+    return TokenFile(path=path, dtype=array.dtype, size=array.size, start_bytes=array.offset)
 
 
 def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
@@ -133,7 +135,7 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
 def file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
     """Reads the documents of token files, one file after the other."""
     for file in source.files:
-        tokens = map_tokens(file, token_dtype=token_dtype).map()
+        tokens = token_file(file, token_dtype=token_dtype)
         offsets = read_offsets(file.path, num_tokens=len(tokens))
         yield from array_chunks(tokens, end_of_document=end_of_document, offsets=offsets)
         file.check()

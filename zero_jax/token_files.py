@@ -1,4 +1,4 @@
-"""Token folders: a data set as a memory-mapped vector of tokens, with where its documents are.
+"""Token folders: a data set as a vector of tokens in a file, with where its documents are.
 
 `tokens.bin` holds the tokens, little endian, each document followed by the token that ends it; `documents.npy` the
 places where documents begin, and the end of the last; `hashes.npy` a hash of each document; `meta.json` the rest.
@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import pathlib
 import shutil
 import uuid
@@ -67,56 +68,98 @@ class TokenMeta:
     num_empty: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Tokens:
-    """The documents of a data set.
-
-    Attributes:
-      tokens: all tokens, a vector, mapped from a file if `file` is one.
-      offsets: where each document begins, and the end of the last: int64 `[num_documents + 1]`.
-      hashes: a hash of each document: uint64 `[num_documents]`.
-      meta: what made the tokens.
-      file: the file that is mapped.
-    """
-
-    tokens: np.ndarray
-    offsets: np.ndarray
-    hashes: np.ndarray
-    meta: TokenMeta
-    file: SourceFile | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MappedFile:
-    """A file of tokens that stays where it is.
+class TokenFile:
+    """A vector of tokens that stays in its file; slices and vectors of places are read when they are asked for.
+
+    Nothing is mapped: where a mapped file is cut while it is read, the system ends the process without a word.
 
     Attributes:
       path: the file.
       dtype: of the tokens in it.
+      size: number of tokens.
       start_bytes: what comes before the first token.
     """
 
     path: pathlib.Path
     dtype: np.dtype
+    size: int
     start_bytes: int = 0
 
-    def map(self) -> np.ndarray:
-        """Returns the tokens, mapped.
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        """Reads tokens, those at neighbouring places at once.
 
         Raises:
-          ValueError: the file cannot be read, or has no whole number of tokens.
+          ValueError: the file cannot be read, or ends before the last of them.
         """
+        if isinstance(places, slice):
+            first, last, _ = places.indices(self.size)
+            starts, lengths = np.array([first]), np.array([last - first])
+        else:
+            breaks = np.flatnonzero(np.diff(places) != 1) + 1
+            edges = np.concatenate([[0], breaks, [len(places)]])
+            starts, lengths = places[edges[:-1][: len(places)]], np.diff(edges)[: len(places)]
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        left, width = tokens.view(np.uint8).data, self.dtype.itemsize
         try:
-            size = self.path.stat().st_size - self.start_bytes
-            if size % self.dtype.itemsize or size <= 0:
-                raise ValueError(
-                    f"{self.path} has {size:,} bytes of tokens, no multiple of the {self.dtype.itemsize} that one of "
-                    f"{self.dtype} takes: give the right --token-dtype, or write the file again"
-                )
-            shape = (size // self.dtype.itemsize,)
-            return np.memmap(self.path, self.dtype, "r", offset=self.start_bytes, shape=shape)
+            with self.path.open("rb", buffering=0) as stream:
+                for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                    self._fill(left[: length * width], stream.fileno(), self.start_bytes + start * width)
+                    left = left[length * width :]
         except OSError as error:
-            raise ValueError(f"cannot read {self.path} ({error.strerror}): make it readable") from error
+            raise ValueError(f"cannot read {self.path} ({error.strerror}): make it readable, and run again") from error
+        return tokens
+
+    def _fill(self, buffer: memoryview, descriptor: int, offset_bytes: int) -> None:
+        while buffer:
+            num_bytes = os.preadv(descriptor, [buffer], offset_bytes)
+            if not num_bytes:
+                raise ValueError(
+                    f"{self.path} was cut while it was read: {len(buffer):,} bytes are missing at offset "
+                    f"{offset_bytes:,}; it has {os.fstat(descriptor).st_size:,} bytes now and had "
+                    f"{self.start_bytes + self.size * self.dtype.itemsize:,}. Write it again, and run again"
+                )
+            buffer, offset_bytes = buffer[num_bytes:], offset_bytes + num_bytes
+
+
+def open_tokens(path: pathlib.Path, *, dtype: np.dtype, start_bytes: int = 0) -> TokenFile:
+    """Returns the tokens of a file, from `start_bytes` to its end.
+
+    Raises:
+      ValueError: the file cannot be read, or has no whole number of tokens.
+    """
+    try:
+        size = path.stat().st_size - start_bytes
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): make it readable") from error
+    if size % dtype.itemsize or size <= 0:
+        raise ValueError(
+            f"{path} has {size:,} bytes of tokens, no multiple of the {dtype.itemsize} that one of {dtype} takes: "
+            "give the right --token-dtype, or write the file again"
+        )
+    return TokenFile(path=path, dtype=dtype, size=size // dtype.itemsize, start_bytes=start_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """The documents of a data set.
+
+    Attributes:
+      tokens: all tokens, a vector, in a file or in memory.
+      offsets: where each document begins, and the end of the last: int64 `[num_documents + 1]`.
+      hashes: a hash of each document: uint64 `[num_documents]`.
+      meta: what made the tokens.
+      file: the file of the tokens as it was when it was opened, if they are in one.
+    """
+
+    tokens: np.ndarray | TokenFile
+    offsets: np.ndarray
+    hashes: np.ndarray
+    meta: TokenMeta
+    file: SourceFile | None = None
 
 
 class _Writer:
@@ -158,7 +201,7 @@ def write_folder(
     *,
     meta: TokenMeta,
     dtype: np.dtype,
-    mapped: MappedFile | None = None,
+    kept: TokenFile | None = None,
     attached: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a token folder under another name and gives it its own when it is whole.
@@ -170,7 +213,7 @@ def write_folder(
       chunks: the documents.
       meta: what made the tokens; its counts are taken from the chunks.
       dtype: of the tokens in the folder.
-      mapped: a file that holds the tokens already, so that only the rest is written.
+      kept: a file that holds the tokens already and stays where it is, so that only the rest is written.
       attached: further files of the folder.
 
     Raises:
@@ -180,7 +223,7 @@ def write_folder(
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}"
     temporary.mkdir()
     try:
-        with contextlib.nullcontext() if mapped else (temporary / _TOKENS).open("wb") as stream:
+        with contextlib.nullcontext() if kept else (temporary / _TOKENS).open("wb") as stream:
             writer = _Writer(stream, dtype, meta)
             for chunk in chunks:
                 writer.add(chunk)
@@ -192,8 +235,8 @@ def write_folder(
             "dtype": dtype.name,
             "num_tokens": int(offsets[-1]),
             "num_documents": len(hashes),
-            "tokens_file": str(mapped.path.resolve()) if mapped else _TOKENS,
-            "tokens_start_bytes": mapped.start_bytes if mapped else 0,
+            "tokens_file": str(kept.path.resolve()) if kept else _TOKENS,
+            "tokens_start_bytes": kept.start_bytes if kept else 0,
             **dataclasses.asdict(meta),
         }
         for name, content in (attached or {}).items():
@@ -224,7 +267,7 @@ def is_token_folder(path: pathlib.Path) -> bool:
 
 
 def open_folder(folder: pathlib.Path) -> Tokens:
-    """Maps a token folder.
+    """Opens a token folder.
 
     Raises:
       ValueError: it is not whole, or of a version that is not known.
@@ -232,16 +275,12 @@ def open_folder(folder: pathlib.Path) -> Tokens:
     remedy = "write the folder again, with `zero-jax tokenize --tokens FOLDER`"
     try:
         record = json.loads((folder / _META).read_text(encoding="utf-8"))
-        offsets = np.load(folder / _DOCUMENTS, mmap_mode="r")
-        hashes = np.load(folder / _HASHES, mmap_mode="r")
+        offsets = np.load(folder / _DOCUMENTS)
+        hashes = np.load(folder / _HASHES)
         fields = {field.name: record[field.name] for field in dataclasses.fields(TokenMeta)}
         version, num_tokens, num_documents = (record[name] for name in ("version", "num_tokens", "num_documents"))
-        mapped = MappedFile(
-            path=folder / record["tokens_file"],
-            dtype=np.dtype(record["dtype"]).newbyteorder("<"),
-            start_bytes=record["tokens_start_bytes"],
-        )
-        tokens = mapped.map()
+        path, dtype = folder / record["tokens_file"], np.dtype(record["dtype"]).newbyteorder("<")
+        tokens = open_tokens(path, dtype=dtype, start_bytes=record["tokens_start_bytes"])
     except KeyError as error:
         raise ValueError(f"{folder / _META} has no {error}: {remedy}") from error
     except (OSError, ValueError, EOFError) as error:
@@ -257,5 +296,5 @@ def open_folder(folder: pathlib.Path) -> Tokens:
         raise ValueError(
             f"{folder / _DOCUMENTS} does not go up from 0 to {num_tokens:,}, the end of the tokens: {remedy}"
         )
-    file = source_file(mapped.path)
-    return Tokens(tokens=tokens, offsets=offsets, hashes=hashes, meta=TokenMeta(**fields), file=file)
+    meta = TokenMeta(**fields)
+    return Tokens(tokens=tokens, offsets=offsets, hashes=hashes, meta=meta, file=source_file(path))

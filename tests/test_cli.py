@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from zero_jax import cli
+from zero_jax import cli, cli_zero
+from zero_jax.paper_configs import PAPER_CONFIGS
+from zero_jax.state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
@@ -16,7 +18,7 @@ TRAIN_OPTIONS = """
 --init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard
---num-heads --num-layers --num-microbatches --optimizer --out --position --precision --prefetch-batches
+--num-heads --num-layers --num-microbatches --optimizer --out --paper-config --position --precision --prefetch-batches
 --profile-steps --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
 --schedule --seed --separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature
 --tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --validation-fraction --vocab-size --wandb
@@ -26,7 +28,8 @@ PLAN_OPTIONS = """
 --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --d-model --data-layout --decay-fraction
 --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate --loss --loss-chunk
 --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered --no-scan
---no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --param-specs
+--no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --paper-config
+--param-specs
 --position --precision --remat --replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage
 --timeout --topology --vocab-size --weight-decay -h
 """.split()
@@ -113,6 +116,9 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--num-heads", "3"], "multiple of num_heads"),
         (["--data", "nowhere"], "'stdlib' for the source code of Python's standard library"),
         (["--devices", "9"], "there are 8"),
+        (["--paper-config", "C6"], "invalid choice: 'C6'"),
+        (["--paper-config", "C3", "--stage=3"], "--paper-config C3 is --stage 2, not 3: leave out one of the two"),
+        (["--remat", "full", "--paper-config", "C4"], "C4 is --remat full_sharded, not full"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(arguments, message, capsys, tmp_path):
@@ -123,6 +129,31 @@ def test_errors_name_the_value_and_the_remedy(arguments, message, capsys, tmp_pa
     assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_row_of_the_papers_table_stands_for_its_options(tmp_path):
+    (tmp_path / "a.toml").write_text("[zero]\nstage = 3\nclip_norm = 2.0\n")
+    for command, *arguments in (["train", "--config", str(tmp_path / "a.toml")], ["plan", "--stage", "2"]):
+        options = cli.parse([command, *arguments, "--paper-config", "C5", "--precision", "fp16"])
+        zero = cli_zero.read_zero(options, default=ZeroConfig())
+        told = (zero.stage, zero.remat, zero.combine_bytes, zero.precision, zero.clip_norm)
+        clip_norm = 2.0 if command == "train" else 1.0
+        assert told == (2, "full_offloaded", PAPER_CONFIGS["C5"].combine_bytes, "fp16", clip_norm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
+        (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
+        (["plan", "--layouts", "--data-layout", "4x4"], "--data-layout: --layouts compiles all of them"),
+        (["memory", "--plot", "a.png", "--stage", "3"], "--stage: --plot draws all stages"),
+    ],
+)
+def test_options_that_would_say_nothing_are_refused(arguments, message, capsys):
+    status, out, err = run(arguments, capsys)
+    assert (status, out) == (2, "")
+    assert message in err
 
 
 def test_none_is_a_value_where_it_may_be(capsys):

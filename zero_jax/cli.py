@@ -16,6 +16,18 @@ _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    options = parse(arguments)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options, those of a config file among them; a mistake ends the program."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if getattr(options, "config", None):
@@ -24,13 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             options.parser.error(str(error))
         options = parser.parse_args(arguments)
-    try:
-        status = options.run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return status
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,12 +15,13 @@ import optax
 
 from zero_jax import comms, figures, memory, paper
 from zero_jax.cli_model import ActivationConfig, PlannedModel, add_model_options, add_own_model_options, planned_model
+from zero_jax.cli_zero import add_zero_options, read_zero
 from zero_jax.compile_job import Job
 from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
-from zero_jax.options import add_fields, given, option_fields, write_file
+from zero_jax.options import add_fields, explicit, given, option_fields, refuse, write_file
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_guess import model_sizes
@@ -33,6 +34,7 @@ from zero_jax.user_cache import cache_folder
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 _STAGES = (0, 1, 2, 3)
+_CHOSEN = "--auto chooses that by itself: leave it out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,11 @@ def add_commands(commands: Any) -> None:
         description=compiles + "tells whether it fits, what a device holds and sends, and how long a step may take.",
     )  # fmt: skip
     auto = one.add_argument_group("search")
-    auto.add_argument("--auto", action="store_true", help="choose stage, replica, model axis, microbatches, remat")
+    auto.add_argument(
+        "--auto",
+        action="store_true",
+        help="choose stage, replica, model axis, microbatches and remat, of which those that are given are kept",
+    )
     auto.add_argument("--max-compiles", type=int, default=4, metavar="N", help="settings to compile (default: 4)")
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
     auto.add_argument(
@@ -95,7 +101,7 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
     add_model_options(model)
     add_own_model_options(model)
     defaults = TrainConfig()
-    add_fields(parser.add_argument_group("ZeRO"), ZeroConfig, default_of=defaults.zero)
+    add_zero_options(parser.add_argument_group("ZeRO"), default=defaults.zero)
     add_fields(
         parser.add_argument_group("optimizer"),
         OptimizerConfig,
@@ -203,7 +209,7 @@ def _request(options: argparse.Namespace) -> _Request:
     return _Request(
         model=planned_model(options),
         tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=dataclasses.replace(defaults.zero, **given(ZeroConfig, options)),
+        zero=read_zero(options, default=defaults.zero),
         config=PlanConfig(**given(PlanConfig, options)),
     )
 
@@ -215,8 +221,12 @@ def _show(options: argparse.Namespace, text: str, record: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     request = _request(options)
     if options.auto:
+        refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN)
         return _auto(options, request)
+    refuse(options, ("--max-compiles",), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
+        refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
+        refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
         plans = plan_layouts(**request.plan_options(request.zero, without=("data_layout",)))
         _show(options, str(plans), plans.to_json())
         return 0 if plans.plans[plans.best].fits else 1
@@ -230,6 +240,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _auto(options: argparse.Namespace, request: _Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
+    kept = explicit(options)
     found = plan_auto(
         model.loss_fn,
         model.init_fn,
@@ -237,7 +248,10 @@ def _auto(options: argparse.Namespace, request: _Request) -> int:
         batch=request.job(zero).batch,
         topology=request.config.topology,
         config=dataclasses.replace(zero, param_specs=specs),
-        models=sizes,
+        stages=(zero.stage,) if "ZeroConfig.stage" in kept or options.paper_config else _STAGES,
+        replicas=(request.config.replica,) if "PlanConfig.replica" in kept else None,
+        models=(request.config.model_axis,) if "PlanConfig.model_axis" in kept else sizes,
+        remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in kept else None,
         max_compiles=options.max_compiles,
         name=model.name,
         cache=request.cache,
@@ -304,11 +318,13 @@ def _write_config(
 
 def _memory(options: argparse.Namespace) -> int:
     if options.paper:
+        refuse(options, ("--estimate", "--plot"), reason="--paper prints the paper's own tables: leave it out")
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())
         return 0
     request = _request(options)
     if options.plot:
+        refuse(options, ("--stage", "--paper-config"), reason="--plot draws all stages: leave it out")
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
     if options.estimate:

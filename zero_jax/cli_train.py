@@ -16,10 +16,12 @@ import jax
 
 from zero_jax import trainer
 from zero_jax.cli_model import ActivationConfig, add_model_options, preset_model
+from zero_jax.cli_zero import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, write_file
 from zero_jax.resume import ResumeError
+from zero_jax.state import ZeroConfig
 from zero_jax.training_run import Run, TrainConfig, prepare
 
 _NUM_SIMULATED_DEVICES = 8
@@ -52,7 +54,11 @@ def add_commands(commands: Any) -> None:
     defaults = TrainConfig()
     for field, title in _PARTS.items():
         part = getattr(defaults, field)
-        add_fields(parser.add_argument_group(title), type(part), default_of=part)
+        group = parser.add_argument_group(title)
+        if isinstance(part, ZeroConfig):
+            add_zero_options(group, default=part)
+        else:
+            add_fields(group, type(part), default_of=part)
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
     parser.set_defaults(run=_train, parser=parser)
@@ -101,6 +107,8 @@ def _refuse(options: argparse.Namespace, error: ValueError, place: Place) -> int
 
 def _read_part(part: str, options: argparse.Namespace) -> Any:
     default = getattr(TrainConfig(), part)
+    if isinstance(default, ZeroConfig):
+        return read_zero(options, default=default)
     return dataclasses.replace(default, **given(type(default), options))
 
 

@@ -9,6 +9,7 @@ import json
 import pathlib
 import re
 import shutil
+import sys
 import tomllib
 import types
 import typing
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown options here, where the command's own options are known."""
         parsed, rest = super().parse_known_args(args, namespace)
+        words = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        own = {action.dest for action in self._actions if words & set(action.option_strings)}
+        setattr(parsed, _EXPLICIT, explicit(parsed) | own)
         if rest:
             options = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(rest[0].split("=")[0], options, n=1)
@@ -39,6 +43,31 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
         message += f": did you mean {near[0]!r}?" if near else ""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+_EXPLICIT = "options that were given"
+
+
+def explicit(options: argparse.Namespace) -> frozenset[str]:
+    """Returns where the options that the command line itself has were put, those of a config file left out."""
+    return getattr(options, _EXPLICIT, frozenset())
+
+
+def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
+    """Refuses options that would say nothing.
+
+    Args:
+      options: what was given.
+      names: names of options, with their dashes.
+      reason: why none of them has a meaning here.
+
+    Raises:
+      ValueError: one of them was given.
+    """
+    asked = explicit(options)
+    found = [name for name in names if any(one.split(".")[-1] == name[2:].replace("-", "_") for one in asked)]
+    if found:
+        raise ValueError(f"{' and '.join(found)}: {reason}")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

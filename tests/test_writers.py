@@ -3,20 +3,14 @@
 import json
 import os
 import pathlib
+import shutil
 import sys
 import types
 
 import pytest
 
-from zero_jax.writers import (
-    JsonLinesWriter,
-    TensorBoardWriter,
-    WandbWriter,
-    WriterConfig,
-    Writers,
-    open_writers,
-    read_records,
-)
+from zero_jax.json_lines import JsonLinesWriter, read_records
+from zero_jax.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
 
 
 def train(step, **figures):
@@ -87,34 +81,53 @@ def test_resuming_without_a_file_starts_one(tmp_path):
     assert steps_of(tmp_path / "metrics.jsonl") == [6]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path):
-    lines = []
+class Disk:
+    """Stands in for a file on a disk that has room for so many bytes."""
 
-    def open_full():
-        writer = JsonLinesWriter(tmp_path / "full.jsonl")
-        writer._file.close()
-        writer._file = open("/dev/full", "wb", buffering=0)
-        return writer
+    def __init__(self, file, room):
+        self.file, self.room = file, room
 
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_room(tmp_path):
+    lines, path = [], tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    writer._file = disk = Disk(writer._file, room=70)  # one record, and a part of another
     with Writers(
-        {"full": open_full, "good": lambda: JsonLinesWriter(tmp_path / "good.jsonl")}, log=lines.append
-    ) as writers:
-        assert writers.names == ("full", "good")
+        {"metrics.jsonl": lambda: writer, "b": lambda: JsonLinesWriter(tmp_path / "b")}, log=lines.append
+    ) as w:
         for step in (1, 2, 3):
-            writers.write(train(step))
-        assert writers.names == ("good",)
-    assert len(lines) == 1
-    assert lines[0].startswith("full: writing failed, nothing more is written there: OSError")
-    assert steps_of(tmp_path / "good.jsonl") == [1, 2, 3]
+            w.write(train(step))
+            assert path.read_bytes().endswith(b"}\n") and steps_of(path) == [1]
+        disk.room = 1000
+        w.write(train(4))
+        assert steps_of(path) == [1, 2, 3, 4]
+        disk.room = 0
+        w.write(train(5))
+    error = "[Errno 28] No space left on device"
+    full = f"metrics.jsonl: writing failed, it is tried again with each record: {error}: '{path}'"
+    again = "metrics.jsonl: writing works again, and what waited is written"
+    lost = f"metrics.jsonl: writing failed, nothing more is written there: OSError: {error}"
+    assert lines == [full, again, full, lost]
+    assert steps_of(tmp_path / "b") == [1, 2, 3, 4, 5]
 
 
-def test_a_record_that_was_written_in_part_is_a_failure(tmp_path):
-    writer = JsonLinesWriter(tmp_path / "metrics.jsonl")
-    real, writer._file = writer._file, types.SimpleNamespace(write=lambda line: len(line) - 1)
-    with pytest.raises(OSError, match="in part"):
+def test_a_file_that_vanished_is_made_anew(tmp_path):
+    (tmp_path / "run").mkdir()
+    with JsonLinesWriter(tmp_path / "run" / "metrics.jsonl") as writer:
         writer.write(train(1))
-    real.close()
+        shutil.rmtree(tmp_path / "run")
+        writer.write(train(2))
+    assert steps_of(tmp_path / "run" / "metrics.jsonl") == [2]
 
 
 def test_a_writer_that_cannot_be_opened_or_closed_is_set_aside():

@@ -1,6 +1,6 @@
 """Where the records of a run go: a JSON Lines file, TensorBoard, Weights & Biases.
 
-A record is a dict of figures with a `kind` (`train`, `validation`) and a `step`. Only one process of a run writes.
+Only one process of a run writes.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
-import math
 import os
 import pathlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-Record = Mapping[str, Any]
+from zero_jax.json_lines import JsonLinesWriter, Record, WrittenLater
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,76 +50,6 @@ class Writer(Protocol):
     def close(self) -> None:
         """Ends the writing; there is none after it."""
         ...
-
-
-class JsonLinesWriter:
-    """Appends records to a file, one JSON object a line, each handed to the system as soon as it is written.
-
-    What JSON has no number for (NaN, infinities) is written as null.
-    """
-
-    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
-        """Opens the file.
-
-        Args:
-          path: the file.
-          resume_step: the step that the run goes on from: later records, and lines that are no records, are cut off
-            first. None starts a new file, which must not exist yet.
-        """
-        self._path = pathlib.Path(path)
-        if resume_step is not None and self._path.exists():
-            _cut(self._path, resume_step)
-        # Without a buffer: a line that could not be written must not come out later, in the middle of things.
-        self._file = open(self._path, "xb" if resume_step is None else "ab", buffering=0)
-
-    def __enter__(self) -> JsonLinesWriter:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def write(self, record: Record) -> None:
-        """Writes one record."""
-        line = json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n"
-        if self._file.write(line) != len(line):
-            raise OSError(f"{self._path}: a record was written in part, the disk may be full")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a JSON Lines file; lines that are none, such as half a last line, are passed over."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            record = _parse(line)
-            if record is not None:
-                yield record
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Drops what a broken run wrote after a step; the file is the old or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        for record in read_records(path):
-            if record["step"] <= last_step:
-                file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoardWriter:
@@ -213,7 +141,7 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 class Writers:
-    """Several writers as one: a writer that fails is set aside, said once, and the run goes on."""
+    """Several writers as one: one that fails is set aside or tries again by itself. It is said, and the run goes on."""
 
     def __init__(self, factories: Mapping[str, Callable[[], Writer]], *, log: Callable[[str], None] = print):
         """Opens the writers.
@@ -224,6 +152,7 @@ class Writers:
         """
         self._log = log
         self._writers: dict[str, Writer] = {}
+        self._late: set[str] = set()
         for name, open_writer in factories.items():
             opened = self._guarded(name, open_writer)
             if opened is not None:
@@ -254,7 +183,16 @@ class Writers:
     def _guarded(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         # Any exception: a library that talks to a network has its own kinds, and none is worth a week's run.
         try:
-            return call(*arguments)
+            done = call(*arguments)
+            if name in self._late:
+                self._late.discard(name)
+                self._log(f"{name}: writing works again, and what waited is written")
+            return done
+        except WrittenLater as error:
+            if name not in self._late:
+                self._late.add(name)
+                self._log(f"{name}: writing failed, it is tried again with each record: {error}")
+            return None
         except Exception as error:
             self._log(f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {error}")
             broken = self._writers.pop(name, None)

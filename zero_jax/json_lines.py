@@ -1,0 +1,125 @@
+"""Records of a run as JSON Lines: appended, cut off where a run goes on from, read back.
+
+A record is a dict of figures with a `kind` (`train`, `validation`) and a `step`.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Record = Mapping[str, Any]
+_MOST_WAITING = 1_000_000  # records kept while a disk is full; some hundred bytes each
+
+
+class WrittenLater(OSError):
+    """A record could not be written; its writer keeps it, and tries again with the next one."""
+
+
+class JsonLinesWriter:
+    """Appends records to a file, one JSON object a line, each handed to the system as soon as it is written.
+
+    What JSON has no number for (NaN, infinities) is written as null. Records that could not be written, because the
+    disk was full or the file's folder was gone, are written before the next one that can be.
+    """
+
+    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
+        """Opens the file.
+
+        Args:
+          path: the file.
+          resume_step: the step that the run goes on from: later records, and lines that are no records, are cut off
+            first. None starts a new file, which must not exist yet.
+        """
+        self._path = pathlib.Path(path)
+        if resume_step is not None and self._path.exists():
+            _cut(self._path, resume_step)
+        self._file = self._open("xb" if resume_step is None else "ab")
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_WAITING)
+
+    def __enter__(self) -> JsonLinesWriter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def write(self, record: Record) -> None:
+        """Writes one record, after those that could not be written before.
+
+        Raises:
+          WrittenLater: it could not be written either.
+        """
+        self._waiting.append(json.dumps({name: _finite(value) for name, value in record.items()}).encode() + b"\n")
+        try:
+            self._write_waiting()
+        except OSError as error:
+            raise WrittenLater(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
+
+    def _open(self, mode: Literal["xb", "ab"]) -> io.FileIO:
+        # Without a buffer: a line that could not be written must not come out later, in the middle of things.
+        file = open(self._path, mode, buffering=0)
+        self._size_bytes = file.seek(0, os.SEEK_END)
+        return file
+
+    def _write_waiting(self) -> None:
+        if self._waiting and not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = self._open("ab")
+        while self._waiting:
+            line = left = self._waiting[0]
+            try:
+                while left:
+                    left = left[self._file.write(left) :]
+            except OSError:
+                if left != line:
+                    self._file.truncate(self._file.seek(self._size_bytes))  # half a line
+                raise
+            self._size_bytes += len(line)
+            self._waiting.popleft()
+
+
+def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a JSON Lines file; lines that are none, such as half a last line, are passed over."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _cut(path: pathlib.Path, last_step: int) -> None:
+    """Drops what a broken run wrote after a step; the file is the old or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        for record in read_records(path):
+            if record["step"] <= last_step:
+                file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

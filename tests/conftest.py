@@ -3,8 +3,10 @@
 import atexit
 import importlib.util
 import os
+import pathlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -25,6 +27,32 @@ import pytest
 
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 pytest.register_assert_rewrite("faults")
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """Keeps compiled programs while a module runs, for the next one too: the run of `faults.py` is trained often."""
+    import faults
+
+    folder = tmp_path_factory.getbasetemp() / "programs"
+    with faults.kept_programs(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(kept_programs: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of the run of `faults.py` that nothing happened to."""
+    import faults
+
+    return faults.unbroken_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw nothing."""
+    from zero_jax import trainer
+
+    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,21 +32,7 @@ from zero_jax.split import TokenPart
 from zero_jax.training_run import prepare
 from zero_jax.writers import WriterConfig
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory):
-    with faults.kept_programs(tmp_path_factory.mktemp("programs")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def unbroken(kept_programs, tmp_path_factory):
-    return faults.unbroken_run(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
+pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
 
 @pytest.fixture

@@ -19,21 +19,7 @@ from zero_jax import checkpoint_save, trainer
 from zero_jax.metrics import device_memory_bytes
 from zero_jax.optimizers import OptimizerConfig
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory):
-    with faults.kept_programs(tmp_path_factory.mktemp("programs")):
-        yield
-
-
-@pytest.fixture(scope="module")
-def unbroken(kept_programs, tmp_path_factory):
-    return faults.unbroken_run(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
+pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ import faults
 import pytest
 from faults import assert_goes_on_as_if_nothing_had_happened, checkpoints, read, step_folder, train
 
-from zero_jax import trainer
-
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,39 +21,25 @@ ROOT = pathlib.Path(__file__).parents[1]
 BOUND_SECONDS = 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
-    with faults.kept_programs(folder):
-        yield folder
+pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
 
 @pytest.fixture(scope="module")
-def unbroken(programs, tmp_path_factory):
-    return faults.unbroken_run(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
-def unbroken_8(programs, tmp_path_factory):
+def unbroken_8(kept_programs, tmp_path_factory):
     """The folder of an unbroken run on 8 devices of one process, in fp32."""
     folder = tmp_path_factory.mktemp("unbroken-8")
     assert train(folder, **FP32, devices=8).status == "done"
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
-
-
 FP32 = {"zero": faults.fp32()}
 
 
-def start(programs, *words, **changes):
+def start(kept_programs, *words, **changes):
     """Starts a process."""
     environment = {
         **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_COMPILATION_CACHE_DIR": str(kept_programs),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": str(ROOT / "tests"),
@@ -79,15 +63,15 @@ def finish(process, seconds=180):
     return process.returncode, out, err
 
 
-def broken(programs, fault, folder):
-    return finish(start(programs, "tests/faults.py", fault, folder))
+def broken(kept_programs, fault, folder):
+    return finish(start(kept_programs, "tests/faults.py", fault, folder))
 
 
-def pair(programs, fault, folder):
+def pair(kept_programs, fault, folder):
     """Starts two processes of four devices each."""
     command = ("-m", "zero_jax.cli", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
     changes = json.dumps({"precision": "fp32", "devices": None})
-    return start(programs, *command, "tests/faults.py", fault, folder, changes)
+    return start(kept_programs, *command, "tests/faults.py", fault, folder, changes)
 
 
 def losses(folder):
@@ -113,8 +97,8 @@ def assert_close(found, expected):
         ("killed during a save", 4),
     ],
 )
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(fault, after, programs, tmp_path, unbroken):
-    status, _, err = broken(programs, fault, tmp_path)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(fault, after, kept_programs, tmp_path, unbroken):
+    status, _, err = broken(kept_programs, fault, tmp_path)
     assert status == -signal.SIGKILL, err
     names = checkpoints(tmp_path)
     assert [name for name in names if name == "step_00000004"] == ["step_00000004"] * bool(after)
@@ -132,8 +116,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(fault, after, programs,
         ("a save hangs", "'save' at step 12", "wait"),
     ],
 )
-def test_a_hung_run_tells_where_it_is_and_ends_to_go_on(fault, phase, place, programs, tmp_path, unbroken):
-    status, _, err = broken(programs, fault, tmp_path)
+def test_a_hung_run_tells_where_it_is_and_ends_to_go_on(fault, phase, place, kept_programs, tmp_path, unbroken):
+    status, _, err = broken(kept_programs, fault, tmp_path)
     assert status == 76, err
     assert "watchdog: process 0 hangs: no progress for" in err and f"in phase {phase}" in err
     assert "thread MainThread, innermost call last:" in err and place in err
@@ -153,26 +137,26 @@ def command_line(folder, **options):
     return ["-m", "zero_jax.cli", "train", *(str(x) for name, value in given.items() for x in (f"--{name}", value))]
 
 
-def test_the_command_saves_on_sigterm_and_goes_on(programs, tmp_path):
+def test_the_command_saves_on_sigterm_and_goes_on(kept_programs, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):
         folder.mkdir()
-    assert finish(start(programs, *command_line(whole)))[0] == 0
-    process = start(programs, *command_line(stopped))
+    assert finish(start(kept_programs, *command_line(whole)))[0] == 0
+    process = start(kept_programs, *command_line(stopped))
     faults.wait_for(step_folder(stopped, 100))
     process.send_signal(signal.SIGTERM)
     status, out, err = finish(process)
     assert status == 75, err
     step = int(re.search(r"SIGTERM: stopping after step (\d+)", out)[1])
     assert f"step_{step:08d}" in checkpoints(stopped) and "stopped when told to" in out
-    status, out, err = finish(start(programs, *command_line(stopped)))
+    status, out, err = finish(start(kept_programs, *command_line(stopped)))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert read(stopped) == read(whole)
 
 
-def test_the_command_tells_that_a_run_diverged(programs, tmp_path):
+def test_the_command_tells_that_a_run_diverged(kept_programs, tmp_path):
     options = {"learning-rate": 1e30, "max-nonfinite-steps": 3, "optimizer": "sgd", "clip-norm": "none"}
-    status, out, err = finish(start(programs, *command_line(tmp_path, **options)))
+    status, out, err = finish(start(kept_programs, *command_line(tmp_path, **options)))
     assert status == 3, err
     assert "3 steps in a row were not finite" in out and "The last good checkpoint is none" in out
 
@@ -180,8 +164,8 @@ def test_the_command_tells_that_a_run_diverged(programs, tmp_path):
 # Two processes
 
 
-def test_two_processes_give_the_losses_of_one(programs, tmp_path, unbroken_8):
-    status, _, err = finish(pair(programs, "none", tmp_path))
+def test_two_processes_give_the_losses_of_one(kept_programs, tmp_path, unbroken_8):
+    status, _, err = finish(pair(kept_programs, "none", tmp_path))
     assert status == 0, err
     assert_close(losses(tmp_path), losses(unbroken_8))
     assert checkpoints(tmp_path) == checkpoints(unbroken_8)
@@ -195,12 +179,12 @@ def test_two_processes_give_the_losses_of_one(programs, tmp_path, unbroken_8):
     ],
 )
 def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
-    fault, reason, programs, tmp_path, unbroken_8
+    fault, reason, kept_programs, tmp_path, unbroken_8
 ):
     folder, copy = tmp_path / "run", tmp_path / "copy"
     folder.mkdir()
     started = time.monotonic()
-    status, _, err = finish(pair(programs, fault, folder))
+    status, _, err = finish(pair(kept_programs, fault, folder))
     assert status == (137 if fault == "one of two killed" else 1), err
     assert "process 1 " in next(line for line in err.splitlines() if "told to end" in line)
     summary = err[err.index(reason) :]
@@ -213,7 +197,7 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
 
     shutil.copytree(folder, copy)
     changes = json.dumps({"precision": "fp32", "devices": 4})
-    alone = start(programs, "tests/faults.py", "none", folder, changes, JAX_NUM_CPU_DEVICES="4")
+    alone = start(kept_programs, "tests/faults.py", "none", folder, changes, JAX_NUM_CPU_DEVICES="4")
     status, out, err = finish(alone)
     assert status == 0 and "resuming after step 4 of" in out, err
     assert train(copy, **FP32, devices=4).status == "done"
@@ -222,8 +206,8 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
 
 
 @pytest.mark.parametrize("to", ["launcher", "one of two"])
-def test_a_signal_saves_in_both_and_both_go_on(to, programs, tmp_path, unbroken_8):
-    process = pair(programs, "slow", tmp_path)
+def test_a_signal_saves_in_both_and_both_go_on(to, kept_programs, tmp_path, unbroken_8):
+    process = pair(kept_programs, "slow", tmp_path)
     faults.wait_for(step_folder(tmp_path, 4), 120)
     if to == "launcher":
         process.send_signal(signal.SIGTERM)
@@ -235,6 +219,6 @@ def test_a_signal_saves_in_both_and_both_go_on(to, programs, tmp_path, unbroken_
     step = int(re.search(r"stopping after step (\d+)", out)[1])
     assert 4 < step < 12 and f"step_{step:08d}" in checkpoints(tmp_path)
     assert "saved and stopped (status 75)" in err and "`--resume auto`" in err
-    status, out, err = finish(pair(programs, "none", tmp_path))
+    status, out, err = finish(pair(kept_programs, "none", tmp_path))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert_close(losses(tmp_path), losses(unbroken_8))

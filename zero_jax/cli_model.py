@@ -182,7 +182,8 @@ def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = 
 
     def batch(num_examples: int) -> PyTree:
         tokens = jax.ShapeDtypeStruct((num_examples, config.seq_len), jnp.int32)
-        return {"inputs": tokens, "targets": tokens}
+        weights = jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
+        return {"inputs": tokens, "targets": tokens, "weights": weights}
 
     return PlannedModel(
         name=name,

@@ -22,13 +22,15 @@ from typing import NoReturn
 import jax
 from jax._src import distributed
 
+from zero_jax.preemption import EXIT_CODE as SAVED
+
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"
 PROCESS_ID = "ZERO_JAX_PROCESS_ID"
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 # Statuses that all processes of a run end with together: done, stopped because of the loss, saved and stopped.
-_TOGETHER = frozenset({0, 3, 75})
+_TOGETHER = frozenset({0, 3, SAVED})
 
 
 class NotJoined(RuntimeError):

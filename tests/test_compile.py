@@ -64,6 +64,21 @@ def test_a_state_made_of_device_arrays_compiles_once():
     assert step._cache_size() == 1
 
 
+def test_steps_within_a_scan_are_those_steps():
+    batches = [make_batch() for _ in range(STEPS)]
+    state, step = make_trainer(stage=3)
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics.loss)
+    first, step = make_trainer(stage=3)
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    last, metrics = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(first, stacked)
+    chex.assert_trees_all_close(metrics.loss, np.stack(losses), rtol=1e-6)
+    reference.assert_close(last.params, state.params, tolerance=1e-6)
+    reference.assert_placed_alike(last, state)
+
+
 @pytest.mark.parametrize("name", ["stage 1 accumulating", "stage 3"])
 def test_state_is_donated(name):
     state, step = make_trainer(**CONFIGS[name])

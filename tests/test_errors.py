@@ -74,7 +74,7 @@ SPEC_ERRORS = [
     (dict(param_specs={"in": P(None, None, "model"), "out": P()}), "'in' of shape .8, 16.: .*3 entries, but .* 2 dims"),
     (dict(param_specs={"in": P("data", "data"), "out": P()}), "leaf 'in': .* names an axis twice"),
     (dict(param_specs={"in": "data", "out": P()}), "leaf 'in'.* expected a PartitionSpec"),
-    (dict(param_specs={"in": P()}), "param_specs is not a prefix of the params"),
+    (dict(param_specs=[P()]), "param_specs is not a prefix of the params"),
     (dict(param_specs={"inn.*": P()}), "param_specs: 'inn.*' matches the path of no leaf; some are in"),
     (dict(param_specs={"in(": P()}), r"param_specs: 'in\(' is not a regular expression"),
     (dict(overrides={"inn": P()}), "overrides: 'inn' matches the path of no leaf; some are in"),
@@ -104,6 +104,7 @@ LOSS_ERRORS = [
     (lambda p, b: {"loss": loss_fn(p, b)}, "loss of type dict"),
     (lambda p, b: [loss_fn(p, b), {}], "loss of type list"),
     (lambda p, b: (loss_fn(p, b), {}, {}), "loss_fn returned 3 values"),
+    (lambda p, b: (loss_fn(p, b), {"name": "a"}), "aux leaf 'name' is 'a' of type str, no array: return arrays"),
 ]
 
 
@@ -124,6 +125,7 @@ BATCH_ERRORS = [
     (4, make_batch(8), "'inputs' has 8 examples.* and 4 microbatches: .* multiple of 16, for example 16"),
     (1, make_batch(0), "has 0 examples"),
     (1, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
+    (1, {**make_batch(16), "name": "train"}, "batch leaf 'name' is 'train' of type str, no array: leave it out"),
 ]
 
 
@@ -134,6 +136,27 @@ def test_batch_errors(num_microbatches, batch, message):
     with pytest.raises(ValueError, match=message):
         step(stage_1_state(), batch)
     assert not stage_1_state().step.is_deleted()
+
+
+def test_keys_of_microbatches_make_no_key():
+    config = reference.make_config(stage=1, num_microbatches=2)
+    loss = lambda p, b, key: (loss_fn(p, b), {"key": key})  # noqa: E731
+    step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=config)
+    with pytest.raises(ValueError, match=r"aux leaf 'key' holds PRNG keys.*leave it out of aux"):
+        step(stage_1_state(), make_batch())
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_params_that_are_no_arrays(given):
+    params = {**host_params(), "activation": np.tanh}
+    with pytest.raises(ValueError, match=r"params leaf 'activation' is .* of type ufunc, no array: .*partition"):
+        zero.init_state(
+            params if given else lambda key: params,
+            optax.sgd(0.1),
+            jax.random.key(0),
+            mesh=mesh_of("4"),
+            config=reference.make_config(),
+        )
 
 
 def test_loss_weight_that_is_not_in_aux():

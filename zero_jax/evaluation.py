@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.gather import gather_on_use, scatter_grads
 from zero_jax.grads import MeshLoss, check_batch, normalize_loss
+from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import cast_floating
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
-from zero_jax.tree import PyTree
+from zero_jax.tree import PyTree, check_arrays
 
 
 @jax.tree_util.register_dataclass
@@ -92,19 +93,22 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
       axes: the roles of its axes, if not by their names.
 
     Raises:
-      ValueError: a leaf whose leading dim does not divide over the batch axes.
+      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array.
     """
     axes = axes or axes_of(mesh)
     sharded, whole = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> jax.Array:
         sharding = sharded if np.ndim(x) else whole
+        if is_traced(x):  # the step is called within another jitted function, or scanned over
+            return lax.with_sharding_constraint(x, sharding)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         return jax.device_put(x, sharding)
 
+    check_arrays("batch", batch, remedy="leave it out of the batch, or make an array of it")
     if jax.process_count() == 1:
         check_batch(jax.tree.map(lambda x: x if hasattr(x, "ndim") else np.asarray(x), batch), mesh=mesh, axes=axes)
     return jax.tree.map(place, batch)

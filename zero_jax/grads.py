@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
 from zero_jax.spec import Dims, named, without
-from zero_jax.tree import PyTree, leaf_names, map_named
+from zero_jax.tree import PyTree, check_arrays, leaf_names, map_named
 
 LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
 
@@ -32,15 +32,18 @@ class MeshLoss:
     make: Callable[[Mesh], Callable[..., Any]]
 
 
-def takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Tells whether a loss function has a third parameter for a key: a required one, or one called `key` or `rng`."""
+def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
+    """Returns the parameter of a loss function for a key: a third required one, or one called `..key` or `..rng`."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        return False
+        return None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    third = positional[2:3]
-    return bool(third) and (third[0].default is inspect.Parameter.empty or third[0].name in ("key", "rng"))
+    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
+    for parameter in positional[2:3]:
+        if parameter.default is inspect.Parameter.empty or parameter.name.endswith(("key", "rng")):
+            return parameter
+    return named[0] if named else None
 
 
 def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn:
@@ -49,10 +52,12 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
     The result raises `ValueError` when the loss is not a floating scalar.
     """
     function = loss_fn.make(mesh) if isinstance(loss_fn, MeshLoss) else loss_fn
-    with_key = takes_key(function)
+    parameter = key_parameter(function)
+    by_name = parameter is not None and parameter.kind == parameter.KEYWORD_ONLY
 
     def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
-        out = function(params, batch, key) if with_key else function(params, batch)
+        keys = () if parameter is None or by_name else (key,)
+        out = function(params, batch, *keys, **({parameter.name: key} if parameter is not None and by_name else {}))
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
         if isinstance(out, tuple) and len(out) != 2:
@@ -66,6 +71,7 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
                 f"loss_fn returned a loss of shape {shape} and dtype {dtype}: "
                 "return a floating scalar, such as loss.mean()"
             )
+        check_arrays("aux", aux, remedy="return arrays and numbers in aux")
         return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     return call
@@ -260,6 +266,11 @@ class Accumulator:
                     x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
                 return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
             over = tuple(range(lead))
+            if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+                raise ValueError(
+                    f"aux leaf {name!r} holds PRNG keys, and those of several microbatches make none of the batch: "
+                    "leave it out of aux, or set num_microbatches=1"
+                )
             if name == self.loss_weight or not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x.any(over) if x.dtype == bool else x.sum(over)
             scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / _nonzero(weights.sum())

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -292,6 +292,16 @@ def used_inputs(fn: Callable[..., Any], avals: list[Any]) -> list[bool]:
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(avals))
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return list(used)
+
+
+def is_traced(x: Any) -> bool:
+    """Tells whether a value is of a trace, rather than an array with a place."""
+    return isinstance(x, core.Tracer)
+
+
+def is_array(x: Any) -> bool:
+    """Tells whether a value is an array on devices."""
+    return isinstance(x, jax.Array) and not is_traced(x)
 
 
 def name_stack(eqn: JaxprEqn) -> str:

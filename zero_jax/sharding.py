@@ -217,7 +217,7 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
     """Returns a tree like the params whose leaves hold the user's spec for each."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
-        if not set(specs) <= {name.split("/")[0] for name in names}:  # no part of the tree: patterns of paths
+        if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
             return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)

@@ -31,7 +31,7 @@ from zero_jax.sharding import (
     to_shardings,
 )
 from zero_jax.spec import Dims, gather_steps, named
-from zero_jax.tree import PyTree, leaf_names, path_name
+from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,11 +319,20 @@ def abstract_state(
       config: stage, precision and rules.
     """
     key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
-    params = jax.eval_shape(init_fn, key)
+    params = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
     placement = make_placement(params, mesh=mesh, config=config)
     state = jax.eval_shape(lambda params, key: _build_state(params, tx, key, placement), params, key)
     shardings = _train_state_shardings(state, placement)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def _checked(params: PyTree) -> PyTree:
+    check_arrays(
+        "params",
+        params,
+        remedy="keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does",
+    )
+    return params
 
 
 def init_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.combining import compiler_options
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
-from zero_jax.jaxprs import used_inputs
+from zero_jax.jaxprs import is_array, used_inputs
 from zero_jax.mesh import Axes
+from zero_jax.pinning import lays_over
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.spec import dims_of
@@ -26,9 +28,12 @@ from zero_jax.tree import PyTree, leaf_names
 from zero_jax.weights import with_weight
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainStep:
-    """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection."""
+    """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection.
+
+    It may also be called within a jitted function, such as a `jax.lax.scan` over batches.
+    """
 
     program: _Program
     axes: Axes
@@ -104,7 +109,7 @@ def make_train_step(
 
 
 def _deleted(state: PyTree) -> list[str]:
-    deleted = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)]
+    deleted = [is_array(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)]
     return [name for name, gone in zip(leaf_names(state), deleted, strict=True) if gone] if any(deleted) else []
 
 
@@ -112,7 +117,7 @@ def _check_placed(state: PyTree, shardings: PyTree) -> None:
     leaves = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     show = lambda s: f"{s.spec} of the mesh {dict(s.mesh.shape)}" if isinstance(s, NamedSharding) else str(s)  # noqa: E731
     for name, leaf, sharding in leaves:
-        if isinstance(leaf, jax.Array) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             raise ValueError(
                 f"leaf {name!r} of the state lies as {show(leaf.sharding)}, "
                 f"and the step was made for {show(sharding)}: "
@@ -204,26 +209,24 @@ class _Program:
     ) -> Any:
         """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
         config = self.config
-        local = config.num_microbatches > 1 and "grads" not in placement.groups
         specs = placement.param_shardings("master")
         loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         if config.num_microbatches > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
-        if not local:
-            loss_fn = placed_loss(loss_fn, placement, config)
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
 
-        def scaled_loss(free: list[jax.Array], batch: PyTree, key: jax.Array) -> Any:
+        def scaled_loss(
+            loss_fn: Callable[..., Any], free: list[jax.Array], batch: PyTree, key: jax.Array
+        ) -> tuple[jax.Array, Any]:
             remaining = iter(free)
             full = [next(remaining) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
             loss, aux = loss_fn(tree.unflatten(full), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, aux
 
-        grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
         accumulator = Accumulator(
             mesh=self.mesh,
             axes=placement.axes,
@@ -233,13 +236,26 @@ class _Program:
             reduce_dtype=placement.precision.reduce,
         )
         free = pick(params)
-        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
+        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(specs), free, strict=True)]
+        own_grads, placed_grads = (
+            jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
+            for fn in (loss_fn, placed_loss(loss_fn, placement, config))
+        )
+
+        def accumulate() -> Any:
+            if "grads" not in placement.groups:
+                try:
+                    return accumulator.local(own_grads, free, batch, key, sharded)
+                except ValueError:
+                    # What the model itself lays over the devices of a batch cannot be mapped over them.
+                    if not lays_over(self.loss_fn, (params, batch, key), placement.axes.batch):
+                        raise
+            return accumulator.sharded(placed_grads, free, batch, key, sharded)
+
         if config.num_microbatches == 1:
-            (out, grads), parts = grad_fn(free, batch, key), None
-        elif local:
-            out, grads, parts = accumulator.local(grad_fn, free, batch, key, sharded)
+            (out, grads), parts = placed_grads(free, batch, key), None
         else:
-            out, grads, parts = accumulator.sharded(grad_fn, free, batch, key, sharded)
+            out, grads, parts = accumulate()
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
@@ -25,3 +27,21 @@ def map_named(
 ) -> PyTree:
     """Maps `fn(name, leaf, ...)` over a tree's leaves."""
     return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest, is_leaf=is_leaf)
+
+
+def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
+    """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself."""
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        if not _is_numeric(leaf):
+            value = repr(leaf)
+            shown = value if len(value) < 60 else f"{value[:57]}..."
+            name = leaf_names(tree)[i]
+            raise ValueError(f"{what} leaf {name!r} is {shown} of type {type(leaf).__name__}, no array: {remedy}")
+
+
+def _is_numeric(leaf: Any) -> bool:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    try:
+        return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.extended))
+    except TypeError:  # a dtype of some other library
+        return False

@@ -1,0 +1,85 @@
+"""Models that lay their own activations over the mesh, at every stage and with microbatches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import mesh_of
+
+import zero_jax as zero
+from zero_jax.grads import key_parameter
+from zero_jax.pinning import lays_over
+
+MESH = "model2"
+AXES = ("replica", "data")
+
+
+def pinned_loss(params, batch):
+    """The reference loss with its outputs laid over the batch axes, as many models do."""
+    out = reference.predict(params, batch["tokens"])
+    out = jax.lax.with_sharding_constraint(out, NamedSharding(mesh_of(MESH), P("data", None)))
+    return jnp.square(out - batch["targets"]).mean()
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_models_that_lay_activations_over_data(stage):
+    tx, batches = optax.sgd(0.1), reference.make_batches(2)
+    state, _ = reference.run_zero(pinned_loss, tx, batches, mesh=mesh_of(MESH), stage=stage, num_microbatches=2)
+    params, _, _ = reference.run_plain(reference.loss_fn, tx, batches)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+
+
+def placed(x):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(MESH), P("data")))
+
+
+def over(axis):
+    def fn(x):
+        return jax.shard_map(jnp.tanh, mesh=mesh_of(MESH), in_specs=P(axis), out_specs=P(axis))(x)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fn", "lays"),
+    [
+        (placed, True),
+        (jax.checkpoint(placed), True),
+        (lambda x: jax.lax.scan(lambda x, _: (placed(x), None), x, length=2)[0], True),
+        (jax.jit(jnp.tanh, out_shardings=NamedSharding(mesh_of(MESH), P("data"))), True),
+        (over("data"), True),
+        (over("model"), False),
+        (zero.sequence_parallel(mesh_of(MESH), dim=0), False),
+        (jnp.tanh, False),
+    ],
+)
+def test_what_lays_values_over_data_is_seen(fn, lays):
+    args = (np.ones(8, np.float32),) if "sequence" not in fn.__qualname__ else (np.ones(8, np.float32), "residual")
+    assert lays_over(lambda x: fn(x, *args[1:]), args[:1], AXES) == lays
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (lambda params, batch: 0, None),
+        (lambda params, batch, train=True: 0, None),
+        (lambda params, batch, dropout_rng=None: 0, "dropout_rng"),
+        (lambda params, batch, r: 0, "r"),
+        (lambda params, batch, *, key: 0, "key"),
+        (lambda params, batch, *, train=True, key=None: 0, "key"),
+    ],
+)
+def test_the_parameter_for_a_key(fn, name):
+    found = key_parameter(fn)
+    assert (found.name if found else None) == name
+
+
+def test_paths_of_flat_params_are_rules():
+    params = {"in": np.zeros((8, 16), np.float32), "out": np.zeros((16, 4), np.float32)}
+    config = reference.make_config(stage=0, param_specs={"in": P(None, "model")})
+    shardings = zero.state_shardings({"params": params}, mesh=mesh_of(MESH), config=config)["params"]
+    assert (shardings["in"].spec, shardings["out"].spec) == (P(None, "model"), P())

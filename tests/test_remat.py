@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -339,6 +340,20 @@ def test_every_policy_computes_the_same(kind):
         got = placed(loss_fn, params, batch_of(), policies=some, specs=specs, gathered=gathered)
         for policy, values in zip(some, got, strict=True):
             assert_same(values, want, f"{policy}, gathered={gathered}")
+
+
+def test_complex_values_are_computed_again():
+    params = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH), jnp.complex64) / WIDTH
+    x = jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
+
+    def loss_fn(params, x):
+        layer = lambda x, w: (x + 1j * jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.square(jnp.abs(jax.lax.scan(layer, x.astype(params.dtype), params)[0])).mean()
+
+    policies = ("dots", "full_offloaded", "dots_sharded")
+    want = plain(loss_fn, params, x)
+    for policy, got in zip(policies, placed(loss_fn, params, x, policies=policies), strict=True):
+        np.testing.assert_allclose(got[1], want[1], atol=TOLERANCE, err_msg=policy)
 
 
 def test_under_vmap_and_forward_mode():

@@ -261,6 +261,8 @@ def keep_names(
     ours = {*on_device, *on_host}
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        if any(jax.numpy.issubdtype(aval.dtype, np.complexfloating) for aval in args if hasattr(aval, "dtype")):
+            return False  # jax.checkpoint rounds what it keeps by `reduce_precision`, which takes no complex numbers
         if otherwise is None or (primitive.name == "name" and params["name"] in ours):
             return named(primitive, *args, **params)
         return otherwise(primitive, *args, **params)

@@ -97,8 +97,9 @@ def _product_dims(eqn: Any, ins: Sequence[Dims | None]) -> Dims:
 
 
 def is_large(aval: Any) -> bool:
-    """Tells whether a value is worth placing: a floating array of some size."""
-    return hasattr(aval, "shape") and is_float(aval) and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
+    """Tells whether a value is worth placing: a floating array of some size, not complex (`jaxprs.keep_names`)."""
+    is_real = hasattr(aval, "shape") and jnp.issubdtype(aval.dtype, jnp.floating)
+    return is_real and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
 
 
 def placed_dim(shape: Sequence[int], num_shards: int, batch_sizes: frozenset[int]) -> int | None:

@@ -116,6 +116,7 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--num-heads", "3"], "multiple of num_heads"),
         (["--data", "nowhere"], "'stdlib' for the source code of Python's standard library"),
         (["--devices", "9"], "there are 8"),
+        (["--remat", "full_sharded"], "shards residuals over `model`, but the mesh is"),
         (["--paper-config", "C6"], "invalid choice: 'C6'"),
         (["--paper-config", "C3", "--stage=3"], "--paper-config C3 is --stage 2, not 3: leave out one of the two"),
         (["--remat", "full", "--paper-config", "C4"], "C4 is --remat full_sharded, not full"),

@@ -9,7 +9,9 @@ import glob
 import importlib.metadata
 import json
 import os
+import pathlib
 import sys
+import traceback
 from typing import Any
 
 import jax
@@ -95,14 +97,24 @@ def _train(options: argparse.Namespace) -> int:
         result = trainer.execute(run, log=log, terminal=stream)
     except ResumeError as error:
         return _refuse(options, error, place)
+    except ValueError as error:
+        if not _says_what_to_do(error):
+            raise
+        return _refuse(options, error, place, status=1)
     if place.is_first:
         log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
     return place.leave(trainer.EXIT_STATUS[result.status])
 
 
-def _refuse(options: argparse.Namespace, error: ValueError, place: Place) -> int:
+def _refuse(options: argparse.Namespace, error: ValueError, place: Place, *, status: int = 2) -> int:
     print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
-    return place.leave(2)
+    return place.leave(status)
+
+
+def _says_what_to_do(error: ValueError) -> bool:
+    """Tells whether an error was raised by zero_jax, whose errors need no traceback; others may be anybody's bugs."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return pathlib.Path(raised_in).parent == pathlib.Path(__file__).parent
 
 
 def _read_part(part: str, options: argparse.Namespace) -> Any:

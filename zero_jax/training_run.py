@@ -20,6 +20,7 @@ from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.remat import rematerialize
 from zero_jax.run_folder import make_folder
 from zero_jax.state import ZeroConfig
 from zero_jax.writers import WriterConfig
@@ -208,6 +209,7 @@ def prepare(
     _check_processes(mesh)
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
+    rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # refuses a mesh that the policy is not for
     schedule = None
     if tx is None:
         schedule = make_schedule(config.optimizer, num_steps=config.steps)

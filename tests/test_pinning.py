@@ -25,10 +25,29 @@ def pinned_loss(params, batch):
     return jnp.square(out - batch["targets"]).mean()
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_models_that_lay_activations_over_data(stage):
+def ragged_loss(params, batch):
+    """The reference loss with its outputs through an operation that `jax.vmap` has no rule for."""
+    out = reference.predict(params, batch["tokens"])
+    experts = jnp.ones((2, reference.OUTPUTS, reference.OUTPUTS)) / 8
+    sizes = jnp.array([1, out.shape[0] - 1])
+    return jnp.square(out + jax.lax.ragged_dot(out, experts, sizes) * 0 - batch["targets"]).mean()
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "stage"),
+    [
+        (pinned_loss, 1),
+        pytest.param(pinned_loss, 0, marks=SLOW),
+        pytest.param(pinned_loss, 3, marks=SLOW),
+        pytest.param(ragged_loss, 1, marks=SLOW),
+    ],
+)
+def test_models_that_cannot_be_mapped_over_devices(loss_fn, stage):
     tx, batches = optax.sgd(0.1), reference.make_batches(2)
-    state, _ = reference.run_zero(pinned_loss, tx, batches, mesh=mesh_of(MESH), stage=stage, num_microbatches=2)
+    state, _ = reference.run_zero(loss_fn, tx, batches, mesh=mesh_of(MESH), stage=stage, num_microbatches=2)
     params, _, _ = reference.run_plain(reference.loss_fn, tx, batches)
     reference.assert_close(state.params, params, tolerance=1e-5)
 

@@ -242,20 +242,14 @@ class _Program:
             for fn in (loss_fn, placed_loss(loss_fn, placement, config))
         )
 
-        def accumulate() -> Any:
-            if "grads" not in placement.groups:
-                try:
-                    return accumulator.local(own_grads, free, batch, key, sharded)
-                except ValueError:
-                    # What the model itself lays over the devices of a batch cannot be mapped over them.
-                    if not lays_over(self.loss_fn, (params, batch, key), placement.axes.batch):
-                        raise
-            return accumulator.sharded(placed_grads, free, batch, key, sharded)
-
+        inputs = (free, batch, key, sharded)
         if config.num_microbatches == 1:
             (out, grads), parts = placed_grads(free, batch, key), None
+        elif "grads" in placement.groups:
+            out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         else:
-            out, grads, parts = accumulate()
+            lays = lambda: lays_over(self.loss_fn, (params, batch, key), placement.axes.batch)  # noqa: E731
+            out, grads, parts = _accumulate_locally(accumulator, own_grads, placed_grads, inputs, lays)
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 
@@ -318,6 +312,24 @@ class _Program:
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
         )
+
+
+def _accumulate_locally(
+    accumulator: Accumulator,
+    own_grads: Callable[..., Any],
+    placed_grads: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    lays_over_data: Callable[[], bool],
+) -> Any:
+    """Sums each device's own gradients, or those of all in every microbatch if the model cannot be mapped."""
+    try:
+        return accumulator.local(own_grads, *inputs)
+    except NotImplementedError:
+        pass  # an operation that `jax.vmap` has no rule for
+    except ValueError:
+        if not lays_over_data():
+            raise
+    return accumulator.sharded(placed_grads, *inputs)
 
 
 def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

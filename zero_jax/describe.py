@@ -12,8 +12,8 @@ from zero_jax.console import header
 from zero_jax.mesh import axes_of
 from zero_jax.metrics import format_bytes, per_device_bytes
 from zero_jax.precision import resolve_precision
-from zero_jax.sharding import sharded_groups
 from zero_jax.spec import carries
+from zero_jax.stages import sharded_groups
 from zero_jax.state import TrainState, ZeroConfig, sharding_report
 
 

@@ -18,7 +18,7 @@ from zero_jax.mesh import make_mesh
 from zero_jax.precision import resolve_precision
 from zero_jax.ranking import Estimated, Setting
 from zero_jax.remat_policies import Remat
-from zero_jax.sharding import sharded_groups
+from zero_jax.stages import sharded_groups
 from zero_jax.state import ZeroConfig, abstract_state
 from zero_jax.tree import PyTree
 

@@ -1,4 +1,4 @@
-"""The stage table and the rules that place each leaf of a train state on the mesh."""
+"""The rules that place each leaf of a train state on the mesh."""
 
 from __future__ import annotations
 
@@ -19,28 +19,8 @@ from zero_jax.model_specs import AxisRules, specs_of
 from zero_jax.spec import Dims, carries, dims_of, named, num_shards, without
 from zero_jax.tree import PyTree, leaf_names, map_named
 
-# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p).
-# This table is the only reader of `stage`.
-_SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
-    0: frozenset(),
-    1: frozenset({"master", "opt_state"}),
-    2: frozenset({"master", "opt_state", "grads"}),
-    3: frozenset({"master", "opt_state", "grads", "params"}),
-}
-
 # An array dim is cut best where a shard still fills the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
-
-
-def sharded_groups(stage: int) -> frozenset[str]:
-    """Returns which of `params`, `master`, `grads`, `opt_state` a stage shards over `data`.
-
-    Raises:
-      ValueError: there is no such stage.
-    """
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in _SHARDED_GROUPS:
-        raise ValueError(f"unknown ZeRO stage {stage!r}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
-    return _SHARDED_GROUPS[stage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

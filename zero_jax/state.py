@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.jaxprs import Chain, reshard
-from zero_jax.mesh import Axes, axes_of
+from zero_jax.mesh import Axes
 from zero_jax.placing import move, place
 from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
-from zero_jax.remat_policies import Remat, resolve_remat
 from zero_jax.scopes import gather_scope
 from zero_jax.sharding import (
     LeafPlacement,
@@ -27,85 +25,12 @@ from zero_jax.sharding import (
     place_like_params,
     place_params,
     report_placements,
-    sharded_groups,
     to_shardings,
 )
 from zero_jax.spec import Dims, gather_steps, named
+from zero_jax.stages import sharded_groups
 from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """What ZeRO does to a train step.
-
-    Attributes:
-      stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
-      precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
-      num_microbatches: forward passes that a step's batch is split into.
-      clip_norm: largest global norm of the gradients, or None.
-      loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
-        takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
-        name takes that entry of the aux dict that the loss function returns; None weighs all alike.
-      skip_nonfinite: skip the update when a gradient is not finite; None does so where the loss is scaled.
-      remat: what the backward pass computes again and where the rest is kept in between, for a model as it is: `own`
-        leaves it to the model's own `jax.checkpoint`s, `full` keeps a block's input only, `full_sharded` keeps it in
-        shards over the mesh axis `model` (the paper's P_a), `full_offloaded` in the host's memory (P_a+cpu); `dots`,
-        `attention` and `none` recompute less (docs/remat.md has all). Or a `Remat`.
-      combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
-      keep_gathered: at stage 3, keep gathered params for the backward pass: a third less traffic, all the memory.
-      min_shard_size: leaves of fewer elements are left whole.
-      param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
-        params, or a dict from regular expressions of whole leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
-        takes those that Flax params carry (`nn.with_partitioning`, NNX sharding metadata).
-      axis_rules: from the names of dims in such metadata to mesh axes (None: whole), where they are not mesh axes.
-      overrides: from regular expressions of whole leaf paths to the exact spec of such leaves where their group is
-        sharded (`PartitionSpec()` leaves them whole). They apply to params, master params and optimizer state.
-      data_axes: the mesh axes that ZeRO shards over, if they are not called `data` or `data_*`.
-      replica_axes: the mesh axes of full copies, if not called `replica`.
-      model_axes: the mesh axes of tensor parallelism, if not called `model` or `model_*`.
-    """
-
-    stage: int = 3
-    precision: str | Precision = "fp32"
-    num_microbatches: int = 1
-    clip_norm: float | None = None
-    loss_weight: str | None = "auto"
-    skip_nonfinite: bool | None = None
-    remat: str | Remat = "own"
-    combine_bytes: int | None = None
-    keep_gathered: bool = False
-    min_shard_size: int = 1024
-    param_specs: PyTree = None
-    axis_rules: Mapping[str, str | None] | None = None
-    overrides: Mapping[str, PartitionSpec] | None = None
-    data_axes: Sequence[str] | None = None
-    replica_axes: Sequence[str] | None = None
-    model_axes: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        sharded_groups(self.stage)
-        resolve_precision(self.precision)
-        resolve_remat(self.remat)
-        if (
-            isinstance(self.num_microbatches, bool)
-            or not isinstance(self.num_microbatches, int)
-            or self.num_microbatches < 1
-        ):
-            raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
-        for name in ("skip_nonfinite", "keep_gathered"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (name, value) != ("skip_nonfinite", None):
-                raise ValueError(f"{name}={value!r}: give True or False")
-        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
-            raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
-        if self.combine_bytes is not None and (not isinstance(self.combine_bytes, int) or self.combine_bytes < 0):
-            raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
-        if self.clip_norm is not None and not (isinstance(self.clip_norm, numbers.Real) and self.clip_norm > 0):
-            raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
-
-    def axes_of(self, mesh: Mesh) -> Axes:
-        """Returns the roles of a mesh's axes."""
-        return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+from zero_jax.zero_config import ZeroConfig
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,25 @@
+"""The stage table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p).
+# This table is the only reader of `stage`.
+_SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
+    0: frozenset(),
+    1: frozenset({"master", "opt_state"}),
+    2: frozenset({"master", "opt_state", "grads"}),
+    3: frozenset({"master", "opt_state", "grads", "params"}),
+}
+
+
+def sharded_groups(stage: int) -> frozenset[str]:
+    """Returns which of `params`, `master`, `grads`, `opt_state` a stage shards over `data`.
+
+    Raises:
+      ValueError: there is no such stage.
+    """
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in _SHARDED_GROUPS:
+        raise ValueError(f"unknown ZeRO stage {stage!r}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
+    return _SHARDED_GROUPS[stage]

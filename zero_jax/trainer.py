@@ -297,9 +297,10 @@ class _Training:
         """Sends the next step to the devices without waiting for it."""
         self._beat("data", self.step + 1)
         asked = time.perf_counter()
-        batch = self.buffers.fill(next(self.batches))
+        batch = next(self.batches)
         waited_seconds = time.perf_counter() - asked
         self._beat("step", self.step + 1)
+        batch = self.buffers.fill(batch)  # which may wait for the devices
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
         self.step += 1

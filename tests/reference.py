@@ -5,6 +5,7 @@ divides a gradient by its own size, and would turn the rounding noise into whole
 """
 
 import functools
+import types
 
 import chex
 import jax
@@ -105,6 +106,12 @@ def mesh_of(name):
     sizes = MESHES[name]
     num_devices = sizes["data"] * sizes.get("replica", 1) * sizes.get("model", 1)
     return zero.make_mesh(devices=jax.devices()[:num_devices], **sizes)
+
+
+def torus_mesh(coords, shape, names):
+    """Returns what has the coordinates of a mesh of TPUs, in the order given, and nothing else of it."""
+    devices = np.array([types.SimpleNamespace(coords=c) for c in coords]).reshape(shape)
+    return types.SimpleNamespace(devices=devices, axis_names=names, shape=dict(zip(names, shape, strict=True)))
 
 
 def make_config(**fields):

@@ -2,13 +2,11 @@
 
 import itertools
 import random
-import types
 
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference import mesh_of
+from reference import mesh_of, torus_mesh
 
 from zero_jax import spec
 
@@ -104,13 +102,21 @@ def test_scatter_steps(dims, steps):
     assert spec.scatter_steps(dims, AXES) == steps
 
 
-@pytest.mark.parametrize(("grid", "num_steps"), [((4, 4, 2), 1), ((4, 8, 1), 2)])
-def test_scatter_steps_on_a_torus(grid, num_steps):
-    """Two axes of a 3-D torus are scattered over at once, those of a 2-D torus one after the other."""
-    coords = list(itertools.product(*map(range, grid)))
-    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(coords=c) for c in coords]))
-    assert len(spec.scatter_steps((("x", "y"), ()), AXES, mesh)) == num_steps
-    assert len(spec.scatter_steps((("x",), ()), AXES, mesh)) == 1
+@pytest.mark.parametrize(
+    ("shape", "dims", "num_steps"),
+    [
+        ((4, 4, 2), ("x", "y", "z"), 2),
+        ((4, 4, 2), ("x", "y"), 1),  # a part of the torus
+        ((4, 8, 1), ("x", "y"), 2),
+        ((4, 8, 1), ("x",), 1),
+    ],
+)
+def test_scatter_steps_on_a_torus(shape, dims, num_steps):
+    """All of a 3-D torus is scattered over in two steps, of a 2-D torus axis by axis, and a part at once."""
+    mesh = torus_mesh(itertools.product(*map(range, shape)), shape, AXES)
+    steps = spec.scatter_steps((dims, ()), AXES, mesh)
+    assert len(steps) == num_steps
+    assert steps[-1] == (dims, ())
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def _scatters(
         steps = [(axis,) for axis in axes.data if axis in _on_data(dims, placement)]
     else:
         whole = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
-        states = [whole, *scatter_steps(dims, axes.data)]
+        states = [whole, *scatter_steps(dims, axes.data, mesh)]
         steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
     for step in steps:
         named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)

@@ -137,11 +137,15 @@ reshard_p = jex_core.Primitive("zero_reshard")
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Shardings that an array is moved through, in order, in the dtype given (None: its own)."""
+    """Shardings that an array is moved through, in order, in the dtype given (None: its own).
+
+    They are of the array with its last two dims swapped, if `swapped`.
+    """
 
     shardings: tuple[NamedSharding, ...] = ()
     dtype: Any = None
     barrier: bool = False
+    swapped: bool = False
 
 
 def reshard(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
@@ -159,8 +163,10 @@ def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
     if forward.barrier:
         # Without it XLA:GPU moves a gather above the cast before it, and gathers the wider type.
         x = lax.optimization_barrier(x)
+    x = jax.numpy.swapaxes(x, -1, -2) if forward.swapped else x
     for sharding in forward.shardings:
         x = lax.with_sharding_constraint(x, sharding)
+    x = jax.numpy.swapaxes(x, -1, -2) if forward.swapped else x
     return x.astype(dtype)
 
 

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import axes_of, axis_size
-from zero_jax.spec import scatter_steps
+from zero_jax.torus import scatter_shardings
 
 # 4096 float32 logits of 8192 tokens are 128 MiB, and a product of that size keeps any device's matrix units busy.
 CHUNK_SIZE = 4096
@@ -133,8 +133,8 @@ def _grad_shardings(mesh: Mesh, data: Sequence[str], *, num_features: int) -> tu
     gradient of the whole head lies.
     """
     axes = tuple(data) if num_features % axis_size(mesh, data) == 0 else ()
-    steps = scatter_steps((axes, (), ()), data) if axes else [((), (), ())]
-    return tuple(NamedSharding(mesh, PartitionSpec(dims[0] or None, _FREE, _FREE)) for dims in steps)
+    steps = scatter_shardings(mesh, (axes, (), ()), axes)
+    return tuple(NamedSharding(s.mesh, PartitionSpec(*s.spec[:1] or (None,), _FREE, _FREE)) for s in steps)
 
 
 def _pin(sharding: NamedSharding, x: Array) -> Array:

@@ -13,11 +13,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.topology import devices as topology_devices
-
-# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole
-# array: twice the bytes (docs/gather_on_use.md).
-_STAGED_FROM_NUM_CHIPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,12 +159,12 @@ def _layout(
                 f"not to data={data}"
             )
         layout = tuple(data_layout)
-        return layout, _device_grid((replica, *layout, model), devices)
+        return layout, _torus_grid(replica, layout, model, devices)
     levels = _network_levels(devices, sizes)
     if levels is not None:
         return levels
     layout = _torus_layout(devices, sizes)
-    return layout, _device_grid((replica, *layout, model), devices)
+    return layout, _torus_grid(replica, layout, model, devices)
 
 
 def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
@@ -185,7 +182,7 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
         return None
     inner_sizes = {"replica": copies, "data": inside // (copies * model), "model": model}
     inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
-    grids = [_device_grid((copies, *inner, model), groups[key]) for key in sorted(groups)]
+    grids = [_torus_grid(copies, inner, model, groups[key]) for key in sorted(groups)]
     whole = [np.stack(grids[i : i + spread], axis=-2) for i in range(0, num_groups, spread)]
     layout = (*inner, spread) if spread > 1 or not inner else inner
     return layout, np.concatenate(whole).reshape(replica, *layout, model)
@@ -203,22 +200,32 @@ def _domains(devices: list[Any]) -> list[int]:
 
 def _torus_layout(devices: list[Any], sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Returns one axis per torus dim that `data` covers, where that is what compiles to native collectives."""
-    data = sizes["data"]
-    coords = [getattr(device, "coords", None) for device in devices]
-    if any(c is None for c in coords):
-        return (data,)
-    array = np.asarray(coords)
-    dims = tuple(int(extent) for extent in array.max(axis=0) - array.min(axis=0) + 1)
-    num_chips = math.prod(dims)
-    cores = len(devices) // num_chips
-    dims = tuple(extent for extent in dims if extent > 1) + ((cores,) if cores > 1 else ())
-    if num_chips < _STAGED_FROM_NUM_CHIPS or len(dims) < 2 or math.prod(dims) != len(devices):
+    data, dims = sizes["data"], _torus_dims(devices)
+    num_chips = len({tuple(device.coords) for device in devices}) if dims else 0
+    if num_chips < STAGED_FROM_NUM_CHIPS or len(dims) < 2:
         return (data,)
     for taken in range(1 << len(dims)):  # the dims that `replica` and `model` cover; the others are left for `data`
         left = tuple(extent for i, extent in enumerate(dims) if not taken >> i & 1)
         if math.prod(left) == data:
             return left
     return (data,)
+
+
+def _torus_dims(devices: list[Any]) -> tuple[int, ...]:
+    """Returns the extents of a torus that devices fill, and the cores of a chip last; none for other devices."""
+    coords = [getattr(device, "coords", None) for device in devices]
+    if any(c is None for c in coords):
+        return ()
+    array = np.asarray(coords)
+    extents = [int(extent) for extent in np.ptp(array, axis=0) + 1]
+    dims = tuple(extent for extent in (*extents, len(devices) // math.prod(extents)) if extent > 1)
+    return dims if math.prod(dims) == len(devices) else ()
+
+
+def _torus_grid(replica: int, layout: tuple[int, ...], model: int, devices: list[Any]) -> np.ndarray:
+    """Lays devices out; one axis over a whole torus goes dim by dim, as a ring has no dims to scatter by."""
+    dims = _torus_dims(devices) if layout == (len(devices),) else ()
+    return _device_grid((replica, *(dims or layout), model), devices).reshape(replica, *layout, model)
 
 
 def _device_grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:

@@ -6,9 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Dims = tuple[tuple[str, ...], ...]
+
+# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole
+# array: twice the bytes (docs/gather_on_use.md).
+STAGED_FROM_NUM_CHIPS = 64
 
 
 def dims_of(spec: Any, num_dims: int) -> Dims:
@@ -78,22 +83,30 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
     """Returns the specs on the way from whole over `axes` to `dims`: major axes first, on a 3-D torus two at a time.
 
-    XLA:TPU makes one native reduce-scatter over two dims of a 3-D torus, and over a third where that cuts another dim
-    of the array; over three at once, or one after one, it makes all-reduces. On a 2-D torus it is the other way round:
-    one after one is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or more are a 3-D torus;
-    of two, which may have left a dim to the model, the mesh's devices tell.
+    XLA:TPU makes one native reduce-scatter over a part of a torus. Over all of a 3-D torus it makes one over two dims
+    and one over the third; over three at once, or one after one, it makes all-reduces. Over all of a 2-D torus it is
+    the other way round: one after one is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or
+    more are a 3-D torus; of two, which may have left a dim to the model, the mesh's devices tell.
     """
     states = [dims, *gather_steps(dims, axes)]
-    stride = 2 if len(states) > 3 or (len(states) == 3 and num_torus_dims(mesh) > 2) else 1
+    places = places_of(mesh)
+    num_scattered = 1 if mesh is None else math.prod(mesh.shape[axis] for dim in dims for axis in dim if axis in axes)
+    if places is not None and num_scattered < len(np.unique(places, axis=0)):
+        return [dims]
+    num_torus_dims = 0 if places is None else int((np.ptp(places[:, :3], axis=0) > 0).sum())
+    stride = 2 if len(states) > 3 or (len(states) == 3 and num_torus_dims > 2) else 1
     return [states[i] for i in range(len(states) - 1 - stride, 0, -stride)] + [dims]
 
 
-def num_torus_dims(mesh: Mesh | None) -> int:
-    """Returns the number of dims of the torus that a mesh's TPUs form; 0 for other devices."""
-    coords = [] if mesh is None else [getattr(device, "coords", None) for device in mesh.devices.flat]
-    if not coords or any(c is None for c in coords):
-        return 0
-    return sum(len(set(values)) > 1 for values in zip(*coords, strict=True))
+def places_of(mesh: Mesh | None) -> np.ndarray | None:
+    """Returns where on a TPU's torus each device of a mesh is, `[devices, dims]`, or None for devices on none.
+
+    The last dim is the core of a chip.
+    """
+    devices: list[Any] = [] if mesh is None else list(mesh.devices.flat)
+    if not devices or any(getattr(device, "coords", None) is None for device in devices):
+        return None
+    return np.array([(*device.coords, getattr(device, "core_on_chip", 0)) for device in devices])
 
 
 def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:

@@ -27,8 +27,9 @@ from zero_jax.sharding import (
     report_placements,
     to_shardings,
 )
-from zero_jax.spec import Dims, gather_steps, named
+from zero_jax.spec import Dims
 from zero_jax.stages import sharded_groups
+from zero_jax.torus import gather_shardings
 from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name
 from zero_jax.zero_config import ZeroConfig
 
@@ -105,8 +106,8 @@ class Placement:
         return jax.tree.map(gather_leaf, self.params, tree, into, is_leaf=lambda x: isinstance(x, LeafPlacement))
 
     def _gather_whole(self, dims: Dims, x: jax.Array) -> jax.Array:
-        steps = [named(self.mesh, step) for step in gather_steps(dims, self.axes.data)]
-        return reshard(x, forward=Chain(tuple(steps), barrier=True), backward=Chain())
+        steps = gather_shardings(self.mesh, dims, self.axes.data)
+        return reshard(x, forward=Chain(steps, barrier=True), backward=Chain())
 
     def _gather_rows(self, placement: LeafPlacement, x: jax.Array, old: jax.Array) -> jax.Array:
         """Gathers a stack one row at a time, each written over the old one."""

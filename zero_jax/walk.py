@@ -24,7 +24,8 @@ from zero_jax.mesh import Axes, axis_size
 from zero_jax.ordering import Ordering
 from zero_jax.passthrough import is_contraction, is_local_reduction, passthrough
 from zero_jax.scopes import gather_scope
-from zero_jax.spec import Dims, gather_steps, named, scatter_steps
+from zero_jax.spec import Dims, named
+from zero_jax.torus import gather_shardings, scattering
 from zero_jax.uses import last_use, used_whole
 
 # Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
@@ -121,15 +122,16 @@ class Walk:
         array = value.build(*roots)
         if value.dims is None:
             return array
-        steps = scatter_steps(value.dims, self.options.axes.data, self.options.mesh)
-        backward = Chain(tuple(named(self.options.mesh, dims) for dims in steps), dtype=self.options.reduce_dtype)
+        options = self.options
+        backward = scattering(options.mesh, value.dims, options.axes.data, dtype=options.reduce_dtype)
         with gather_scope(value.path):
             return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
 
     def gathering(self, dims: Dims) -> Chain:
         """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-        steps = [] if self.options.stored_whole else gather_steps(dims, self.options.axes.data)
-        return Chain(tuple(named(self.options.mesh, step) for step in steps), barrier=bool(steps))
+        options = self.options
+        steps = () if options.stored_whole else gather_shardings(options.mesh, dims, options.axes.data)
+        return Chain(steps, barrier=bool(steps))
 
     def note(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
         """Notes a gather for the report."""

@@ -1,0 +1,75 @@
+"""Mesh axes over several dims of a torus, and native reduce-scatters over them whatever the shape."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import mesh_of, torus_mesh
+
+import zero_jax as zero
+from zero_jax import hlo, torus
+from zero_jax.jaxprs import Chain, reshard
+from zero_jax.spec import named
+
+
+@pytest.mark.parametrize(
+    ("torus_shape", "order", "shape", "sizes"),
+    [
+        ((2, 2, 4), (0, 1, 2), (1, 16), (2, 2, 4)),
+        ((2, 2, 4), (2, 0, 1), (1, 16), (4, 2, 2)),
+        ((2, 2, 4), (0, 1, 2), (2, 8), (2, 4)),  # `replica` has a dim
+        ((4, 4, 4), (0, 1, 2), (2, 32), (2, 4, 4)),  # and a part of one
+        ((4, 8, 1), (0, 1, 2), (1, 32), (4, 8)),
+        ((4, 8, 1), (0, 1, 2), (4, 8), (8,)),
+    ],
+)
+def test_torus_sizes(torus_shape, order, shape, sizes):
+    grid = np.array(list(itertools.product(*map(range, torus_shape)))).reshape(*torus_shape, 3)
+    coords = grid.transpose(*order, 3).reshape(-1, 3).tolist()
+    assert torus.torus_sizes(torus_mesh(coords, shape, ("replica", "data")), "data") == sizes
+
+
+def test_an_order_that_follows_no_dims_is_left_alone():
+    ring = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0)]
+    assert torus.torus_sizes(torus_mesh(ring, (4,), ("data",)), "data") == (4,)
+    same_chip_of_two_slices = [(0, 0, 0)] * 2
+    assert torus.torus_sizes(torus_mesh(same_chip_of_two_slices, (2,), ("data",)), "data") == (2,)
+
+
+def test_devices_on_no_torus_are_scattered_over_as_they_are():
+    mesh = mesh_of("8")
+    assert torus.scattering(mesh, ((), ("data",)), ("data",)) == Chain((named(mesh, ((), ("data",))),))
+
+
+def test_a_swapped_chain_changes_no_value():
+    mesh = mesh_of("8")
+    chain = Chain((named(mesh, (("data",), ())),), swapped=True)
+    x = jnp.arange(2.0 * 4 * 16).reshape(2, 4, 16)
+    np.testing.assert_array_equal(jax.jit(lambda x: reshard(x[0], forward=chain, backward=chain))(x), x[0])
+    mapped = jax.jit(jax.grad(lambda x: (jax.vmap(lambda y: reshard(y, forward=chain, backward=chain))(x) ** 2).sum()))
+    np.testing.assert_array_equal(mapped(x), 2 * x)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "replica"), [("v5p:2x2x4", 1), ("v5p:2x2x4", 2), ("v5p:2x2x4", 4), ("v5e:4x4", 1), ("v5e:4x4", 2)]
+)
+def test_gradients_are_reduce_scattered_natively(topology, replica):
+    """Rows and lanes, of sizes for which XLA:TPU all-reduces if it is left alone; replicas sum shards."""
+    pytest.importorskip("libtpu")
+    mesh = zero.make_mesh(topology=topology, replica=replica)
+    num_data, shape = mesh.shape["data"], (1024, 1024)
+    tokens = jax.ShapeDtypeStruct((256 * mesh.size, 1024), jnp.bfloat16, sharding=zero.batch_sharding(mesh))
+
+    def grads(x, y):
+        chains = [torus.scattering(mesh, dims, ("data",)) for dims in ((("data",), ()), ((), ("data",)))]
+        return [reshard(x.T @ (y * i), forward=chain, backward=Chain()) for i, chain in enumerate(chains, 1)]
+
+    found = hlo.collectives(jax.jit(grads).lower(tokens, tokens).compile().as_text())
+    sent = {kind: sum(c.total_sent_bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
+    full = 2 * 2 * shape[0] * shape[1]
+    assert sent.pop("reduce-scatter") == pytest.approx(full * (num_data - 1) / num_data)
+    assert sent.pop("all-reduce", 0) == pytest.approx(2 * full / num_data * (replica - 1) / replica)
+    assert not sent

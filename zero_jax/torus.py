@@ -1,0 +1,95 @@
+"""Mesh axes that run over several dims of a TPU's torus, and the shardings on the way between a shard and the whole.
+
+XLA:TPU scatters over a whole torus natively only in steps (`spec.scatter_steps`), which takes one mesh axis for each of
+its dims. An axis of the user's that runs over all of them is split here, for the steps alone: a mesh of the same
+devices in the same order, with more axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from zero_jax.jaxprs import Chain
+from zero_jax.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
+
+
+def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, dtype: Any = None) -> Chain:
+    """Returns what a gradient goes through from whole over `axes` to `dims`.
+
+    Where its last dim is the one that is cut, the gradient is scattered with its last two dims swapped: over a torus,
+    XLA:TPU scatters rows natively, and lanes of some sizes only.
+    """
+    *before, last = dims or ((),)
+    on_last = carries((last,), axes) and not carries(tuple(before), axes)
+    swapped = bool(before) and on_last and places_of(mesh) is not None
+    order = (*before[:-1], last, before[-1]) if swapped else dims
+    return Chain(scatter_shardings(mesh, order, axes), dtype=dtype, swapped=swapped)
+
+
+def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+    """Returns the shardings on the way from `dims` to whole over `axes`, one mesh axis at a time."""
+    places = places_of(mesh)
+    if places is None or len(np.unique(places[:, :3], axis=0)) < STAGED_FROM_NUM_CHIPS:
+        return tuple(named(mesh, step) for step in gather_steps(dims, axes))
+    fine, fine_dims, fine_axes = _split(mesh, dims, axes)
+    return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes))
+
+
+def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+    """Returns the shardings on the way from whole over `axes` to `dims`, in steps that the hardware has."""
+    fine, fine_dims, fine_axes = _split(mesh, dims, axes)
+    steps = scatter_steps(fine_dims, fine_axes, fine)
+    return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
+
+
+def _split(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Mesh, Dims, list[str]]:
+    """Returns a mesh, `dims` and `axes` with the axes split along the torus."""
+    fine, parts = split_axes(mesh, tuple(axes))
+    fine_dims = tuple(tuple(part for axis in dim for part in parts.get(axis, (axis,))) for dim in dims)
+    return fine, fine_dims, [part for axis in axes for part in parts[axis]]
+
+
+@functools.lru_cache(maxsize=256)
+def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tuple[str, ...]]]:
+    """Splits mesh axes that run over several dims of a torus: the mesh (itself if none does), and the parts of each."""
+    sizes = {axis: torus_sizes(mesh, axis) for axis in axes}
+    parts = {
+        axis: (axis,) if len(found) == 1 else tuple(f"{axis}.{i}" for i in range(len(found)))
+        for axis, found in sizes.items()
+    }
+    if all(len(names) == 1 for names in parts.values()):
+        return mesh, parts
+    names = [part for axis in mesh.axis_names for part in parts.get(axis, (axis,))]
+    shape = [size for axis in mesh.axis_names for size in sizes.get(axis, (mesh.shape[axis],))]
+    types = (AxisType.Auto,) * len(names)
+    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=types), parts
+
+
+def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """Returns the sizes, major first, of the torus dims that an axis runs over one after another.
+
+    They are `(size,)` for an axis along one dim, for devices on no torus, and for an order that follows no dims, such
+    as that of a ring through a plane.
+    """
+    size, places = mesh.shape[axis], places_of(mesh)
+    if places is None or size == 1:
+        return (size,)
+    along = np.moveaxis(places.reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis), 0)
+    line = along.reshape(size, -1, places.shape[-1])[:, 0]
+    sizes: list[int] = []
+    while (stride := math.prod(sizes)) < size:
+        (moved,) = np.nonzero(line[stride] != line[0])
+        still = np.delete(line[::stride], moved, axis=1) == np.delete(line[0], moved)
+        run = len(still) if still.all() else int(np.argmin(still.all(axis=1)))
+        if len(moved) != 1 or size % (stride * run):
+            return (size,)
+        sizes.insert(0, run)
+    grid = along.reshape(*sizes, -1, places.shape[-1])
+    moves = [(np.ptp(grid, axis=i) > 0).any(axis=tuple(range(grid.ndim - 2))) for i in range(len(sizes))]
+    return tuple(sizes) if all(move.sum() == 1 for move in moves) else (size,)

@@ -356,6 +356,19 @@ def test_figures_that_end_in_half_a_line_are_mended(last, tmp_path, unbroken):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=8)
 
 
+def test_two_runs_do_not_share_a_folder(tmp_path, tamper, unbroken):
+    lines = []
+
+    def second(*_):
+        with pytest.raises(ValueError, match=rf"in use by another run \(process {os.getpid()} on .*remove .*lock"):
+            train(tmp_path)
+        lines.append("refused")
+
+    tamper({6: second})
+    assert train(tmp_path).status == "done" and lines == ["refused"]
+    assert read(tmp_path) == read(unbroken)
+
+
 # Config
 
 

@@ -23,6 +23,7 @@ from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, write_file
 from zero_jax.resume import ResumeError
+from zero_jax.run_folder import hold
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import Run, TrainConfig, prepare
 
@@ -89,10 +90,11 @@ def _train(options: argparse.Namespace) -> int:
     _choose_platform(config.devices)
     try:
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
+        if place.is_first:
+            with hold(run.folder):
+                _save_options(run, options)
     except ValueError as error:
         return _refuse(options, error, place)
-    if place.is_first:
-        _save_options(run, options)
     try:
         result = trainer.execute(run, log=log, terminal=stream)
     except ResumeError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import pathlib
+import socket
 from typing import Any
 
 import jax
@@ -46,6 +50,33 @@ def _make(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) ->
         f"{out / names[-1]} holds a run already: choose another name, remove that folder, or go on with that run by "
         "resume='auto' (--resume auto)"
     )
+
+
+def hold(folder: pathlib.Path) -> contextlib.ExitStack:
+    """Keeps a folder to this run until the context is left or the process ends; the first process alone does.
+
+    Raises:
+      ValueError: another run has it; they would write over each other's checkpoints.
+    """
+    stack = contextlib.ExitStack()
+    if jax.process_index():
+        return stack
+    path = folder / "lock"
+    try:
+        file = stack.enter_context(path.open("a+", encoding="utf-8"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except BlockingIOError as error:
+        stack.close()
+        raise ValueError(
+            f"{folder} is in use by another run ({path.read_text(encoding='utf-8').strip()}): stop that one or wait "
+            f"until it ends, or choose another name. If there is none any more, remove {path}"
+        ) from error
+    except OSError:
+        pass  # a file system that knows no locks, or is full
+    return stack
 
 
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:

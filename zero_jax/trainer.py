@@ -29,7 +29,7 @@ from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, save_config
+from zero_jax.run_folder import as_json, hold, save_config
 from zero_jax.sampling import make_sampler
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
@@ -85,6 +85,7 @@ class _Training:
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
         is_first = jax.process_index() == 0
+        stack.enter_context(hold(run.folder))
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,

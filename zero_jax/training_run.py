@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from zero_jax.agreement import from_first_process
 from zero_jax.checkpoint import CheckpointConfig
+from zero_jax.checkpoint_files import find
 from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
@@ -225,6 +226,8 @@ def prepare(
             f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
             f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
         )
+    if config.init_from is not None and config.resume == "never":
+        find(config.init_from)  # before there is a folder
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     return Run(
         config=config,

@@ -15,16 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zero_jax import jaxprs
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
 from zero_jax.mesh import Axes, axes_of
+from zero_jax.model_specs import spec_of_each
 from zero_jax.passthrough import is_float
 from zero_jax.scopes import gather_scope
 from zero_jax.spec import carries, dims_of, named
-from zero_jax.tree import PyTree, leaf_names
+from zero_jax.tree import PyTree, eval_shapes, leaf_names
 from zero_jax.walk import Frame, GatherEvent, Options, Walk
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
@@ -119,16 +120,7 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
     """
     events: list[GatherEvent] = []
     transformed = gather_on_use(fn, specs, mesh=mesh, **options)
-    leaves, tree = jax.tree.flatten(args)
-    places = [
-        i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
-    ]
-
-    def call(arrays: list[Any]) -> Any:
-        full = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        return transformed.__wrapped_with_events__(events, *tree.unflatten(full.values()))  # type: ignore[attr-defined]
-
-    jax.eval_shape(call, [leaves[i] for i in places])
+    eval_shapes(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
     return GatherReport(events=tuple(events))
 
 
@@ -160,14 +152,9 @@ def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
 
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:
     """Marks the params that are (or whose gradients are) sharded over `data`."""
-    is_spec = lambda x: x is None or isinstance(x, (jax.sharding.PartitionSpec, NamedSharding))  # noqa: E731
-    leaves, names = jax.tree.leaves(params), leaf_names(params)
-    try:
-        full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(f"the specs are not a prefix of the params: {error}") from error
     marked: list[Lazy | Value] = []
-    for name, leaf, spec in zip(names, leaves, jax.tree.structure(params).flatten_up_to(full), strict=True):
+    each = spec_of_each(params, specs, what="the specs are")
+    for name, leaf, spec in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
         try:
             dims = dims_of(spec, aval.ndim)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.tree import PyTree, path_name
 
@@ -59,6 +59,26 @@ def specs_of(
             _spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh, others)
         )
     return jax.tree.structure(params).unflatten(specs) if found else None
+
+
+def spec_of_each(params: PyTree, specs: PyTree, *, what: str) -> list[Any]:
+    """Returns a spec for each param, in the order of the leaves, from a tree of specs like the params or a prefix.
+
+    Args:
+      params: the params.
+      specs: `PartitionSpec`s, `NamedSharding`s or None for whole.
+      what: what the specs are called where they do not fit.
+
+    Raises:
+      ValueError: the specs are no prefix of the params.
+    """
+    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
+    try:
+        full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(f"{what} not a prefix of the params: {error}") from error
+    # flatten_up_to, because a None may be a spec or a part of the params' structure
+    return jax.tree.structure(params).flatten_up_to(full)
 
 
 def _metadata(node: Any) -> Mapping[str, Any]:

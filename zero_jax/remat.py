@@ -14,16 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from zero_jax import jaxprs
 from zero_jax.mesh import Axes, axes_of
+from zero_jax.model_specs import spec_of_each
 from zero_jax.remat_policies import POLICIES, Remat, resolve_remat
 from zero_jax.remat_regions import Setting
 from zero_jax.remat_report import RematReport
 from zero_jax.remat_values import Mark, dims_on_model
 from zero_jax.remat_walk import Frame, Log, Walk
-from zero_jax.tree import PyTree
+from zero_jax.tree import PyTree, eval_shapes
 
 __all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]
 
@@ -94,15 +95,7 @@ def remat_report(
     """
     setting = Setting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     log = Log([], [], measure=True)
-    leaves, tree = jax.tree.flatten((params, args))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def call(arrays: list[Any]) -> Any:
-        full = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        params, args = tree.unflatten(full.values())
-        return _transform(loss_fn, setting, specs, log, params, args, {})
-
-    jax.eval_shape(call, [leaves[i] for i in places])
+    eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)
     return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
 
 
@@ -132,19 +125,11 @@ def _transform(
     closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
     walk = Walk(dataclasses.replace(setting, batch_sizes=sizes), log)
-    marks = [*_param_marks(params, specs, setting), *(Mark("value", held=True) for _ in values)]
+    leaves = jax.tree.leaves(params)
+    each = zip(leaves, spec_of_each(params, specs, what="the specs are"), strict=True)
+    marks = [Mark("param", dims_on_model(spec, jnp.ndim(x), setting.axes.model)) for x, spec in each]
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     walk.check_names(jaxpr)
-    outs = walk.run(jaxpr, consts, [*jax.tree.leaves(params), *values], marks, Frame(in_loop=False, times=1))
+    marks += [Mark("value", held=True) for _ in values]
+    outs = walk.run(jaxpr, consts, [*leaves, *values], marks, Frame(in_loop=False, times=1))
     return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])
-
-
-def _param_marks(params: PyTree, specs: PyTree, setting: Setting) -> list[Mark]:
-    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
-    leaves, tree = jax.tree.flatten(params)
-    try:
-        full = tree.flatten_up_to(jax.tree.broadcast(specs, params, is_leaf=is_spec))
-    except ValueError as error:
-        raise ValueError(f"the specs are not a prefix of the params: {error}") from error
-    model = setting.axes.model
-    return [Mark("param", dims_on_model(spec, jnp.ndim(x), model)) for x, spec in zip(leaves, full, strict=True)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import Axes, axis_size
-from zero_jax.model_specs import AxisRules, specs_of
+from zero_jax.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.spec import Dims, carries, dims_of, named, num_shards, without
 from zero_jax.tree import PyTree, leaf_names, map_named
 
@@ -201,13 +201,9 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
             return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)
-    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, NamedSharding))  # noqa: E731
-    try:
-        full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(f"param_specs is not a prefix of the params: {error}") from error
-    tree = jax.tree.structure(params)  # flatten_up_to, because a None may be a spec or a part of the params' structure
-    return tree.unflatten([_Given(s) for s in tree.flatten_up_to(full)])
+    return jax.tree.unflatten(
+        jax.tree.structure(params), [_Given(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
+    )
 
 
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:

@@ -29,6 +29,19 @@ def map_named(
     return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest, is_leaf=is_leaf)
 
 
+def eval_shapes(fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns the shapes of `fn(*args)` as `jax.eval_shape` does; leaves that are no arrays stay what they are."""
+    leaves, tree = jax.tree.flatten(args)
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)  # noqa: E731
+    places = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def call(arrays: list[Any]) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        return fn(*tree.unflatten(full.values()))
+
+    return jax.eval_shape(call, [leaves[i] for i in places])
+
+
 def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
     """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):

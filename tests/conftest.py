@@ -1,6 +1,7 @@
 """Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
 
 import atexit
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -10,8 +11,13 @@ from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# The programs are tiny, and compiling them is what takes the time: half of it without LLVM's optimizations.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# The programs are tiny, and compiling them is what takes the time: half of it without LLVM's optimizations, and half of
+# the rest with the emitters of old and one piece of code. The newest releases have only the new emitters.
+_flags = ["--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    _flags += ["--xla_llvm_disable_expensive_passes=true"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 # Tests that count compilations must not find programs that an earlier run has left.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.

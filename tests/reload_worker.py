@@ -13,7 +13,6 @@ import sys
 ADDRESS, NUM_PROCESSES, INDEX, NUM_DEVICES, STAGE, FOLDER, ACTION = sys.argv[1:]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = NUM_DEVICES
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 import resource
 

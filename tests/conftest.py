@@ -29,7 +29,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # What runs keep in the user's cache folder (tokens, plans) is not for tests to find or to leave.
 _cache = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zero-jax-tests-")
 
-import pytest
+import pytest  # noqa: E402 (what JAX runs on is settled before it is imported)
 
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 pytest.register_assert_rewrite("faults")

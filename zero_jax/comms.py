@@ -121,7 +121,7 @@ def measure(
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
-    leaves = state_leaves(program)
+    leaves = state_leaves(program, getattr(compiled, "in_avals", None))
     if param_shapes is not None:
         given = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
         leaves = tuple(leaf for leaf in leaves if leaf.group != "params") + tuple(

@@ -6,9 +6,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+import jax
+
 from zero_jax import hlo, hlo_cost
 from zero_jax.hlo_program import Instruction, Program, integers
 from zero_jax.scopes import escaped, gathered_path
+from zero_jax.tree import PyTree
 
 _MAX_NAMES = 3
 _STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state)(?:'\])?(?=[.\[]|$)(.*)")
@@ -33,21 +36,33 @@ class ProgramLeaf:
     local_shape: tuple[int, ...]
 
 
-def state_leaves(program: Program) -> tuple[ProgramLeaf, ...]:
-    """Reads the leaves of the train state from the names of the program's arguments, such as `state.params['w']`."""
+def state_leaves(program: Program, arguments: PyTree = None) -> tuple[ProgramLeaf, ...]:
+    """Reads the leaves of the train state from the names of the program's arguments, such as `state.params['w']`.
+
+    Args:
+      program: The program.
+      arguments: The `in_avals` of what was compiled, if it is at hand: since JAX 0.12 the text does not say how the
+        arguments are cut.
+    """
+    given = jax.tree_util.tree_flatten_with_path(arguments)[0]
+    # The place of an argument is no part of its name in the program.
+    shapes = [(jax.tree_util.keystr(key_path[2:]), tuple(aval.shape)) for key_path, aval in given]
     leaves = []
     for instruction in program.computations[program.entry].values():
         name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.line)
-        match = _STATE.match(name[1].replace("\\'", "'")) if name and instruction.opcode == "parameter" else None
+        path = name[1].replace("\\'", "'") if name else ""
+        match = _STATE.match(path) if instruction.opcode == "parameter" else None
         if match:
             (dtype, dims), *_ = hlo_cost.arrays(instruction.shape)
+            named = [(len(key), whole) for key, whole in shapes if key and path.endswith(key) and _is_cut(whole, dims)]
+            whole = max(named)[1] if named else _global_shape(dims, instruction.line)
             path = re.sub(r"\['?([^\]']*)'?\]|\.", lambda m: f"/{m[1] or ''}", match[2]).strip("/")
             leaves.append(
                 ProgramLeaf(
                     group=match[1],
                     path=path,
                     dtype=dtype,
-                    shape=_global_shape(dims, instruction.line),
+                    shape=whole,
                     local_shape=dims,
                 )
             )
@@ -57,6 +72,13 @@ def state_leaves(program: Program) -> tuple[ProgramLeaf, ...]:
 def num_elements(leaves: Iterable[ProgramLeaf]) -> int:
     """Returns the elements of leaves, whole."""
     return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def _is_cut(whole: tuple[int, ...], local: tuple[int, ...]) -> bool:
+    """Tells whether a shape may be that of a shard."""
+    return len(whole) == len(local) and all(
+        not part or all_ % part == 0 for all_, part in zip(whole, local, strict=True)
+    )
 
 
 def _global_shape(local: tuple[int, ...], line: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
+from orbax.checkpoint._src.metadata import checkpoint as metadata
 from orbax.checkpoint._src.path import atomicity
 
 from zero_jax import checkpoint_save, trainer
@@ -203,6 +204,29 @@ def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step
     assert told.endswith("Training goes on; whole and kept: step 4")
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000012"]
     assert read(tmp_path) == read(unbroken)
+
+
+@pytest.mark.parametrize("full", [8, 12])
+def test_a_save_of_which_nothing_can_be_written_is_one_that_failed_and_no_later_one(
+    full, tmp_path, monkeypatch, unbroken
+):
+    def refusing(write):
+        def refuse(self, path, *args, **options):
+            if f"step_{full:08d}" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write(self, path, *args, **options)
+
+        return refuse
+
+    async def refuse_name(self, *args, **options):
+        return await refusing(lambda self, *_: finalize(self, *args, **options))(self, self.get_final())
+
+    finalize = atomicity.AtomicRenameTemporaryPath.finalize
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse_name)
+    monkeypatch.setattr(metadata._MetadataStoreImpl, "write", refusing(metadata._MetadataStoreImpl.write))
+    result = train(tmp_path)
+    assert (result.status, result.num_failed_saves) == ("unsaved" if full == 12 else "done", 1)
+    assert checkpoints(tmp_path) == ["step_00000004", f"step_{20 - full:08d}"]
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ Log = Callable[[str], None]
 # Chunks are read whole: another mesh should not have to read much more than its shards.
 _CHUNK_BYTES = 1 << 24
 _OLD_SUFFIX = ".replaced"
+_MOST_ERRORS = 100  # of one save; orbax has a few
 _COMMITTED = "commit_success.txt"  # by this file orbax knows a whole checkpoint where folders cannot be renamed
 _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -255,6 +256,7 @@ class Checkpointer:
         """Tells that a save has failed, and removes the part of it that was written."""
         self.num_failed += 1
         self._barrier.fail(_explain(error))
+        self._forget_errors()
         path = step_path(self.directory, step)
         try:
             if _is_primary():
@@ -268,6 +270,14 @@ class Checkpointer:
         self._log(
             f"checkpoint of step {step} NOT saved to {self.directory}: {_explain(error)}. Training goes on; {kept}"
         )
+
+    def _forget_errors(self) -> None:
+        """Takes the other errors of a failed save off orbax, which would give them to the next one."""
+        for _ in range(_MOST_ERRORS):
+            try:
+                return self._orbax.wait_until_finished()
+            except Exception:
+                continue
 
 
 def _is_primary() -> bool:

@@ -63,11 +63,10 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
         return stack
     path = folder / "lock"
     try:
-        file = stack.enter_context(path.open("a+", encoding="utf-8"))
+        file = stack.enter_context(path.open("ab", buffering=0))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     except BlockingIOError as error:
         stack.close()
         raise ValueError(

@@ -64,6 +64,19 @@ def test_a_state_made_of_device_arrays_compiles_once():
     assert step._cache_size() == 1
 
 
+def test_python_numbers_in_params_and_optimizer_state():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g, grads), {"count": state["count"] + 1, "begun": True}
+
+    tx = optax.GradientTransformation(lambda params: {"count": 0, "begun": False}, update)
+    loss = lambda params, batch: params["scale"] * loss_fn(params["net"], batch)  # noqa: E731
+    params = {"net": host_params(), "scale": 2.0}
+    state, step = make_trainer(traced_once(loss), tx, params=params, key=jax.random.PRNGKey(0), stage=3)
+    for _ in range(STEPS):
+        state, _ = step(state, make_batch())
+    assert (int(state.opt_state["count"]), bool(state.opt_state["begun"])) == (STEPS, True)
+
+
 def test_steps_within_a_scan_are_those_steps():
     batches = [make_batch() for _ in range(STEPS)]
     state, step = make_trainer(stage=3)

@@ -33,6 +33,9 @@ CONFIG_ERRORS = [
     (dict(clip_norm=-1.0), "clip_norm=-1.0: give a positive norm, or None"),
     (dict(clip_norm=float("nan")), "clip_norm=nan"),
     (dict(clip_norm="1"), "clip_norm='1'"),
+    (dict(clip_norm=True), "clip_norm=True"),
+    (dict(combine_bytes=True), "combine_bytes=True"),
+    (dict(loss_weight=3), "loss_weight=3: give 'auto', the name of an entry of aux, or None"),
     (dict(min_shard_size=-1), "min_shard_size=-1"),
 ]
 
@@ -54,6 +57,11 @@ MESH_ERRORS = [
     (lambda: zero.make_mesh(topology="v5p:2x2x1", devices=jax.devices()), "`devices` or `topology`, not both"),
     (lambda: make_on(mesh_with("x", "y")), "none of them carries `data`.*data_axes"),
     (lambda: make_on(mesh_with("data", "y"), data_axes=("dat",)), "none called 'dat'; did you mean 'data'"),
+    (
+        lambda: make_on(mesh_with("data", "y"), data_axes="y", replica_axes="y"),
+        "axis 'y' is given more than one role .*give each axis one",
+    ),
+    (lambda: make_on("8"), "mesh='8' is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(mesh_with("data", auto=False)), "type AxisType.Explicit.*make the mesh with zero.make_mesh"),
 ]
 
@@ -165,6 +173,35 @@ def test_loss_weight_that_is_not_in_aux():
         step = zero.make_train_step(loss, optax.adam(0.01), mesh=mesh_of("4"), config=config)
         with pytest.raises(ValueError, match=r"loss_weight='tokens', but the aux.* has no such entry"):
             step(stage_1_state(), make_batch())
+
+
+def make_any(**fields):
+    """Makes a state and a step of the arguments given, by default right ones."""
+    given = dict(mesh=mesh_of("4"), config=reference.make_config(), tx=optax.sgd(0.1), key=jax.random.key(0))
+    given |= dict(params=host_params(), loss_fn=loss_fn) | fields
+    common = dict(mesh=given["mesh"], config=given["config"])
+    zero.make_train_step(given["loss_fn"], given["tx"], **common)
+    zero.init_state(given["params"], given["tx"], given["key"], **common)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(tx=optax.adam), "tx=<function adam.* is no optimizer: give an optax transformation, as optax.adamw"),
+        (dict(config={"stage": 3}), "config={'stage': 3} is no config: give a zero.ZeroConfig"),
+        (dict(key=7), r"key=7 is no key: give jax.random.key\(7\)"),
+        (dict(params={}), "the params {} hold no arrays"),
+        (dict(loss_fn=None), "loss_fn=None is no function"),
+    ],
+)
+def test_arguments_of_another_kind(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_any(**fields)
+
+
+def test_axes_told_have_no_other_role():
+    mesh = mesh_with("data", "model")
+    assert zero.ZeroConfig(data_axes=("data", "model")).axes_of(mesh).model == ()
 
 
 STATE_ERRORS = [

@@ -164,6 +164,8 @@ def test_errors_name_the_param():
 
     with pytest.raises(ValueError, match=r"param 'down' of shape \(32, 16\).*3 entries.*2 dims"):
         run({"up": P("data"), "down": P(None, None, "data")})
+    with pytest.raises(ValueError, match=r"param 'down': spec .* names the axis 'dat', but the mesh has"):
+        run(P("dat"))
     with pytest.raises(ValueError, match="not a prefix"):
         run({"up": P("data")})
     with pytest.raises(ValueError, match=r"none called 'dat'; did you mean 'data'"):

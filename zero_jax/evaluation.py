@@ -17,8 +17,9 @@ from zero_jax.grads import MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import cast_floating
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+from zero_jax.state import Placement, TrainState, make_placement
 from zero_jax.tree import PyTree, check_arrays
+from zero_jax.zero_config import ZeroConfig, check_config
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +67,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
     Returns:
       A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
     """
-    axes = config.axes_of(mesh)
+    axes = check_config(config).axes_of(mesh)
     normalized = normalize_loss(loss_fn, mesh)
 
     @jax.jit

@@ -21,10 +21,10 @@ from zero_jax import jaxprs
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
 from zero_jax.mesh import Axes, axes_of
-from zero_jax.model_specs import spec_of_each
+from zero_jax.model_specs import dims_of_each
 from zero_jax.passthrough import is_float
 from zero_jax.scopes import gather_scope
-from zero_jax.spec import carries, dims_of, named
+from zero_jax.spec import carries, named
 from zero_jax.tree import PyTree, eval_shapes, leaf_names
 from zero_jax.walk import Frame, GatherEvent, Options, Walk
 
@@ -153,13 +153,9 @@ def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:
     """Marks the params that are (or whose gradients are) sharded over `data`."""
     marked: list[Lazy | Value] = []
-    each = spec_of_each(params, specs, what="the specs are")
-    for name, leaf, spec in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
+    each = dims_of_each(params, specs, mesh=options.mesh)
+    for name, leaf, dims in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
-        try:
-            dims = dims_of(spec, aval.ndim)
-        except ValueError as error:
-            raise ValueError(f"param {name!r} of shape {aval.shape}: {error}; give it a spec of its own") from error
         if carries(dims, options.axes.data) and is_float(aval):
             # Whatever the uses are, their cotangents add up to a shard.
             shard = Chain((named(options.mesh, dims),))

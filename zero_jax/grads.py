@@ -52,6 +52,10 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
     The result raises `ValueError` when the loss is not a floating scalar.
     """
     function = loss_fn.make(mesh) if isinstance(loss_fn, MeshLoss) else loss_fn
+    if not callable(function):
+        raise ValueError(
+            f"loss_fn={function!r} is no function: give loss_fn(params, batch) or loss_fn(params, batch, key)"
+        )
     parameter = key_parameter(function)
     by_name = parameter is not None and parameter.kind == parameter.KEYWORD_ONLY
 

@@ -53,14 +53,21 @@ def axes_of(
     Raises:
       ValueError: an axis that the mesh does not have, or no axis that carries `data`.
     """
+    if not hasattr(mesh, "axis_names"):
+        raise ValueError(f"mesh={mesh!r} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
     names = tuple(mesh.axis_names)
-    if data is None:
-        data = tuple(name for name in names if name == "data" or str(name).startswith("data_"))
-    if replica is None:
-        replica = tuple(name for name in names if name == "replica")
-    if model is None:
-        model = tuple(name for name in names if name == "model" or str(name).startswith("model_"))
-    data, replica, model = ((axes,) if isinstance(axes, str) else axes for axes in (data, replica, model))
+    told = {"data": data, "replica": replica, "model": model}
+    told = {role: (axes,) if isinstance(axes, str) else axes for role, axes in told.items()}
+    taken = [axis for axes in told.values() if axes is not None for axis in axes]
+    twice = next((axis for axis in taken if taken.count(axis) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the mesh axis {twice!r} is given more than one role in {told}: give each axis one")
+    free = tuple(name for name in names if name not in taken)
+    by_name = {
+        role: tuple(n for n in free if n == role or (role != "replica" and str(n).startswith(f"{role}_")))
+        for role in told
+    }
+    data, replica, model = (by_name[role] if axes is None else axes for role, axes in told.items())
     for name in (*data, *replica, *model):
         if name not in names:
             near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.tree import PyTree, path_name
+from zero_jax.spec import Dims, dims_of
+from zero_jax.tree import PyTree, leaf_names, path_name
 
 # From a logical name to the mesh axis, or axes, that dims of that name are cut over; None leaves them whole. Pairs may
 # name one twice, as in Flax: the first whose axes the leaf has not used yet counts.
@@ -79,6 +80,30 @@ def spec_of_each(params: PyTree, specs: PyTree, *, what: str) -> list[Any]:
         raise ValueError(f"{what} not a prefix of the params: {error}") from error
     # flatten_up_to, because a None may be a spec or a part of the params' structure
     return jax.tree.structure(params).flatten_up_to(full)
+
+
+def dims_of_each(params: PyTree, specs: PyTree, *, mesh: Mesh) -> list[Dims]:
+    """Returns the axes of the dims of each param, as `spec_of_each` finds its spec.
+
+    Raises:
+      ValueError: a spec does not fit its param, or names an axis that the mesh does not have.
+    """
+    found = []
+    each = spec_of_each(params, specs, what="the specs are")
+    for name, leaf, spec in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
+        shape = jax.typeof(leaf).shape
+        try:
+            dims = dims_of(spec, len(shape))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"param {name!r} of shape {shape}: {error}; give it a spec of its own") from error
+        unknown = [axis for axes in dims for axis in axes if axis not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"param {name!r}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {mesh.axis_names}: "
+                "name one of them, or None to leave the dim whole"
+            )
+        found.append(dims)
+    return found
 
 
 def _metadata(node: Any) -> Mapping[str, Any]:

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 
 from zero_jax import jaxprs
 from zero_jax.mesh import Axes, axes_of
-from zero_jax.model_specs import spec_of_each
+from zero_jax.model_specs import dims_of_each
 from zero_jax.remat_policies import POLICIES, Remat, resolve_remat
 from zero_jax.remat_regions import Setting
 from zero_jax.remat_report import RematReport
-from zero_jax.remat_values import Mark, dims_on_model
+from zero_jax.remat_values import Mark, on_model
 from zero_jax.remat_walk import Frame, Log, Walk
 from zero_jax.tree import PyTree, eval_shapes
 
@@ -126,8 +126,8 @@ def _transform(
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
     walk = Walk(dataclasses.replace(setting, batch_sizes=sizes), log)
     leaves = jax.tree.leaves(params)
-    each = zip(leaves, spec_of_each(params, specs, what="the specs are"), strict=True)
-    marks = [Mark("param", dims_on_model(spec, jnp.ndim(x), setting.axes.model)) for x, spec in each]
+    each = dims_of_each(params, specs, mesh=setting.mesh)
+    marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     walk.check_names(jaxpr)
     marks += [Mark("value", held=True) for _ in values]

@@ -56,7 +56,12 @@ def dims_on_model(sharding: Any, num_dims: int, model: tuple[str, ...]) -> Dims 
     """Returns the axes of the model in a sharding or spec, or None if it has none."""
     if not isinstance(sharding, NamedSharding) and hasattr(sharding, "device_set"):
         return None
-    dims = tuple(tuple(axis for axis in axes if axis in model) for axes in dims_of(sharding, num_dims))
+    return on_model(dims_of(sharding, num_dims), model)
+
+
+def on_model(dims: Dims, model: tuple[str, ...]) -> Dims | None:
+    """Returns the axes of the model among those of an array's dims, or None if it has none."""
+    dims = tuple(tuple(axis for axis in axes if axis in model) for axes in dims)
     return dims if carries(dims, model) else None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,7 +32,7 @@ from zero_jax.spec import Dims
 from zero_jax.stages import sharded_groups
 from zero_jax.torus import gather_shardings
 from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name
-from zero_jax.zero_config import ZeroConfig
+from zero_jax.zero_config import ZeroConfig, check_config
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +122,7 @@ class Placement:
 
 def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
     """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
-    axes = config.axes_of(mesh)
+    axes = check_config(config).axes_of(mesh)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -148,11 +149,21 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
     return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
 
 
+def strongly_typed(tree: PyTree) -> PyTree:
+    """Returns arrays of fixed dtypes: with Python's numbers, which have none, a step is traced anew."""
+
+    def fix(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
+
+    return jax.tree.map(fix, tree)
+
+
 def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement) -> TrainState:
     """Makes a train state from params, each leaf constrained to where it lies; params are not yet gathered."""
     sharded = jax.tree.map(
         lax.with_sharding_constraint,
-        cast_floating(params, placement.precision.master),
+        cast_floating(strongly_typed(params), placement.precision.master),
         placement.param_shardings("master"),
     )
     precision = placement.precision
@@ -160,7 +171,7 @@ def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Arra
         step=jnp.int32(0),
         params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
         master=sharded if placement.keeps_copy else None,
-        opt_state=tx.init(trainable(sharded)),
+        opt_state=strongly_typed(tx.init(trainable(sharded))),
         key=key,
         loss_scale=init_loss_scale(precision.loss_scale),
         num_skipped_steps=jnp.int32(0),
@@ -245,14 +256,26 @@ def abstract_state(
       config: stage, precision and rules.
     """
     key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
+    if not isinstance(key, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+        raise ValueError(f"key={key!r} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
     params = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
+    check_optimizer(tx)
     placement = make_placement(params, mesh=mesh, config=config)
     state = jax.eval_shape(lambda params, key: _build_state(params, tx, key, placement), params, key)
     shardings = _train_state_shardings(state, placement)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
 
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns the optimizer; raises `ValueError` for anything that is none."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
+    return tx
+
+
 def _checked(params: PyTree) -> PyTree:
+    if not jax.tree.leaves(params):
+        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
     check_arrays(
         "params",
         params,

@@ -23,9 +23,19 @@ from zero_jax.pinning import lays_over
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.spec import dims_of
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, merge, state_shardings, trainable
+from zero_jax.state import (
+    Placement,
+    TrainState,
+    check_optimizer,
+    make_placement,
+    merge,
+    state_shardings,
+    strongly_typed,
+    trainable,
+)
 from zero_jax.tree import PyTree, leaf_names
 from zero_jax.weights import with_weight
+from zero_jax.zero_config import ZeroConfig, check_config
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +69,8 @@ class TrainStep:
         sharding = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
         whole = NamedSharding(self.program.mesh, PartitionSpec())
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding if np.ndim(x) else whole), batch
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding if np.ndim(x) else whole),
+            batch,
         )
         return self.jitted(state).lower(state, shapes)
 
@@ -102,10 +113,11 @@ def make_train_step(
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
     """
+    axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
     program = _Program(
         loss_fn=normalize_loss(loss_fn, mesh), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config
     )
-    return TrainStep(program, config.axes_of(mesh))
+    return TrainStep(program, axes)
 
 
 def _deleted(state: PyTree) -> list[str]:
@@ -284,6 +296,7 @@ class _Program:
         filled = jax.tree.map(fill, params, grads, is_leaf=lambda x: x is None)
         # Optimizers such as `optax.contrib.reduce_on_plateau` read the loss.
         updates, opt_state = self.tx.update(filled, state.opt_state, params, value=loss)
+        opt_state = strongly_typed(opt_state)
         new_masters = merge(masters, optax.apply_updates(params, updates))
         skips = self.skips(state)
         if skips:

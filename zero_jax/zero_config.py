@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -79,11 +80,22 @@ class ZeroConfig:
                 raise ValueError(f"{name}={value!r}: give True or False")
         if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
-        if self.combine_bytes is not None and (not isinstance(self.combine_bytes, int) or self.combine_bytes < 0):
+        if self.combine_bytes is not None and (type(self.combine_bytes) is not int or self.combine_bytes < 0):
             raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
-        if self.clip_norm is not None and not (isinstance(self.clip_norm, numbers.Real) and self.clip_norm > 0):
+        is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)
+        if self.clip_norm is not None and not (is_number and self.clip_norm > 0):
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+        if self.loss_weight is not None and not isinstance(self.loss_weight, str):
+            raise ValueError(f"loss_weight={self.loss_weight!r}: give 'auto', the name of an entry of aux, or None")
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
         return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+
+
+def check_config(config: Any) -> ZeroConfig:
+    """Returns the config; raises `ValueError` for anything that is none."""
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(f"config={config!r} is no config: give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)")
+    return config

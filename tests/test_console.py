@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zero_jax.console import Console, figures, format_duration, header
+from zero_jax.console import Console, figures, format_duration, header, lasting
 
 RECORD = {
     "kind": "train",
@@ -168,3 +168,19 @@ def test_the_header_is_in_two_columns():
 )
 def test_times_for_people(seconds, shown):
     assert format_duration(seconds) == shown
+
+
+def test_a_log_on_a_full_disk_ends_nothing_and_a_reader_that_has_gone_does():
+    errors, lines = [OSError(28, "No space left on device"), BrokenPipeError(), None], []
+
+    def log(line):
+        if error := errors.pop(0):
+            raise error
+        lines.append(line)
+
+    told = lasting(log)
+    told("lost")
+    with pytest.raises(BrokenPipeError):
+        told("nobody reads")
+    told("written")
+    assert lines == ["written"]

@@ -17,13 +17,23 @@ _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     options = parse(arguments)
+    status = 0
     try:
         status = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return 141
+    except OSError as error:
+        _silence()
+        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        return status or 1
     return status
+
+
+def _silence() -> None:
+    """Sees that what stdout did not take is not tried again at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

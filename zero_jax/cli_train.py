@@ -95,11 +95,15 @@ def _train(options: argparse.Namespace) -> int:
                 _save_options(run, options)
     except ValueError as error:
         return _refuse(options, error, place)
+    except OSError as error:
+        return _refuse(options, error, place, status=1)
     try:
         result = trainer.execute(run, log=log, terminal=stream)
     except ResumeError as error:
         return _refuse(options, error, place)
-    except ValueError as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
         if not _says_what_to_do(error):
             raise
         return _refuse(options, error, place, status=1)
@@ -108,13 +112,15 @@ def _train(options: argparse.Namespace) -> int:
     return place.leave(trainer.EXIT_STATUS[result.status])
 
 
-def _refuse(options: argparse.Namespace, error: ValueError, place: Place, *, status: int = 2) -> int:
+def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
     print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
     return place.leave(status)
 
 
-def _says_what_to_do(error: ValueError) -> bool:
-    """Tells whether an error was raised by zero_jax, whose errors need no traceback; others may be anybody's bugs."""
+def _says_what_to_do(error: Exception) -> bool:
+    """Tells whether an error needs no traceback: the system's, or one that zero_jax raised; others may be bugs."""
+    if isinstance(error, OSError):
+        return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
     return pathlib.Path(raised_in).parent == pathlib.Path(__file__).parent
 

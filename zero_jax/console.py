@@ -129,6 +129,23 @@ class Console:
         return f"  {format_duration(left)} left"
 
 
+def lasting(log: Log) -> Log:
+    """Returns a log that a full disk or a terminal that is gone does not end: such a line is lost, and the run goes on.
+
+    A pipe whose reader has ended does end it: that is how a reader says that it has seen enough.
+    """
+
+    def told(line: str) -> None:
+        try:
+            log(line)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+    return told
+
+
 def figures(record: Mapping[str, Any]) -> str:
     """Returns the figures of a record that people look at, on one line; what is None or missing is left out."""
     known = {name: value for name, value in record.items() if value is not None}

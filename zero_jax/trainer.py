@@ -15,7 +15,7 @@ from zero_jax.agreement import from_first_process
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.batches import train_batches, validation_batches
 from zero_jax.checkpoint import Checkpointer, latest_step
-from zero_jax.console import Console
+from zero_jax.console import Console, lasting
 from zero_jax.curves import plot_losses, read_run
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.ema import ema_params
@@ -74,7 +74,7 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
       ResumeError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
     """
     with contextlib.ExitStack() as stack:
-        return _Training(run, log=log, terminal=terminal, stack=stack).execute()
+        return _Training(run, log=lasting(log), terminal=terminal, stack=stack).execute()
 
 
 class _Training:

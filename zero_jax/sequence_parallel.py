@@ -9,7 +9,9 @@ cotangents, which is what the two kinds of place do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -38,8 +40,9 @@ def sequence_parallel(
     Returns:
       The function. It raises `ValueError` for a kind it does not know, and for a sequence that does not divide.
     """
-    model = model_axes or axes_of(mesh).model
-    num_shards = axis_size(mesh, model)
+    axes = axes_of(mesh)
+    model = model_axes or axes.model
+    num_shards, num_examples = axis_size(mesh, model), axis_size(mesh, axes.batch)
 
     def place(x: jax.Array, kind: str) -> jax.Array:
         if kind not in ("residual", "gathered"):
@@ -51,15 +54,24 @@ def sequence_parallel(
                 f"sequence_parallel: an activation of shape {x.shape} is to be cut over dim {dim} into {num_shards} "
                 f"shards: make the sequence a multiple of {num_shards}, or say with `dim` which dim it is"
             )
-        cut, whole = (_sharding(mesh, x.ndim, dim, axes) for axes in (model, ()))
+        cut, whole = _sharding(mesh, x.ndim, dim, model), _sharding(mesh, x.ndim, dim, ())
+        scattered = (cut,)
+        if math.prod(x.shape[:dim]) in (1, num_examples) and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
+            # Of one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
+            # features to tokens is an all-to-all of the shards.
+            scattered = (_sharding(mesh, x.ndim, dim, (), last=model), cut)
         if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of what is partial
-            return reshard(x, forward=Chain((cut, whole)), backward=Chain((cut,)))
-        return reshard(x, forward=Chain((cut,)), backward=Chain((cut, whole)))
+            return reshard(x, forward=Chain((cut, whole)), backward=Chain(scattered))
+        return reshard(x, forward=Chain(scattered), backward=Chain((cut, whole)))
 
     return place
 
 
-def _sharding(mesh: Mesh, num_dims: int, dim: int, axes: tuple[str, ...]) -> NamedSharding:
-    """Returns a sharding that says nothing of the dims before the sequence: of examples, or of layers."""
-    entries = [PartitionSpec.UNCONSTRAINED] * dim + [axes or None] + [None] * (num_dims - dim - 1)
-    return NamedSharding(mesh, PartitionSpec(*entries))
+def _sharding(
+    mesh: Mesh, num_dims: int, dim: int, axes: tuple[str, ...], *, last: tuple[str, ...] = ()
+) -> NamedSharding:
+    """Returns a sharding of the sequence, or the last dim, that says nothing of examples, or layers, before them."""
+    after: list[Any] = [None] * (num_dims - dim - 1)
+    if last:
+        after[-1] = last
+    return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * dim, axes or None, *after))

@@ -19,9 +19,9 @@ from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import is_array, used_inputs
 from zero_jax.mesh import Axes
-from zero_jax.pinning import lays_over
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
+from zero_jax.separable import is_separable
 from zero_jax.spec import dims_of
 from zero_jax.state import (
     Placement,
@@ -108,7 +108,7 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
         batch) or `(loss, aux)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
-        the part of one device, so that gradients are summed across devices once.
+        the part of one device where it can be (`separable.py`), so that gradients are summed across devices once.
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
@@ -257,11 +257,21 @@ class _Program:
         inputs = (free, batch, key, sharded)
         if config.num_microbatches == 1:
             (out, grads), parts = placed_grads(free, batch, key), None
-        elif "grads" in placement.groups:
+        elif "grads" in placement.groups or not is_separable(
+            self.loss_fn,
+            params,
+            batch,
+            key,
+            mesh=self.mesh,
+            axes=placement.axes,
+            num_microbatches=config.num_microbatches,
+        ):
             out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         else:
-            lays = lambda: lays_over(self.loss_fn, (params, batch, key), placement.axes.batch)  # noqa: E731
-            out, grads, parts = _accumulate_locally(accumulator, own_grads, placed_grads, inputs, lays)
+            try:
+                out, grads, parts = accumulator.local(own_grads, *inputs)
+            except NotImplementedError:  # an operation that `jax.vmap` has no rule for
+                out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 
@@ -325,24 +335,6 @@ class _Program:
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
         )
-
-
-def _accumulate_locally(
-    accumulator: Accumulator,
-    own_grads: Callable[..., Any],
-    placed_grads: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    lays_over_data: Callable[[], bool],
-) -> Any:
-    """Sums each device's own gradients, or those of all in every microbatch if the model cannot be mapped."""
-    try:
-        return accumulator.local(own_grads, *inputs)
-    except NotImplementedError:
-        pass  # an operation that `jax.vmap` has no rule for
-    except ValueError:
-        if not lays_over_data():
-            raise
-    return accumulator.sharded(placed_grads, *inputs)
 
 
 def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Models that lay their own activations over the mesh, at every stage and with microbatches."""
+"""Models that cannot be called on each device's own examples: at every stage microbatches mean the same."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.grads import key_parameter
-from zero_jax.pinning import lays_over
+from zero_jax.mesh import axes_of
+from zero_jax.models import gpt
+from zero_jax.separable import is_separable, lays_over
 
 MESH = "model2"
 AXES = ("replica", "data")
@@ -78,7 +80,71 @@ def over(axis):
 )
 def test_what_lays_values_over_data_is_seen(fn, lays):
     args = (np.ones(8, np.float32),) if "sequence" not in fn.__qualname__ else (np.ones(8, np.float32), "residual")
-    assert lays_over(lambda x: fn(x, *args[1:]), args[:1], AXES) == lays
+    assert lays_over(jax.make_jaxpr(lambda x: fn(x, *args[1:]))(*args[:1]), AXES) == lays
+
+
+def contrastive_loss(params, batch):
+    """A loss in which every example is compared with all others."""
+    out = jnp.tanh(reference.predict(params, batch["tokens"]))
+    return optax.softmax_cross_entropy_with_integer_labels(out @ batch["targets"].T, jnp.arange(len(out))).mean()
+
+
+def normalized_loss(params, batch):
+    """A loss with statistics of the batch."""
+    out = reference.predict(params, batch["tokens"])
+    return jnp.square((out - out.mean(0)) / (out.std(0) + 1) - batch["targets"]).mean()
+
+
+def masked_loss(params, batch):
+    """A mean over the examples that count."""
+    error = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+    counts = batch["tokens"][:, 0] > 3
+    return (error * counts).sum() / counts.sum()
+
+
+def gpt_loss(**fields):
+    config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=2, d_model=16, num_heads=2, **fields)
+    params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    return (lambda params, batch: gpt.loss_fn(config)(params, batch)[0]), params, {"inputs": tokens, "targets": tokens}
+
+
+@pytest.mark.parametrize(
+    ("make", "separable"),
+    [
+        (lambda: contrastive_loss, False),
+        (lambda: normalized_loss, False),
+        (lambda: pinned_loss, False),
+        (lambda: masked_loss, True),
+        (lambda: reference.loss_fn, True),
+        (lambda: gpt_loss(scan=True, remat=True), True),
+        (lambda: gpt_loss(scan=False), True),
+    ],
+)
+def test_what_couples_examples_is_seen(make, separable):
+    made = make()
+    params, batch = reference.host_params(), reference.make_batch(0)
+    loss_fn, params, batch = made if isinstance(made, tuple) else (made, params, batch)
+    mesh = mesh_of("replica")
+    found = is_separable(
+        lambda params, batch, key: (loss_fn(params, batch), None),
+        params,
+        batch,
+        jax.random.key(0),
+        mesh=mesh_of(MESH) if loss_fn is pinned_loss else mesh,
+        axes=axes_of(mesh),
+        num_microbatches=2,
+    )
+    assert found == separable
+
+
+def test_examples_meet_in_the_whole_microbatch_at_every_stage():
+    batch, losses = reference.make_batch(0), []
+    for stage in (1, 2):
+        fields = dict(mesh=mesh_of("2"), stage=stage, num_microbatches=2)
+        _, (metrics,) = reference.run_zero(contrastive_loss, optax.sgd(0.1), [batch], **fields)
+        losses.append(float(metrics.loss))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

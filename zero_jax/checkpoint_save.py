@@ -138,8 +138,13 @@ class Checkpointer:
           loss: its validation loss, if known.
 
         Raises:
-          ValueError: the state was donated.
+          ValueError: the state was donated, or is no `TrainState`.
         """
+        if not isinstance(state, TrainState):
+            raise ValueError(
+                f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and restores "
+                "it onto `zero.state_shardings` (docs/checkpoints.md)"
+            )
         self.wait()
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]

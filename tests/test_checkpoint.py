@@ -247,7 +247,7 @@ def test_what_json_cannot_hold_stops_no_run(tmp_path):
 
 def test_a_state_of_another_kind_is_refused_with_what_saves_it(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ValueError, match="a dict is no zero.TrainState: orbax saves a state of your own"):
+        with pytest.raises(ValueError, match=r"a dict is no zero\.TrainState: orbax saves a state of your own"):
             checkpointer.save(1, {"params": init_params(jax.random.key(0))})  # pyright: ignore[reportArgumentType]
 
 

@@ -142,8 +142,8 @@ class Checkpointer:
         """
         if not isinstance(state, TrainState):
             raise ValueError(
-                f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and restores "
-                "it onto `zero.state_shardings` (docs/checkpoints.md)"
+                f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and "
+                "restores it onto `zero.state_shardings` (docs/checkpoints.md)"
             )
         self.wait()
         started = time.perf_counter()

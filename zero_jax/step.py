@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.combining import compiler_options
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
-from zero_jax.jaxprs import is_array, used_inputs
+from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
@@ -33,6 +33,7 @@ from zero_jax.state import (
     strongly_typed,
     trainable,
 )
+from zero_jax.state_checks import check_made_for, check_not_donated, check_placed
 from zero_jax.tree import PyTree, leaf_names
 from zero_jax.weights import with_weight
 from zero_jax.zero_config import ZeroConfig, check_config
@@ -56,12 +57,7 @@ class TrainStep:
           ValueError: a batch that does not divide, or a state that was already donated.
         """
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
-        names = _deleted(state)  # asked for first: on some backends running with a deleted buffer ends the process
-        if names:
-            raise ValueError(
-                f"the state was given to a step before and its memory was donated (leaf {names[0]!r} is deleted): "
-                "go on with the state that the step returned, as in `state, metrics = step(state, batch)`"
-            )
+        check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
         return self.jitted(state)(state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -82,9 +78,9 @@ class TrainStep:
         leaves, tree = jax.tree.flatten(state)
         structure = (tree, tuple(x.shape for x in leaves))
         if structure not in self.compiled_for:
-            self.program.check_state(state)
+            check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
-            _check_placed(state, shardings)
+            check_placed(state, shardings)
             program = self.program
             options = compiler_options(program.mesh.devices.flat[0].platform, program.config.combine_bytes)
             self.compiled_for[structure] = jax.jit(
@@ -118,24 +114,6 @@ def make_train_step(
         loss_fn=normalize_loss(loss_fn, mesh), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config
     )
     return TrainStep(program, axes)
-
-
-def _deleted(state: PyTree) -> list[str]:
-    deleted = [is_array(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)]
-    return [name for name, gone in zip(leaf_names(state), deleted, strict=True) if gone] if any(deleted) else []
-
-
-def _check_placed(state: PyTree, shardings: PyTree) -> None:
-    leaves = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    show = lambda s: f"{s.spec} of the mesh {dict(s.mesh.shape)}" if isinstance(s, NamedSharding) else str(s)  # noqa: E731
-    for name, leaf, sharding in leaves:
-        if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            raise ValueError(
-                f"leaf {name!r} of the state lies as {show(leaf.sharding)}, "
-                f"and the step was made for {show(sharding)}: "
-                "make the state with the mesh and config that the step was made with, or move it there with "
-                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,33 +156,6 @@ class _Program:
     def skips(self, state: TrainState) -> bool:
         chosen = self.config.skip_nonfinite
         return state.loss_scale is not None if chosen is None else chosen
-
-    def check_state(self, state: TrainState) -> None:
-        if not isinstance(state, TrainState):
-            raise ValueError(f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}")
-        placement = make_placement(state.params, mesh=self.mesh, config=self.config)
-        if placement.keeps_copy != (state.master is not None):
-            raise ValueError(
-                "the state was made for another stage or precision "
-                f"({'it has no master params' if state.master is None else 'it has master params beside its params'}): "
-                "make it with zero.init_state and the config that the step was made with"
-            )
-        if (placement.precision.loss_scale is None) != (state.loss_scale is None):
-            raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-        masters = state.params if state.master is None else state.master
-        expected = jax.eval_shape(self.tx.init, trainable(masters))
-        names, wanted = leaf_names(state.opt_state), leaf_names(expected)
-        shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
-        wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]
-        if names != wanted or shapes != wanted_shapes:
-            have, need = (list(zip(*pair, strict=True)) for pair in ((names, shapes), (wanted, wanted_shapes)))
-            odd = next((f"{name} {shape}" for name, shape in have if (name, shape) not in need), "no other leaf")
-            lacks = next((f"{name} {shape}" for name, shape in need if (name, shape) not in have), "no other leaf")
-            raise ValueError(
-                f"state.opt_state does not match the optimizer: it holds {odd}, "
-                f"and the optimizer's own state has {lacks}. "
-                "Make the state with the optimizer that the step was made with"
-            )
 
     def needed_grads(self, masters: PyTree, opt_state: PyTree) -> list[bool]:
         """Tells which gradients the optimizer reads: those of frozen params are not even computed."""

@@ -18,7 +18,7 @@ from zero_jax import hlo
 from zero_jax.models import gpt
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
-MODEL = gpt.GPTConfig(vocab_size=8192, seq_len=256, num_layers=3, d_model=512, num_heads=4)
+MODEL = gpt.GPTConfig(vocab_size=1024, seq_len=256, num_layers=3, d_model=256, num_heads=2)
 NUM_MICROBATCHES = 4
 
 

@@ -2,7 +2,8 @@
 
 The bounds are those that the project sets itself. 1.08 leaves room for XLA:TPU's windowed reduce-scatters, which cost
 (n + 1) / n; stage 3 stays under 1 because a lookup moves rows instead of the table, and because the last use is not
-gathered twice.
+gathered twice. Stages 1 and 2 on 64 chips, microbatches and frameworks are held to the same bounds with a small model,
+which takes a third of the time to compile; the rest with the large one, of which the README tells.
 """
 
 import math
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 
-from measure_traffic import PSI_MOVED, compile_by_hand, compile_step
+from measure_traffic import GPT_21M, GPT_271M, PSI_MOVED, compile_by_hand, compile_step
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 V5P_16, V5P_64 = "v5p:2x2x4", "v5p:4x4x4"
@@ -29,14 +30,14 @@ def assert_moves_params_well(program):
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])
 @pytest.mark.parametrize(("stage", "bound"), [(1, 1.08), (2, 1.08), (3, 1.00)])
 def test_traffic_is_at_the_ideal(topology, stage, bound):
-    program = compile_step(topology, stage)
+    program = compile_step(topology, stage, gpt_config=GPT_271M if topology == V5P_16 or stage == 3 else GPT_21M)
     assert program.ratio_to_ideal(PSI_MOVED[stage]) <= bound
     assert_moves_params_well(program)
 
 
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])
 def test_stage_1_communicates_once_for_four_microbatches(topology):
-    program = compile_step(topology, 1, num_microbatches=4)
+    program = compile_step(topology, 1, num_microbatches=4, gpt_config=GPT_21M)
     assert program.ratio_to_ideal(2) <= 1.02
     assert_moves_params_well(program)
 
@@ -44,7 +45,7 @@ def test_stage_1_communicates_once_for_four_microbatches(topology):
 @pytest.mark.parametrize(("stage", "bytes_whole", "bytes_sharded"), [(0, 14, 0), (1, 2, 12), (2, 2, 12), (3, 0, 12)])
 def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
     """Adam in bf16: 2 bytes of params and 12 of master params and moments a param (paper section 3.1)."""
-    program = compile_step(V5P_16, stage)
+    program = compile_step(V5P_16, stage, gpt_config=GPT_271M)
     formula = program.num_params * (bytes_whole + bytes_sharded / program.num_devices)
     assert math.isclose(program.argument_bytes, formula, rel_tol=0.01)
     assert program.alias_bytes > 0.99 * formula  # all of it donated
@@ -52,10 +53,10 @@ def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
 
 @pytest.mark.parametrize("model", ["loop", "linen scanned", "linen loop", "nnx scanned", "nnx loop"])
 def test_frameworks_send_what_the_scanned_dict_model_sends(model):
-    program = compile_step(V5P_16, 3, model=model)
-    assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3).sent_bytes
+    program = compile_step(V5P_16, 3, model=model, gpt_config=GPT_21M)
+    assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3, gpt_config=GPT_21M).sent_bytes
     assert_moves_params_well(program)
 
 
 def test_temporaries_are_no_larger_than_with_gathers_written_by_hand():
-    assert compile_step(V5P_16, 3).temp_bytes <= compile_by_hand(V5P_16).temp_bytes
+    assert compile_step(V5P_16, 3, gpt_config=GPT_271M).temp_bytes <= compile_by_hand(V5P_16).temp_bytes

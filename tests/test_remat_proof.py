@@ -11,10 +11,10 @@ from measure_remat import BATCH_SIZE, GPT, compile_grads
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 MODEL, LAYERS = 4, 4
-SMALL = dataclasses.replace(GPT, num_layers=LAYERS)
+SMALL = dataclasses.replace(GPT, num_layers=LAYERS, seq_len=512)
 LOOP = dataclasses.replace(SMALL, scan=False)
 # The residual stream that enters a block, on one of the 4 shards of the batch, in bfloat16.
-STREAM_BYTES = BATCH_SIZE // 4 * GPT.seq_len * GPT.d_model * 2
+STREAM_BYTES = BATCH_SIZE // 4 * SMALL.seq_len * SMALL.d_model * 2
 # The paper's 12 x seq x hidden a block and sample (section 8), as bytes that a device sends: (m - 1) / m of them.
 BLOCKS_BYTES = 12 * LAYERS * STREAM_BYTES * (MODEL - 1) / MODEL
 

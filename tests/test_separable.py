@@ -95,6 +95,12 @@ def normalized_loss(params, batch):
     return jnp.square((out - out.mean(0)) / (out.std(0) + 1) - batch["targets"]).mean()
 
 
+def mixed_loss(params, batch):
+    """A loss of examples mixed with others, in the order of the batch from behind."""
+    targets = 0.7 * batch["targets"] + 0.3 * batch["targets"][::-1]
+    return jnp.square(reference.predict(params, batch["tokens"]) - targets).mean()
+
+
 def masked_loss(params, batch):
     """A mean over the examples that count."""
     error = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
@@ -114,6 +120,7 @@ def gpt_loss(**fields):
     [
         (lambda: contrastive_loss, False),
         (lambda: normalized_loss, False),
+        (lambda: mixed_loss, False),
         (lambda: pinned_loss, False),
         (lambda: masked_loss, True),
         (lambda: reference.loss_fn, True),

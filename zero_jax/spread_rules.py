@@ -199,6 +199,14 @@ def _along(name: str) -> Rule:
     return rule
 
 
+def _reversed(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+    """The shards of a dim that is reversed change places."""
+    laid, aval = inputs[0], eqn.invars[0].aval
+    moved = [axis for i in eqn.params["dimensions"] for axis in laid.dims[i]]
+    walk.move("collective-permute", moved, walk.local_bytes(aval, laid), aval)
+    return [Laid(dims=laid.dims)]
+
+
 def _resized(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     """Slices, pads and parts: a cut dim of another size is cut anew, from neighbours."""
     laid, before, results = inputs[0], eqn.invars[0].aval.shape, []
@@ -364,7 +372,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "sort": _along("dimension"),
-    "rev": _along("dimension"),
+    "rev": _reversed,
     "top_k": _along("axis"),
     **dict.fromkeys(("slice", "pad", "split"), _resized),
     "concatenate": _concatenate,

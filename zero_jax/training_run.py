@@ -296,6 +296,9 @@ class TrainResult:
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
+        timed = self.tokens_per_second == self.tokens_per_second  # not after a single step, which compiles
+        speed = f", {self.tokens_per_second:,.0f} tokens/s" if timed else ""
         how = {
             "done": "",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
@@ -303,8 +306,8 @@ class TrainResult:
             "diverged": "; stopped: the loss stayed not finite",
         }
         lines = [
-            f"{self.model}: {self.num_steps} steps at stage {self.stage} on {devices} in "
-            f"{self.train_seconds:.0f} s{skipped}, {self.tokens_per_second:,.0f} tokens/s{how[self.status]}",
+            f"{self.model}: {steps} at stage {self.stage} on {devices} in "
+            f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
             f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
             f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",

@@ -50,8 +50,8 @@ class TokenizeResult:
         if self.tokens_per_byte is not None:
             lines.append(f"text       1 token a byte before, {self.tokens_per_byte:.3f} now")
         if self.tokens is not None:
-            plural = "s" if self.num_documents != 1 else ""
-            lines.append(f"tokens     {self.tokens}: {self.num_tokens:,} tokens, {self.num_documents:,} document{plural}")
+            documents = f"{self.num_documents:,} document{'s' if self.num_documents != 1 else ''}"
+            lines.append(f"tokens     {self.tokens}: {self.num_tokens:,} tokens, {documents}")
         if self.num_replaced:
             lines.append(f"replaced   {self.num_replaced:,} places that were no valid Unicode")
         options = f"--data {self.tokens}" if self.tokens else f"--data {self.data} --tokenizer {self.tokenizer}"

@@ -193,6 +193,9 @@ def test_fragmentation_is_what_is_laid_out_over_what_is_alive():
     # Where the compiler tells the size alone, what is alive is worked out: 72 KiB.
     told = memory.HeapLayout(allocated_bytes=90 * KIB, live_bytes=None)
     assert memory.measure(by_hand(), layout=told).fragmentation == 90 / 72
+    # A heap of padding.
+    text = str(memory.measure(by_hand(), layout=memory.HeapLayout(allocated_bytes=424 * KIB, live_bytes=2 * KIB)))
+    assert "424 KiB" in text and "2.00 KiB alive at once: padding" in text and "212" not in text
 
 
 def test_arguments_that_do_not_add_up_are_said():

@@ -26,6 +26,8 @@ from zero_jax.memory_leaves import (
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
+# Under this a compiler's padding may be many times what is alive, and a ratio would say nothing.
+_SMALL_HEAP_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,9 @@ class MemoryReport:
             rows = [("laid out", "unknown", "", "XLA:TPU tells it to a compile with memory.layout_options")]
         else:
             text = f"fragmentation {self.fragmentation:.3f}: the temporaries with gaps, over what is alive at once"
+            if self.fragmentation > 2 and self.allocated_bytes < _SMALL_HEAP_BYTES:
+                live = readable_bytes(round(self.allocated_bytes / self.fragmentation))
+                text = f"{live} alive at once: padding is the most of so small a heap"
             rows = [("laid out", readable_bytes(self.allocated_bytes), "", text)]
         further = (
             ("residuals", self.residual_bytes, "at most at one time, kept by the forward pass for the backward pass"),

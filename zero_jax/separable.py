@@ -21,7 +21,7 @@ from zero_jax.spread_rules import Laid
 from zero_jax.tree import PyTree
 
 
-def is_separable(
+def why_inseparable(
     loss_fn: Callable[..., Any],
     params: PyTree,
     batch: PyTree,
@@ -30,8 +30,8 @@ def is_separable(
     mesh: Mesh,
     axes: Axes,
     num_microbatches: int,
-) -> bool:
-    """Tells, by its trace on a microbatch, whether a loss function can be mapped over the devices of a batch.
+) -> str:
+    """Says, by its trace on a microbatch, why a loss function cannot be mapped over the devices of a batch.
 
     Numbers that are summed over the devices do not count: a loss ends in such sums, and so does its weight.
 
@@ -43,12 +43,15 @@ def is_separable(
       mesh: the mesh.
       axes: the roles of its axes.
       num_microbatches: the parts that the batch is cut into.
+
+    Returns:
+      The reason; empty for a function that can be mapped.
     """
     cut = lambda x: x[: x.shape[0] // num_microbatches] if x.ndim else x  # noqa: E731
     micro = jax.eval_shape(lambda batch: jax.tree.map(cut, batch), batch)
     jaxpr = jaxprs.without_dead_code(jax.make_jaxpr(lambda *args: loss_fn(*args)[0])(params, micro, key))
     if lays_over(jaxpr, axes.batch):
-        return False
+        return f"the model itself lays values over {', '.join(axes.batch)}"
     num_params, num_inputs = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, micro)))
     inputs = []
     for i, var in enumerate(jaxpr.invars):
@@ -56,7 +59,7 @@ def is_separable(
         of_batch = num_params <= i < num_inputs
         inputs.append(Laid(dims=(axes.batch, *dims[1:]) if of_batch and dims else dims, varies=i >= num_params))
     moves = spread(jaxpr, inputs, sizes=dict(mesh.shape), counted=axes.batch).moves
-    return not any(_is_array(move, mesh) for move in moves)
+    return next((f"examples of a batch meet at {move.source}" for move in moves if _is_array(move, mesh)), "")
 
 
 def _is_array(move: Move, mesh: Mesh) -> bool:

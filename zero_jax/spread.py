@@ -15,6 +15,7 @@ from typing import Any
 from zero_jax.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
 from zero_jax.spec import Dims, without
 from zero_jax.spread_alive import Alive
+from zero_jax.spread_positions import Positions
 from zero_jax.spread_rules import KEEPS_PARTIAL, RULES, SUMS, Laid, is_elementwise, merge
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
@@ -108,6 +109,7 @@ class _Walk:
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.times, self.phase, self.source = 1, "forward", ""
+        self.positions = Positions()
 
     # What rules ask for.
 
@@ -187,6 +189,7 @@ class _Walk:
         for i, eqn in enumerate(jaxpr.eqns):
             self.source, self.phase = source_line(eqn), _phase(name_stack(eqn), phase)
             outs, inner_peak = self.equation(eqn, env)
+            self.positions.follow(eqn)
             env.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True))
             made = [
                 (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
@@ -255,7 +258,9 @@ class _Walk:
         if len(opened.invars) != len(inputs):
             return self.opaque(eqn, inputs), 0.0
         inner: dict[Any, Laid] = {}
+        self.positions.rename(eqn.invars, opened.invars)
         outs, peak = self.run(opened, inputs, env=inner)
+        self.positions.rename(opened.outvars, eqn.outvars)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]

@@ -299,13 +299,15 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, index = inputs[0], inputs[1]
     aval = eqn.invars[0].aval
-    if clash := (table.axes & index.axes) - {a for i in numbers.operand_batching_dims for a in table.dims[i]}:
+    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    pairs |= dict(walk.positions.looked_up(eqn))
+    if clash := (table.axes & index.axes) - {a for i in pairs for a in table.dims[i]}:
         table = walk.gather(table, aval, sorted(clash))
-    rows = [i for i in range(len(sizes)) if sizes[i] != aval.shape[i] and i not in numbers.operand_batching_dims]
+    rows = [i for i in range(len(sizes)) if sizes[i] != aval.shape[i] and i not in pairs]
     summed = [a for i in rows for a in table.dims[i]]
     kept = [i for i in range(len(sizes)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     batch = list(index.dims[:-1])
-    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+    for i, j in pairs.items():
         batch[j] = _union(batch[j], table.dims[i])
     dims, windows, places = [], iter(kept), iter(batch)
     for i in range(len(eqn.outvars[0].aval.shape)):

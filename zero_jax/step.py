@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
-from zero_jax.separable import is_separable
+from zero_jax.separable import why_inseparable
 from zero_jax.spec import dims_of
 from zero_jax.state import (
     Placement,
@@ -171,10 +172,10 @@ class _Program:
         self, placement: Placement, params: PyTree, batch: PyTree, key: jax.Array, loss_scale: Any, needed: list[bool]
     ) -> Any:
         """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
-        config = self.config
+        config, k = self.config, self.config.num_microbatches
         specs = placement.param_shardings("master")
         loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
-        if config.num_microbatches > 1:
+        if k > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
@@ -193,7 +194,7 @@ class _Program:
         accumulator = Accumulator(
             mesh=self.mesh,
             axes=placement.axes,
-            num_microbatches=config.num_microbatches,
+            num_microbatches=k,
             loss_weight=config.loss_weight,
             whole_aux=lambda: jax.eval_shape(self.loss_fn, params, batch, key)[1],
             reduce_dtype=placement.precision.reduce,
@@ -206,25 +207,39 @@ class _Program:
         )
 
         inputs = (free, batch, key, sharded)
-        if config.num_microbatches == 1:
+        if k == 1:
             (out, grads), parts = placed_grads(free, batch, key), None
-        elif "grads" in placement.groups or not is_separable(
-            self.loss_fn,
-            params,
-            batch,
-            key,
-            mesh=self.mesh,
-            axes=placement.axes,
-            num_microbatches=config.num_microbatches,
-        ):
+        elif "grads" in placement.groups:
             out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         else:
-            try:
-                out, grads, parts = accumulator.local(own_grads, *inputs)
-            except NotImplementedError:  # an operation that `jax.vmap` has no rule for
-                out, grads, parts = accumulator.sharded(placed_grads, *inputs)
+            why = why_inseparable(
+                self.loss_fn, params, batch, key, mesh=self.mesh, axes=placement.axes, num_microbatches=k
+            )
+            out, grads, parts = self.local_or_sharded(accumulator, own_grads, placed_grads, inputs, why)
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
+
+    def local_or_sharded(
+        self,
+        accumulator: Accumulator,
+        own_grads: Callable[..., Any],
+        placed_grads: Callable[..., Any],
+        inputs: Any,
+        why: str,
+    ) -> Any:
+        """Accumulates gradients to be summed across devices once, or tells `why` that is not possible."""
+        if not why:
+            try:
+                return accumulator.local(own_grads, *inputs)
+            except NotImplementedError as error:
+                why = f"jax.vmap has no rule for an operation of loss_fn ({error})"
+        warnings.warn(
+            f"gradients are summed across devices in each of the {accumulator.num_microbatches} microbatches, not once "
+            f"a step, because {why}: the loss needs whole microbatches. Stage 2 sends no more then, and holds less; "
+            "num_microbatches=1 sends the least",
+            stacklevel=2,
+        )
+        return accumulator.sharded(placed_grads, *inputs)
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""

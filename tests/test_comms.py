@@ -217,6 +217,23 @@ def test_a_param_that_is_gathered_more_often_than_others_is_named():
     assert "'w' is gathered 7 times in a step (0.0 MB each), others 2 times" in str(finding)
 
 
+def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
+    arguments = "".join(
+        f"  %{name} = f32[{shape}] parameter({i}), sharding={{devices=[{cut}]<=[4]}}, "
+        f"metadata={{op_name=\"state.params[\\'{name}\\']\"}}\n"
+        for i, (name, shape, cut) in enumerate([("x", "16,64", "4,1"), ("stack", "8,16,64", "1,4,1")], 2)
+    )
+    gathers = [
+        GATHER.replace("%g", f"%g.{name}.{i}").replace("OP", f"jit(step)/gather:{name}/c")
+        for name, count in {"w": 1, "x": 1, "stack": 8}.items()
+        for i in range(count)
+    ]
+    text = program(HALF + "\n".join(gathers), arguments)
+    assert not comms.measure(text, mesh=mesh_of_4()).findings
+    (finding,) = comms.measure(text.replace("8,16,64", "16,64"), mesh=mesh_of_4()).findings
+    assert "'stack' is gathered 8 times" in str(finding)
+
+
 def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     move = (
         "  %a = bf16[8,4,32] negate(%p)\n  %t = bf16[8,4,32] all-to-all(%a), replica_groups={{0,1,2,3}}, "

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -11,6 +11,7 @@ from zero_jax.comms_names import ProgramLeaf, num_elements
 from zero_jax.comms_rows import UNKNOWN_AXES, Row, axes_name
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
+_ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 # Of a model of unknown size, this is what counts as large.
 _LARGE_BYTES = 1e6
 _LARGE_SHARE = 0.01
@@ -51,7 +52,7 @@ def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf], *, mesh: Mesh | Non
     model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
     parts = (math.prod(leaf.shape) / max(math.prod(leaf.local_shape), 1) for leaf in leaves)
     sharded = not leaves or max(parts, default=1) > model
-    found = [*_wide(rows, large / 10), *_gathered_often(rows, large)]
+    found = [*_wide(rows, large / 10), *_gathered_often(rows, {leaf.path: leaf.shape for leaf in params}, large)]
     if sharded:
         found += [*_all_reduced(rows, large), *_moved_activations(rows, large, has_params=bool(params))]
     return tuple(sorted(_merged(found), key=lambda finding: -finding.extra_bytes))
@@ -90,28 +91,35 @@ def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
             yield _finding("wide", row, "other params move in 16 bits: cast before the gather, not after", extra=0.5)
 
 
-def _gathered_often(rows: Sequence[Row], large: float) -> Iterator[Finding]:
+def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], large: float) -> Iterator[Finding]:
     """Counts the gathers of the params whose gathers are named, against twice what is usual among them."""
     gathers: dict[str, list[Row]] = {}
     for row in rows:
         if row.is_named and row.kind.startswith("all-gather") and row.full_bytes >= large / 10:
             gathers.setdefault(row.param, []).append(row)
-    # Of gathers in stages, the last one makes the leaf whole.
-    largest = {param: max(row.full_bytes for row in found) for param, found in gathers.items()}
-    times = {
-        param: sum(row.num_executions for row in found if row.full_bytes == largest[param])
-        for param, found in gathers.items()
-    }
+    times = {param: _num_gathers(found, shapes.get(param, ())) for param, found in gathers.items()}
     usual = statistics.median(times.values()) if times else 0
     for param, count in times.items():
-        extra = (count - usual) * largest[param]
+        row = max(gathers[param], key=lambda row: row.full_bytes)
+        extra = (count - usual) * row.full_bytes
         if count > 2 * usual and extra >= large:
-            row = max(gathers[param], key=lambda row: row.full_bytes)
             message = (
-                f"{param!r} is gathered {count} times in a step ({row.full_bytes / 1e6:.1f} MB each), others "
+                f"{param!r} is gathered {count:g} times in a step ({row.full_bytes / 1e6:.1f} MB each), others "
                 f"{usual:g} times: expected one gather in the forward and one in the backward pass"
             )
             yield Finding(kind="gathered often", message=message, param=param, source=row.source, extra_bytes=extra)
+
+
+def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
+    """Returns how often a leaf is gathered; a stack of layers may be gathered one layer at a time."""
+    # Of gathers in stages, the last one makes the leaf whole.
+    row = max(rows, key=lambda row: row.full_bytes)
+    count = sum(other.num_executions for other in rows if other.full_bytes == row.full_bytes)
+    layers = shape[0] if shape else 1
+    gathered = row.full_bytes // _ITEM_BYTES.get(row.dtype, 1)
+    parts = math.prod(shape) / gathered if gathered else 1  # more than the layers, if the model's axes cut it too
+    by_layer = layers > 1 and parts % layers == 0 and count % layers == 0
+    return count / layers if by_layer else count
 
 
 def _moved_activations(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ not, as an early version of most frameworks did, into one of the whole model.
 from __future__ import annotations
 
 _GPU = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-# XLA:TPU joins all-reduces, by what libtpu calls cross-replica sums; it never joins all-gathers or reduce-scatters.
+# XLA:TPU joins all-reduces, by what libtpu calls cross-replica sums. Reduce-scatters of one layer it joins whatever the
+# options say, all-gathers never.
 _TPU = ("xla_jf_crs_combiner_threshold_in_bytes",)
 # XLA:CPU joins nothing.
 _OPTIONS: dict[str, tuple[str, ...]] = {"gpu": _GPU, "cuda": _GPU, "rocm": _GPU, "tpu": _TPU, "cpu": ()}

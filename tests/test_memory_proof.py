@@ -72,4 +72,6 @@ def test_the_live_peak_is_the_compilers_own(topology, stage, scan):
 def test_the_heap_is_not_much_larger_than_what_is_alive(topology, stage, scan):
     """What is laid out holds what is alive; the rest, gaps and scratch, is of the size of a few buffers."""
     _, report = measured(topology, stage, scan)
-    assert -0.05 * report.temp_bytes <= report.temp_bytes - report.live_peak_bytes <= 48 * MIB
+    # Where the results have room for all temporaries, the compiler counts none, not even those of a few KiB.
+    missing = max(0.05 * report.temp_bytes, MIB / 16)
+    assert -missing <= report.temp_bytes - report.live_peak_bytes <= 48 * MIB

@@ -24,7 +24,7 @@ def compiler_options(platform: str, combine_bytes: int | None) -> dict[str, str 
     Args:
       platform: That of the mesh's devices, `mesh.devices.flat[0].platform`: `tpu`, `gpu`, `cuda`, `rocm` or `cpu`.
       combine_bytes: The largest buffer in bytes: on GPUs of all-gathers, reduce-scatters and all-reduces; on TPUs of
-        all-reduces, the only ones that its compiler joins; none on CPUs, where it has no effect. 0 joins nothing.
+        all-reduces, the only ones that its options tell of; none on CPUs, where it has no effect. 0 joins nothing.
         None leaves the compiler its own.
 
     Raises:

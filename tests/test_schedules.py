@@ -86,10 +86,17 @@ def test_what_no_optimizer_can_use(fields, message):
 
 def test_phases_longer_than_the_run():
     with pytest.raises(ValueError, match="leaves nothing of a run of 50 steps"):
-        make_schedule(OptimizerConfig(), num_steps=50)
+        make_schedule(OptimizerConfig(warmup_steps=50), num_steps=50)
     config = OptimizerConfig(schedule="wsd", decay_fraction=0.6, warmup_steps=50)
     with pytest.raises(ValueError, match=r"leaves no room for warmup_steps=50: give at most 0\.5"):
         make_schedule(config, num_steps=100)
+
+
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (40, 10), (200, 50), (1000, 50)])
+def test_the_usual_warmup_fits_any_run(num_steps, warmup_steps):
+    found = make_schedule(OptimizerConfig(learning_rate=2), num_steps=num_steps)
+    assert float(found(warmup_steps)) == pytest.approx(2)
+    assert all(float(found(i)) < 2 for i in range(warmup_steps))
 
 
 PARAMS = {"dense": {"kernel": jnp.full((4, 4), 0.5), "bias": jnp.ones(4)}, "embed": jnp.full((4, 4), 0.5)}

@@ -20,6 +20,7 @@ from zero_jax.tree import leaf_names, path_name
 # vectors is no matrix for Muon: a step's gradient touches single rows.
 _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
+_USUAL_WARMUP_STEPS = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class OptimizerConfig:
       schedule: how the learning rate goes on after the warm-up: along a cosine or a line to the last step, `constant`,
         or `wsd` (warmup-stable-decay), which falls along a line in the last part of the run only.
       learning_rate: learning rate after the warm-up; None takes what is usual for the optimizer.
-      warmup_steps: steps over which the learning rate rises from nothing.
+      warmup_steps: steps over which the learning rate rises from nothing; None takes 50, or a quarter of a shorter run.
       final_learning_rate: learning rate after the last step, as a share of `learning_rate`; None takes 0.1 for the
         cosine, 0 for `linear` and `wsd`.
       decay_fraction: share of the steps over which `wsd` falls; None takes 0.1.
@@ -49,7 +50,7 @@ class OptimizerConfig:
     optimizer: str = "adamw"
     schedule: schedules.ScheduleName = "cosine"
     learning_rate: float | None = None
-    warmup_steps: int = 50
+    warmup_steps: int | None = None
     final_learning_rate: float | None = None
     decay_fraction: float | None = None
     beta1: float | None = None
@@ -68,7 +69,7 @@ class OptimizerConfig:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
             )
-        if self.warmup_steps < 0 or not self.weight_decay >= 0:
+        if (self.warmup_steps or 0) < 0 or not self.weight_decay >= 0:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}: give no negative numbers"
             )
@@ -115,7 +116,7 @@ def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
         config.schedule,
         peak=config.peak_learning_rate,
         num_steps=num_steps,
-        warmup_steps=config.warmup_steps,
+        warmup_steps=min(_USUAL_WARMUP_STEPS, num_steps // 4) if config.warmup_steps is None else config.warmup_steps,
         final_share=config.final_learning_rate,
         decay_fraction=config.decay_fraction,
     )

@@ -206,7 +206,11 @@ def test_remains_of_a_save_that_was_cut_off_are_no_checkpoint(folder):
 def test_a_full_disk_costs_no_older_checkpoint(folder):
     lines, state = [], make_state(3)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = sorted(folder.iterdir())
+
+    def names():
+        # Writes that were under way when a save failed may make a part of it anew; the next save removes that.
+        return sorted(path.name for path in folder.iterdir() if not path.name.endswith("-tmp"))
+
     with Checkpointer(folder, config=CheckpointConfig(keep_last=1, keep_best=0), log=lines.append) as checkpointer:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (16384, hard))
@@ -216,13 +220,15 @@ def test_a_full_disk_costs_no_older_checkpoint(folder):
             checkpointer.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert checkpointer.num_failed == 2 and checkpointer.steps() == [1, 2] and sorted(folder.iterdir()) == before
+        assert checkpointer.num_failed == 2 and checkpointer.steps() == [1, 2]
+        assert names() == ["step_00000001", "step_00000002"]
         for line, step in zip(lines, (3, 2), strict=True):
             assert f"checkpoint of step {step} NOT saved" in line and "File too large" in line and "ulimit" in line
             assert "whole and kept: step 1, 2" in line and "\n" not in line
         assert_equal(reload(folder).state, make_state(2))
         checkpointer.save(3, state)
     assert checkpointer.num_saved == 1 and checkpointer.steps() == [3]
+    assert [path.name for path in folder.iterdir()] == ["step_00000003"]
 
 
 def test_a_folder_that_cannot_be_written_stops_no_run(tmp_path, capfd):

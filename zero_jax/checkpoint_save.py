@@ -221,6 +221,8 @@ class Checkpointer:
             self._failed(step, error)
         if not is_written:
             gc.collect()  # by its traceback a failed save keeps its copy of the state on the host, for good if not told
+            if _is_primary():
+                self._remove_parts()  # once more: what was being written is let go of only now
             return
         self.num_saved += 1
         self._losses[step] = loss

@@ -190,3 +190,18 @@ def test_the_paper_s_residuals_follow_the_policy(remat, device, host):
     found = memory.transformer_residuals(GPT, batch_size=B, mesh=mesh_of(), config=config)
     assert found.device_bytes == device * GPT.num_layers * STREAM
     assert found.host_bytes == host * GPT.num_layers * STREAM
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_constant_factor_is_no_residual(precision):
+    """What the backward pass is handed may be a literal, such as the factor of the logits."""
+
+    def loss(params, batch):
+        logits = batch.astype(params.dtype) @ params * 32**-0.5
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    mesh, config = mesh_of(data=8, model=1), zero.ZeroConfig(precision=precision)
+    params, batch = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 64), (B, 32)))
+    found = trace_loss(loss, params, batch, mesh=mesh, config=config)
+    itemsize = 2 if precision == "bf16" else 4
+    assert found.residuals.device_bytes >= B // 8 * 64 * itemsize

@@ -146,7 +146,7 @@ class _Traced:
             return jax.vjp(floating, trainable(params), has_aux=True)[1]
 
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
-        made_of = sources(jaxpr, [out for out in dict.fromkeys(jaxpr.outvars) if not is_literal(out)])
+        made_of = sources(jaxpr, list(dict.fromkeys(out for out in jaxpr.outvars if not is_literal(out))))
         asked = list(dict.fromkeys([*made_of, *(one for found in made_of.values() for one in found)]))
         found = self._spread(jaxpr.replace(outvars=asked))
         sizes = {

@@ -1,6 +1,7 @@
 """Models that cannot be called on each device's own examples: at every stage microbatches mean the same."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from zero_jax.separable import lays_over, why_inseparable
 
 MESH = "model2"
 AXES = ("replica", "data")
+CHUNKED = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, mesh=None, chunk_size=8)
 
 
 def pinned_loss(params, batch):
@@ -124,11 +126,53 @@ def shuffled_loss(params, batch):
     return jnp.square(out[batch["tokens"][:, 0] % len(out)] - batch["targets"]).mean()
 
 
-def gpt_loss(**fields):
+def error_of(params, batch):
+    return jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+
+
+def root_loss(params, batch):
+    """A loss that is no mean, but the root of one."""
+    return jnp.sqrt(error_of(params, batch).mean())
+
+
+def scaled_loss(params, batch):
+    """A loss of what the batch was scaled by."""
+    scale = batch["targets"].std()
+    return (error_of(params, batch) / scale).mean()
+
+
+def largest_loss(params, batch):
+    """A loss of the example that is worst off."""
+    return error_of(params, batch).max()
+
+
+def mined_loss(params, batch):
+    """A mean over the examples that are worse than a bound: how many these are depends on the params."""
+    error = error_of(params, batch)
+    hard = error > 0.5
+    return (error * hard).sum() / jnp.maximum(hard.sum(), 1)
+
+
+def summed_loss(params, batch):
+    """Means over examples that are stacked, weighed by params and added up, with a penalty on the params."""
+    error = error_of(params, batch)
+    means = jnp.stack([error.mean(), (error * batch["tokens"][:, 0]).mean()])
+    bias = jax.tree.leaves(params)[0].mean()
+    return 0.5 * -(-means @ jnp.array([0.3, 0.7])) * jnp.exp(-bias) + jnp.where(bias > 0, bias, 0)
+
+
+def looped_loss(params, batch):
+    """A sum of means over parts of the features."""
+    error = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"])
+    return jax.lax.scan(lambda total, column: (total + column.mean(), None), 0.0, error.T)[0]
+
+
+def gpt_loss(*, token_losses=gpt.whole_logits, **fields):
     config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=2, d_model=16, num_heads=2, **fields)
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
-    return (lambda params, batch: gpt.loss_fn(config)(params, batch)[0]), params, {"inputs": tokens, "targets": tokens}
+    batch = {"inputs": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    return (lambda params, batch: gpt.loss_fn(config, token_losses=token_losses)(params, batch)[0]), params, batch
 
 
 @pytest.mark.parametrize(
@@ -141,9 +185,16 @@ def gpt_loss(**fields):
         (lambda: masked_loss, True),
         (lambda: labelled_loss, True),
         (lambda: shuffled_loss, False),
+        (lambda: root_loss, False),
+        (lambda: scaled_loss, False),
+        (lambda: largest_loss, False),
+        (lambda: mined_loss, False),
+        (lambda: summed_loss, True),
+        (lambda: looped_loss, True),
         (lambda: reference.loss_fn, True),
         (lambda: gpt_loss(scan=True, remat=True), True),
         (lambda: gpt_loss(scan=False), True),
+        (lambda: gpt_loss(token_losses=CHUNKED), True),
     ],
 )
 def test_what_couples_examples_is_seen(make, separable):
@@ -163,13 +214,14 @@ def test_what_couples_examples_is_seen(make, separable):
     assert (not found) == separable
 
 
-def test_examples_meet_in_the_whole_microbatch_at_every_stage():
+@pytest.mark.parametrize("loss_fn", [contrastive_loss, scaled_loss, pytest.param(root_loss, marks=SLOW)])
+def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
     batch, losses = reference.make_batch(0), []
     for stage in (1, 2):
         fields = dict(mesh=mesh_of("2"), stage=stage, num_microbatches=2)
-        where = r"test_separable.py:[\d:]+ \(contrastive_loss\)"
+        where = rf"test_separable.py:[\d:]+ \({loss_fn.__name__}\)"
         with pytest.warns(UserWarning, match=where) if stage < 2 else contextlib.nullcontext():
-            _, (metrics,) = reference.run_zero(contrastive_loss, optax.sgd(0.1), [batch], **fields)
+            _, (metrics,) = reference.run_zero(loss_fn, optax.sgd(0.1), [batch], **fields)
         losses.append(float(metrics.loss))
     np.testing.assert_allclose(*losses, rtol=1e-6)
 

@@ -154,6 +154,15 @@ def test_constraints_scatter_sums_and_gather_shards(mesh):
     assert got.outputs[0].dims == (("data",), (), ())
 
 
+def test_what_is_stacked_lies_as_its_parts():
+    up = ((D, F), P(None, "model"))
+    got = found(lambda up: jnp.stack([up, 2 * up], axis=1), up)
+    assert (got.outputs[0].dims, moves(got), got.unknown) == (((), (), ("model",)), [], "")
+    got = found(lambda up: jnp.unstack(up, axis=0)[0], up)
+    assert (got.outputs[0].dims, moves(got), got.unknown) == ((("model",),), [], "")
+    assert moves(found(lambda up: jnp.unstack(up, axis=1)[0], up)) == [("all-gather", D * F * 4 * 3 / 4, 1)]
+
+
 def test_conflicting_dims_gather_the_smaller_side():
     got = found(lambda x, w: x @ w, ((B, T, D), P("data", "model")), ((D, F), P(None, "model")))
     assert moves(got) == [("all-gather", D * F * 4 * 3 / 4, 1)]

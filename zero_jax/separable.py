@@ -1,7 +1,7 @@
 """Whether a loss function can be called on each device's own examples, and the results be averaged.
 
 It cannot where examples meet before the loss is a mean over them (batch statistics, in-batch negatives, the load of
-experts), nor where the model itself lays values over the devices of a batch.
+experts), where the loss is no mean, nor where the model itself lays values over the devices of a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def why_inseparable(
 ) -> str:
     """Says, by its trace on a microbatch, why a loss function cannot be mapped over the devices of a batch.
 
-    Numbers that are summed over the devices do not count: a loss ends in such sums, and so does its weight.
+    Numbers that are summed over the devices do not count where they end as a mean does: added up, and divided by what
+    does not depend on the params.
 
     Args:
       loss_fn: `(params, batch, key) -> (loss, aux)`.
@@ -57,9 +58,11 @@ def why_inseparable(
     for i, var in enumerate(jaxpr.invars):
         dims = ((),) * len(var.aval.shape)
         of_batch = num_params <= i < num_inputs
-        inputs.append(Laid(dims=(axes.batch, *dims[1:]) if of_batch and dims else dims, varies=i >= num_params))
-    moves = spread(jaxpr, inputs, sizes=dict(mesh.shape), counted=axes.batch).moves
-    return next((f"examples of a batch meet at {move.source}" for move in moves if _is_array(move, mesh)), "")
+        laid = (axes.batch, *dims[1:]) if of_batch and dims else dims
+        inputs.append(Laid(dims=laid, varies=i >= num_params, of_params=i < num_params))
+    found = spread(jaxpr, inputs, sizes=dict(mesh.shape), counted=axes.batch)
+    meetings = [*(move.source for move in found.moves if _is_array(move, mesh)), *found.meetings]
+    return f"examples of a batch meet at {meetings[0]}" if meetings else ""
 
 
 def _is_array(move: Move, mesh: Mesh) -> bool:

@@ -21,6 +21,12 @@ KEEPS_PARTIAL = ALIASES | {
     "zero_reshard", "jit", "pjit",
 }  # fmt: skip
 SUMS = frozenset({"add", "sub", "add_any"})
+# Linear in all inputs together, or in each where the others are given.
+_LINEAR = KEEPS_PARTIAL | SUMS | {
+    "concatenate", "stack", "unstack", "slice", "dynamic_slice", "dynamic_update_slice", "pad", "split", "gather",
+    "rev", "cumsum", "device_put", "pvary",
+}  # fmt: skip
+_BILINEAR = frozenset({"mul", "dot_general"})
 # What reads its inputs from memory and leaves its results there; all else is fused into one of these.
 HEAVY = frozenset({
     "dot_general", "conv_general_dilated", "gather", "scatter", "scatter-add", "scan", "while", "cond", "checkpoint",
@@ -37,12 +43,16 @@ class Laid:
       partial: the axes over which each device holds a part of a sum.
       itemsize: bytes of an element of such a sum when it was made; 0 for the value's own.
       varies: whether it depends on more than the params.
+      of_params: whether it depends on the params.
+      summed: whether it was made of a sum over axes that are counted.
     """
 
     dims: Dims
     partial: tuple[str, ...] = ()
     itemsize: int = 0
     varies: bool = False
+    of_params: bool = False
+    summed: bool = False
 
     @property
     def axes(self) -> set[str]:
@@ -54,6 +64,18 @@ def is_heavy(eqn: Any) -> bool:
     """Tells whether an equation, or one that it calls, leaves its results in memory."""
     inner = (open_jaxpr(jaxpr)[0] for jaxpr in inner_jaxprs(eqn))
     return eqn.primitive.name in HEAVY or any(is_heavy(one) for jaxpr in inner for one in jaxpr.eqns)
+
+
+def is_linear(eqn: Any, inputs: Sequence[Laid]) -> bool:
+    """Tells whether the sums of what depends on the params, among the inputs of an equation, are used as a mean is."""
+    name, sums = eqn.primitive.name, [x.summed and x.of_params for x in inputs]
+    if name in _BILINEAR:
+        return sum(sums) <= 1
+    if name == "div":
+        return not sums[1]
+    if name == "select_n":
+        return not sums[0]
+    return name in _LINEAR or not any(sums)
 
 
 Rule = Callable[[Any, Any, Sequence[Laid]], list[Laid]]
@@ -182,6 +204,8 @@ def _reduce(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
         laid = inputs[0]
         found = Laid(dims=tuple(dim for i, dim in enumerate(laid.dims) if i not in axes))
         over = tuple(a for i in axes for a in laid.dims[i] if a in walk.counted)
+        if over:
+            walk.meet()
         results.append(walk.settled(dataclasses.replace(found, partial=over), var.aval))
     return results
 
@@ -230,6 +254,19 @@ def _concatenate(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     if dims[along]:
         walk.move("collective-permute", dims[along], walk.local_bytes(eqn.outvars[0].aval, result), eqn.outvars[0].aval)
     return [result]
+
+
+def _stack(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+    dims = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)])
+    axis = eqn.params["axis"]
+    return [Laid(dims=(*dims[:axis], (), *dims[axis:]))]
+
+
+def _unstack(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+    (laid,), axis = inputs, eqn.params["axis"]
+    if laid.dims[axis]:
+        laid = walk.gather(laid, eqn.invars[0].aval, laid.dims[axis])
+    return [Laid(dims=(*laid.dims[:axis], *laid.dims[axis + 1 :]))] * len(eqn.outvars)
 
 
 def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
@@ -378,6 +415,8 @@ RULES: Mapping[str, Rule] = {
     "top_k": _along("axis"),
     **dict.fromkeys(("slice", "pad", "split"), _resized),
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,

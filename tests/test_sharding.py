@@ -100,6 +100,12 @@ WHOLE, D = (), ("data",)
         ((8, 13, 13), (D, WHOLE, WHOLE)),  # unless nothing else divides
         ((8, 13), (D, WHOLE)),
         ((8, 16, 13, 1024), (WHOLE, WHOLE, WHOLE, D)),
+        # Nor is it one of layers where it is large: attention's kernels, and their stacks.
+        ((768, 12, 64), (D, WHOLE, WHOLE)),
+        ((640, 4, 256), (D, WHOLE, WHOLE)),
+        ((12, 64, 768), (WHOLE, WHOLE, D)),
+        ((24, 768, 12, 64), (WHOLE, D, WHOLE, WHOLE)),
+        ((96, 12, 64), (WHOLE, WHOLE, D)),  # a stack of biases
         # A convolution: its features.
         ((3, 3, 64, 128), (WHOLE, WHOLE, WHOLE, D)),
         ((3, 3, 3, 64), (WHOLE, WHOLE, WHOLE, D)),

@@ -151,8 +151,10 @@ class _Placer:
         fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
 
         def score(i: int) -> tuple[bool, bool, bool, int]:
-            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather.
-            stacked = i == 0 and (len(shape) >= 3 or (len(shape) == 2 and 4 * shape[0] <= shape[1]))
+            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather. A kernel of
+            # attention, `[features, heads, head_dim]`, is no stack: there are more features than in one head.
+            rest = max(shape[1:], default=0)
+            stacked = i == 0 and (2 * rest > shape[0] if len(shape) >= 3 else len(shape) == 2 and 4 * shape[0] <= rest)
             from_last = len(shape) - 1 - i
             aligned = from_last > 1 or (local[i] // size) % _TILE[1 - from_last] == 0
             return (not stacked, aligned, (from_last == 0) == minor, local[i])

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from zero_jax import jaxprs
 from zero_jax.copies import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
+from zero_jax.flat import flat_product
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
@@ -165,11 +166,12 @@ class Walk:
 
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
-        split = Roots(values)
+        inputs, evaluate = flat_product(eqn, values)
+        split = Roots(inputs)
 
         def region(*arrays: Any) -> list[Any]:
-            inputs = [self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
-            return jaxprs.bind(eqn, inputs)
+            pairs = split.assign(arrays)
+            return evaluate([self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in pairs])
 
         if frame.regather and not frame.ends_forward and not eqn.effects:
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)

@@ -151,8 +151,8 @@ class _Placer:
         fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
 
         def score(i: int) -> tuple[bool, bool, bool, int]:
-            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather. A kernel of
-            # attention, `[features, heads, head_dim]`, is no stack: there are more features than in one head.
+            # The leading dim of a stack is scanned over, and a scan over a sharded dim needs an early gather. Kernels
+            # `[features, heads, head_dim]` of attention are no stacks: there are more features than in one head.
             rest = max(shape[1:], default=0)
             stacked = i == 0 and (2 * rest > shape[0] if len(shape) >= 3 else len(shape) == 2 and 4 * shape[0] <= rest)
             from_last = len(shape) - 1 - i

@@ -27,6 +27,14 @@ def batch(num_examples=8):
     return {"x": x, "y": x}
 
 
+def none():
+    return None
+
+
+def words():
+    return {"x": ["one", "two"]}
+
+
 def wrong_loss(params, batch):
     return loss_fn(params, batch) + batch["z"]
 

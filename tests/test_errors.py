@@ -192,6 +192,17 @@ def make_any(**fields):
         (dict(key=7), r"key=7 is no key: give jax.random.key\(7\)"),
         (dict(params={}), "the params {} hold no arrays"),
         (dict(loss_fn=None), "loss_fn=None is no function"),
+        (
+            dict(loss_fn=lambda p: 0.0),
+            r"loss_fn: <lambda>\(p\) cannot be called with \(params, batch\) .*: give loss_fn",
+        ),
+        (
+            dict(loss_fn=lambda p, b, state, key: 0.0),
+            r"\(p, b, state, key\) cannot be called with \(params, batch, key",
+        ),
+        (dict(loss_fn=lambda p, *, batch: 0.0), r"\(p, batch\) cannot be called with \(params, batch\)"),
+        (dict(loss_fn=lambda p, b, *, key, train: 0.0), r"cannot be called with \(params, batch, key=...\).*'train'"),
+        (dict(params=lambda: {}), r"init_fn: <lambda>\(\) cannot be called with \(key\) .*a function of a key"),
     ],
 )
 def test_arguments_of_another_kind(fields, message):

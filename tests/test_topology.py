@@ -78,6 +78,12 @@ def test_a_shape_that_the_hardware_does_not_come_in():
         topology.devices("v5p:3x3")
 
 
+@pytest.mark.tpu_compiler
+def test_machines_of_one_chip():
+    """The compiler takes a host to have four chips unless it is told."""
+    assert [len(topology.devices(name)) for name in ("v5e:1x1", "v6e:1x1")] == [1, 1]
+
+
 def test_gpu_usable_memory_is_nine_tenths():
     assert topology.HARDWARE["h100"].usable_bytes == 84_978_434_048 * 9 // 10
     assert "device_memory_size: 8497843404" in topology._target_config(topology.HARDWARE["h100"])

@@ -3,7 +3,6 @@
 from zero_jax import comms, losses, memory
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
-from zero_jax.compile_process import CompilerCrash
 from zero_jax.ema import ema_params, params_ema
 from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
@@ -14,6 +13,7 @@ from zero_jax.noise_scale import NoiseScale
 from zero_jax.paper_configs import PAPER_CONFIGS
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_errors import CompilerCrash, ModelError
 from zero_jax.plan_layouts import LayoutPlans, plan_layouts
 from zero_jax.plan_report import PlanReport
 from zero_jax.precision import LossScaleConfig, Precision
@@ -37,6 +37,7 @@ __all__ = [
     "LossTrace",
     "MeshLoss",
     "Metrics",
+    "ModelError",
     "NoiseScale",
     "PlanReport",
     "Precision",

@@ -19,8 +19,9 @@ from zero_jax.compile_job import batch_of
 from zero_jax.grads import MeshLoss
 from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt
-from zero_jax.options import add_fields, given
+from zero_jax.options import add_fields, explicit, given, option_fields, refuse
 from zero_jax.sequence_parallel import sequence_parallel
+from zero_jax.signatures import check_takes
 from zero_jax.training_run import Model
 from zero_jax.tree import PyTree
 
@@ -160,7 +161,9 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
         missing = [f"--{name}" for name, ref in own.items() if not ref]
         if missing:
             raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
+        _refuse_presets(options)
         batch, init_fn = _function("--batch", own["batch"]), _function("--init", own["init"])
+        check_takes(f"--batch {own['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
         return PlannedModel(
             name=own["loss"],
             init_fn=init_fn,
@@ -175,6 +178,15 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             "the presets know their specs"
         )
     return gpt_model(options.preset, preset_config(options), _activations(options))
+
+
+def _refuse_presets(options: argparse.Namespace) -> None:
+    """Refuses what says something of a preset, where there is none."""
+    reason = "is of the presets, and --loss stands for a model of your own: leave it out"
+    if "preset" in explicit(options):
+        raise ValueError(f"--model {options.preset}: that {reason}")
+    names = [name for config in (gpt.GPTConfig, ActivationConfig) for name in option_fields(config)]
+    refuse(options, [f"--{name.replace('_', '-')}" for name in names], reason=f"that {reason}")
 
 
 def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = ActivationConfig()) -> PlannedModel:
@@ -226,7 +238,7 @@ def _resolve(option: str, reference: str) -> Any:
     sys.path.insert(0, str(folder.resolve()))  # the compiler's process is given the same path
     try:
         module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, SyntaxError) as error:
         raise ValueError(f"{option} {reference!r}: cannot import {module_name!r} ({error})") from error
     if not hasattr(module, name):
         names = [one for one in vars(module) if not one.startswith("_")]

@@ -5,61 +5,29 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 
 from zero_jax import comms, figures, memory, paper
-from zero_jax.cli_model import ActivationConfig, PlannedModel, add_model_options, add_own_model_options, planned_model
-from zero_jax.cli_zero import add_zero_options, read_zero
-from zero_jax.compile_job import Job
-from zero_jax.compile_process import COMPILE_ONLY, CompilerCrash
-from zero_jax.loss_trace import LossTrace, trace_loss
-from zero_jax.mesh import axes_of, axis_size, make_mesh
-from zero_jax.optimizers import OptimizerConfig, make_optimizer
+from zero_jax.cli_model import ActivationConfig, add_model_options, add_own_model_options
+from zero_jax.cli_request import PlanConfig, Request, log_line, read_request
+from zero_jax.cli_zero import add_zero_options
+from zero_jax.compile_process import COMPILE_ONLY
+from zero_jax.optimizers import OptimizerConfig
 from zero_jax.options import add_fields, explicit, given, option_fields, refuse, write_file
-from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
+from zero_jax.plan_errors import CompilerCrash, ModelError, explain
 from zero_jax.plan_guess import model_sizes
 from zero_jax.plan_layouts import plan_layouts
 from zero_jax.plan_report import PlanReport
 from zero_jax.remat_policies import resolve_remat
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import TrainConfig
-from zero_jax.user_cache import cache_folder
 
-_STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 _STAGES = (0, 1, 2, 3)
 _CHOSEN = "--auto chooses that by itself: leave it out"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """Says for what hardware to plan, and how.
-
-    Attributes:
-      topology: hardware to compile for: a TPU slice in chips (`v5p:8x8x16`), several (`2xv5e:16x16`), or hosts x GPUs
-        (`h100:2x8`).
-      batch_size: examples in a step, over all devices and microbatches; none takes one a device and microbatch.
-      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
-      model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
-      data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
-      cache: folder of programs that were compiled before; `default` is zero_jax in the user's cache folder, none
-        compiles anew and keeps nothing.
-      timeout: seconds that one compile may take.
-    """
-
-    topology: str = "v5p:2x2x4"
-    batch_size: int | None = None
-    replica: int = 1
-    model_axis: int = 1
-    data_layout: str | None = None
-    cache: str | None = "default"
-    timeout: float | None = None
 
 
 def add_commands(commands: Any) -> None:
@@ -113,105 +81,22 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
     return parser
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What the options ask for."""
-
-    model: PlannedModel
-    tx: optax.GradientTransformation
-    zero: ZeroConfig
-    config: PlanConfig
-
-    def job(self, zero: ZeroConfig) -> Job:
-        """Returns the job, which knows mesh and state, with a batch of the size asked for."""
-        axes: dict[str, Any] = {
-            "topology": self.config.topology,
-            "replica": self.config.replica,
-            "model": self.config.model_axis,
-            "data_layout": _sizes(self.config.data_layout),
-        }
-        mesh = make_mesh(**axes)
-        parts = axis_size(mesh, axes_of(mesh).batch) * zero.num_microbatches
-        batch_size = parts if self.config.batch_size is None else self.config.batch_size
-        if batch_size < 1 or batch_size % parts:
-            raise ValueError(
-                f"batch_size={batch_size} does not divide over {parts // zero.num_microbatches} devices and "
-                f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
-            )
-        return Job(
-            loss_fn=self.model.loss_fn,
-            init_fn=self.model.init_fn,
-            tx=self.tx,
-            batch=self.model.batch_fn(batch_size),
-            config=self.with_specs(zero),
-            **axes,
-        )
-
-    def with_specs(self, zero: ZeroConfig) -> ZeroConfig:
-        """Returns a config with the model's specs, where there is a model axis."""
-        size = self.config.model_axis
-        if size == 1:
-            return zero
-        return dataclasses.replace(zero, param_specs=self.model.specs_fn(size))
-
-    def trace(self, job: Job) -> LossTrace:
-        """Traces the loss of a job."""
-        mesh = job.mesh()
-        return trace_loss(job.loss_fn, job.state(mesh).params, job.batch, mesh=mesh, config=job.config)
-
-    def compile(self, zero: ZeroConfig) -> PlanReport:
-        """Compiles for one config."""
-        return plan(**self.plan_options(zero))
-
-    def plan_options(self, zero: ZeroConfig, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Returns the arguments of `plan`."""
-        job = self.job(zero)
-        fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-        fields |= {"name": self.model.name, "cache": self.cache, "timeout_seconds": self.config.timeout, "log": _log}
-        return {name: value for name, value in fields.items() if name not in without}
-
-    @property
-    def cache(self) -> pathlib.Path | None:
-        """The folder of compiled programs."""
-        given = self.config.cache
-        return cache_folder("programs") if given == "default" else None if given is None else pathlib.Path(given)
-
-
-def _sizes(layout: str | None) -> tuple[int, ...] | None:
-    """Reads the sizes of axes written as 8x8x16."""
-    if layout is None:
-        return None
-    if not all(size.isdigit() for size in layout.split("x")):
-        raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
-    return tuple(map(int, layout.split("x")))
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     for name, value in COMPILE_ONLY.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # nothing is run, and JAX has been imported
     try:
         return run(options)
-    except (ValueError, CompilerCrash) as error:
-        return options.parser.error(str(error))
     except KeyboardInterrupt:
-        _log("stopped; what was compiled is kept, and the same command goes on from there")
+        log_line("stopped; what was compiled is kept, and the same command goes on from there")
         return 130
-
-
-def _request(options: argparse.Namespace) -> _Request:
-    defaults = TrainConfig()
-    optimizer = dataclasses.replace(defaults.optimizer, **given(OptimizerConfig, options))
-    return _Request(
-        model=planned_model(options),
-        tx=make_optimizer(optimizer, num_steps=_STEPS),
-        zero=read_zero(options, default=defaults.zero),
-        config=PlanConfig(**given(PlanConfig, options)),
-    )
+    except OSError:
+        raise
+    except Exception as error:
+        told = explain(error)
+        if isinstance(told, ValueError | CompilerCrash | ModelError):
+            return options.parser.error(str(told))
+        raise
 
 
 def _show(options: argparse.Namespace, text: str, record: Any) -> None:
@@ -219,9 +104,11 @@ def _show(options: argparse.Namespace, text: str, record: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    request = _request(options)
+    request = read_request(options)
     if options.auto:
         refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN)
+        if not options.max_compiles:
+            refuse(options, ("--write-config",), reason="it takes a plan that was compiled: leave out --max-compiles 0")
         return _auto(options, request)
     refuse(options, ("--max-compiles",), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
@@ -237,7 +124,7 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
-def _auto(options: argparse.Namespace, request: _Request) -> int:
+def _auto(options: argparse.Namespace, request: Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     kept = explicit(options)
@@ -256,22 +143,24 @@ def _auto(options: argparse.Namespace, request: _Request) -> int:
         name=model.name,
         cache=request.cache,
         timeout_seconds=request.config.timeout,
-        log=_log,
+        log=log_line,
     )
     _show(options, str(found), found.to_json())
-    if found.best and options.write_config:
+    if options.write_config and found.best:
         _write_config(options, request, found.best, found=found)
-    return 0 if found.best else 1
+    elif options.write_config:
+        log_line(f"nothing fits: {options.write_config} was not written")
+    return 0 if found.ranking.best else 1
 
 
-def _model_sizes(request: _Request) -> tuple[tuple[int, ...] | None, Any]:
+def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
     """Returns the sizes of the axis `model` that the model's specs admit, None for all, and the specs."""
     admitted: dict[int, Any] = {1: None}
     for size in model_sizes(request.config.topology)[1:]:
         try:
             admitted[size] = request.model.specs_fn(size)
         except ValueError as error:
-            _log(f"model={size} is left out: {error}")
+            log_line(f"model={size} is left out: {error}")
     specs = list(admitted.values())[-1]
     if specs is None:
         return None, None
@@ -281,7 +170,7 @@ def _model_sizes(request: _Request) -> tuple[tuple[int, ...] | None, Any]:
 
 def _write_config(
     options: argparse.Namespace,
-    request: _Request,
+    request: Request,
     report: PlanReport,
     *,
     found: AutoPlan | None = None,
@@ -313,7 +202,7 @@ def _write_config(
         },
     }
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
-    _log(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
+    log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
 
 def _memory(options: argparse.Namespace) -> int:
@@ -322,7 +211,7 @@ def _memory(options: argparse.Namespace) -> int:
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())
         return 0
-    request = _request(options)
+    request = read_request(options)
     if options.plot:
         refuse(options, ("--stage", "--paper-config"), reason="--plot draws all stages: leave it out")
         return _plot_memory(options, request)
@@ -340,7 +229,7 @@ def _memory(options: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
-def _memory_estimate(request: _Request, zero: ZeroConfig) -> Any:
+def _memory_estimate(request: Request, zero: ZeroConfig) -> Any:
     job, config = request.job(zero), request.model.config
     mesh = job.mesh()
     residuals = None
@@ -352,7 +241,7 @@ def _memory_estimate(request: _Request, zero: ZeroConfig) -> Any:
     )
 
 
-def _plot_memory(options: argparse.Namespace, request: _Request) -> int:
+def _plot_memory(options: argparse.Namespace, request: Request) -> int:
     """Draws the paper's Figure 1 for this model and topology."""
     bars, records = [], []
     for stage in _STAGES:
@@ -370,14 +259,14 @@ def _plot_memory(options: argparse.Namespace, request: _Request) -> int:
         records.append({"stage": stage, "fits": report.fits, "estimated": estimated.by_group, "measured": measured})
     title = f"{request.model.name} on {request.config.topology}"
     figures.plot_memory(options.plot, bars, title=title, capacity_bytes=report.usable_bytes)
-    _log(f"drew {options.plot}")
+    log_line(f"drew {options.plot}")
     if options.json:
         print(json.dumps(records))
     return 0
 
 
 def _comms(options: argparse.Namespace) -> int:
-    request = _request(options)
+    request = read_request(options)
     job = request.job(request.zero)
     mesh = job.mesh()
     estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=request.trace(job))

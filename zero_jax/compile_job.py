@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -27,7 +28,7 @@ from zero_jax.mesh import make_mesh
 from zero_jax.state import TrainState, ZeroConfig, abstract_state
 from zero_jax.step import make_train_step
 from zero_jax.topology import parse
-from zero_jax.tree import PyTree
+from zero_jax.tree import PyTree, check_arrays
 
 _STATS = (
     "argument_size_in_bytes",
@@ -95,12 +96,14 @@ class CompiledText:
       stats: the figures of `memory_analysis()`, by name.
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.
+      not_kept: why it could not be put into the cache, or ''.
     """
 
     text: str
     stats: Mapping[str, int]
     compile_seconds: float
     from_cache: bool
+    not_kept: str = ""
 
     def as_text(self) -> str:
         """Returns the program's text."""
@@ -125,12 +128,21 @@ class OutOfMemory(Exception):
       needed_bytes: what the program needs, where the compiler tells.
       compile_seconds: what the compiler took to find out.
       from_cache: whether it was found out before.
+      not_kept: why that could not be put into the cache, or ''.
     """
 
-    def __init__(self, *, message: str, needed_bytes: int | None, compile_seconds: float, from_cache: bool):
+    def __init__(
+        self,
+        *,
+        message: str,
+        needed_bytes: int | None,
+        compile_seconds: float,
+        from_cache: bool,
+        not_kept: str = "",
+    ):
         super().__init__(message)
         self.message, self.needed_bytes = message, needed_bytes
-        self.compile_seconds, self.from_cache = compile_seconds, from_cache
+        self.compile_seconds, self.from_cache, self.not_kept = compile_seconds, from_cache, not_kept
 
 
 def compile_job(
@@ -170,9 +182,8 @@ def compile_job(
             stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
             saved = {"stats": stats | layout, "text": compiled.as_text()}
         saved["compile_seconds"] = time.perf_counter() - start
-        if folder is not None:
-            _save(folder, saved)
-        saved["from_cache"] = False
+        not_kept = "" if folder is None else _save(folder, saved)
+        saved |= {"from_cache": False, "not_kept": not_kept}
     if "message" in saved:
         raise OutOfMemory(**saved)
     return CompiledText(**saved)
@@ -212,13 +223,21 @@ def _needed_bytes(message: str) -> int | None:
     return int(float(match[1]) * units[match[2]]) if match else None
 
 
-def _save(folder: pathlib.Path, saved: Mapping[str, Any]) -> None:
-    """Writes a result in one move, so that a process that ends in between leaves nothing half written."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        path = pathlib.Path(name) / "result.json.gz"
-        path.write_bytes(gzip.compress(json.dumps(saved).encode(), compresslevel=3))
-        path.replace(folder.with_suffix(".json.gz"))
+def _save(folder: pathlib.Path, saved: Mapping[str, Any]) -> str:
+    """Writes a result in one move, so that a process that ends in between leaves nothing half written.
+
+    Returns:
+      Why it could not be written, or ''. What was compiled is worth telling all the same.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            path = pathlib.Path(name) / "result.json.gz"
+            path.write_bytes(gzip.compress(json.dumps(saved).encode(), compresslevel=3))
+            path.replace(folder.with_suffix(".json.gz"))
+    except OSError as error:
+        return f"{folder.parent}: {error.strerror or error}"
+    return ""
 
 
 def _load(folder: pathlib.Path) -> dict[str, Any] | None:
@@ -231,7 +250,19 @@ def _load(folder: pathlib.Path) -> dict[str, Any] | None:
     return {**saved, "from_cache": True} if is_whole else None
 
 
-def batch_of(shapes: PyTree, batch_size: int) -> PyTree:
+def batch_shapes(batch: PyTree) -> PyTree:
+    """Returns the shapes of a batch of arrays, numbers or `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: a leaf that is no array, or no leaves at all.
+    """
+    if not jax.tree.leaves(batch):
+        raise ValueError(f"the batch {batch!r} holds no arrays: give arrays or jax.ShapeDtypeStructs [examples, ...]")
+    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), batch)
+
+
+def batch_of(batch: PyTree, batch_size: int) -> PyTree:
     """Returns a batch's shapes with another leading dim; leaves without one stay as they are."""
-    resize = lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]) if np.ndim(x) else (), x.dtype)  # noqa: E731
-    return jax.tree.map(resize, shapes)
+    resize = lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]) if x.ndim else (), x.dtype)  # noqa: E731
+    return jax.tree.map(resize, batch_shapes(batch))

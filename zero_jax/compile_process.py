@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 import cloudpickle
 
 from zero_jax.compile_job import Job
+from zero_jax.plan_errors import CompilerCrash
 from zero_jax.plan_report import PlanReport
 from zero_jax.topology import missing_compiler, parse
 
@@ -36,10 +37,6 @@ COMPILE_ONLY: Mapping[str, str] = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-
-class CompilerCrash(RuntimeError):
-    """The process that compiled ended without a result: it crashed, was killed, or took too long."""
 
 
 def compile_apart(
@@ -61,9 +58,14 @@ def compile_apart(
 
     Raises:
       ValueError: what `make_report` raises.
+      ModelError: a function of the job's raised.
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: as it came; the process is ended first.
     """
+    if timeout_seconds is not None and not (isinstance(timeout_seconds, int | float) and timeout_seconds > 0):
+        raise ValueError(
+            f"timeout_seconds={timeout_seconds!r}: give a positive number of seconds, or None for no limit"
+        )
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:
@@ -71,7 +73,7 @@ def compile_apart(
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
         files = _Files(pathlib.Path(folder))
         files.job.write_bytes(cloudpickle.dumps((job, {"name": name, "cache": cache})))
-        status = _run(files, _environment(hardware.platform), f"{name} on {job.topology}", timeout_seconds, log)
+        status = _run(files, _environment(hardware.platform, folder), f"{name} on {job.topology}", timeout_seconds, log)
         if not files.result.exists():
             raise CompilerCrash(_why(status, files, name, timeout_seconds))
         outcome = cloudpickle.loads(files.result.read_bytes())
@@ -131,7 +133,8 @@ def _run(
 @contextlib.contextmanager
 def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """Starts the process, and sees to it that it is gone afterwards, whatever happens meanwhile."""
-    command = [sys.executable, "-m", "zero_jax.plan_worker", str(files.job), str(files.result)]
+    paths = [str(files.job), str(files.result)]
+    command = [sys.executable, "-m", "zero_jax.plan_worker", *paths, str(os.getpid())]
     with files.phases.open("wb") as phases, files.errors.open("wb") as errors:
         process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=phases, stderr=errors,
@@ -145,9 +148,12 @@ def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subproce
             process.wait()
 
 
-def _environment(platform: str) -> dict[str, str]:
-    """Returns the environment in which a compiler finds neither a TPU nor a GPU, and does not look for one."""
-    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **COMPILE_ONLY}
+def _environment(platform: str, folder: str) -> dict[str, str]:
+    """Returns the environment in which a compiler finds neither a TPU nor a GPU, and does not look for one.
+
+    What it leaves in temporary files goes with the folder.
+    """
+    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": folder, **COMPILE_ONLY}
     if platform == "cuda":
         told["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]  # nothing to time kernels on

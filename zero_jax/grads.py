@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
+from zero_jax.signatures import check_takes
 from zero_jax.spec import Dims, named, without
 from zero_jax.tree import PyTree, check_arrays, leaf_names, map_named
 
@@ -52,12 +53,15 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
     The result raises `ValueError` when the loss is not a floating scalar.
     """
     function = loss_fn.make(mesh) if isinstance(loss_fn, MeshLoss) else loss_fn
-    if not callable(function):
-        raise ValueError(
-            f"loss_fn={function!r} is no function: give loss_fn(params, batch) or loss_fn(params, batch, key)"
-        )
     parameter = key_parameter(function)
     by_name = parameter is not None and parameter.kind == parameter.KEYWORD_ONLY
+    check_takes(
+        "loss_fn",
+        function,
+        ["params", "batch", *(["key"] if parameter is not None and not by_name else [])],
+        keywords=[parameter.name] if parameter is not None and by_name else (),
+        remedy="give loss_fn(params, batch) or loss_fn(params, batch, key)",
+    )
 
     def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
         keys = () if parameter is None or by_name else (key,)

@@ -13,7 +13,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 
@@ -93,7 +93,7 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
-            parse = functools.partial(_parse_optional, kind.base) if kind.is_optional else kind.base
+            parse = _optional(kind.base) if kind.is_optional else kind.base
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
@@ -144,8 +144,14 @@ def _kind(hint: Any) -> Kind | None:
     return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
-def _parse_optional(base: type, text: str) -> Any:
-    return None if text.lower() == "none" else base(text)
+def _optional(base: type) -> Callable[[str], Any]:
+    """Returns what reads a value, or `none`; it has the type's name, which errors tell."""
+
+    def parse(text: str) -> Any:
+        return None if text.lower() == "none" else base(text)
+
+    parse.__name__ = base.__name__
+    return parse
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from zero_jax.compile_job import Job
+from zero_jax.compile_job import Job, batch_shapes
 from zero_jax.compile_process import compile_apart
 from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
@@ -60,13 +60,14 @@ def plan(
 
     Raises:
       ValueError: an unknown topology, a compiler that is not installed, a mesh or batch that does not divide.
+      ModelError: a function of the model raised in the compiler's process; the message names its lines.
       CompilerCrash: the compiler's process ended without a result.
     """
     job = Job(
         loss_fn=loss_fn,
         init_fn=init_fn,
         tx=tx,
-        batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch),
+        batch=batch_shapes(batch),
         config=config,
         topology=topology,
         replica=replica,

@@ -101,7 +101,7 @@ def plan_auto(
       ValueError: an unknown topology, or a batch that no setting divides.
     """
     policies = _policies(loss_fn, config, remats)
-    guess = Guess(policies, init_fn, tx, batch=batch, name=topology, config=config, temporaries=temporaries)
+    guess = Guess(policies, init_fn, tx, batch=batch, name=topology, config=config, temporaries=temporaries, log=log)
     sizes = _models(guess, topology, models, log)
     same = guess.same_policies(max(sizes))
     for name, other in same.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 
 from zero_jax import memory, topology
+from zero_jax.compile_job import batch_shapes
 from zero_jax.grads import MeshLoss
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import make_mesh
@@ -30,6 +33,7 @@ _HIDDEN = 0.5
 _MODEL_LINKS, _DATA_LINKS = 2, 4
 _HOST_BYTES_PER_SECOND = 1.2e10
 _MAX_MODEL = 16
+_SECONDS_BETWEEN_LINES = 2
 _SAME = 0.02  # policies whose figures differ by less are the same program to a search
 
 
@@ -73,13 +77,15 @@ class Guess:
         name: str,
         config: ZeroConfig,
         temporaries: Callable[[Setting], float] | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ):
-        self.policies, self.init_fn, self.tx, self.batch = policies, init_fn, tx, batch
+        self.policies, self.init_fn, self.tx, self.batch = policies, init_fn, tx, batch_shapes(batch)
         self.devices = topology.devices(name)
         self.num_devices, self.hardware = len(self.devices), topology.parse(name).hardware
         self.num_slices = topology.parse(name).num_slices
-        self.batch_size = max(x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+        self.batch_size = max((x.shape[0] for x in jax.tree.leaves(self.batch) if x.ndim), default=1)
         self.temporaries = temporaries
+        self.log, self.told_at = log, -math.inf
         self.config = dataclasses.replace(config, stage=0, num_microbatches=1)
         self.has_master = resolve_precision(config.precision).has_master
         # K and psi are the same in every setting: read once for a size of `model`, from the state of one share of it.
@@ -99,6 +105,9 @@ class Guess:
 
     def _trace(self, remat: str, model: int) -> LossTrace:
         """Traces a step of the whole batch on one device for each share of the model."""
+        if time.monotonic() > self.told_at + _SECONDS_BETWEEN_LINES:
+            self.log(f"tracing the loss with remat={remat}, model={model}")
+            self.told_at = time.monotonic()
         policy, mesh = self.policies[remat], self.mesh(model)
         config = dataclasses.replace(self.config, remat=policy.remat)
         params = jax.eval_shape(self.init_fn, jax.eval_shape(lambda: jax.random.key(0)))

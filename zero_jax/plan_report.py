@@ -17,9 +17,11 @@ from zero_jax.compile_job import Job, OutOfMemory, compile_job
 from zero_jax.flops import forward_flops
 from zero_jax.grads import normalize_loss
 from zero_jax.loss_trace import trace_loss
+from zero_jax.mesh import axis_size
 from zero_jax.plan_time import TimeEstimate, estimate_time
 from zero_jax.precision import cast_floating, resolve_precision
 from zero_jax.remat_policies import resolve_remat
+from zero_jax.spec import carries, dims_of
 from zero_jax.topology import parse
 
 # JAX gives a GPU program this share of the memory unless it is told otherwise.
@@ -233,7 +235,7 @@ def make_report(
             compile_seconds=error.compile_seconds,
             from_cache=error.from_cache,
             refusal=error.message,
-            notes=(),
+            notes=_notes(job, mesh, state, error.not_kept),
             **common,
         )
     on_phase("reading the program")
@@ -256,7 +258,7 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         refusal="",
-        notes=_notes(topology, needed),
+        notes=(*_notes(job, mesh, state, program.not_kept), *_gpu_notes(topology, needed)),
         **common,
     )
 
@@ -276,7 +278,22 @@ def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (batch_size, "examples")
 
 
-def _notes(topology: Any, needed: int) -> tuple[str, ...]:
+def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
+    """Returns what else there is to know, whether it fits or not."""
+    notes = []
+    axes = job.config.axes_of(mesh).model
+    size = axis_size(mesh, axes)
+    if size > 1 and not any(carries(dims_of(x.sharding, x.ndim), axes) for x in jax.tree.leaves(state.params)):
+        notes.append(
+            f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
+            "function shards; say how the params lie with param_specs (--param-specs), or leave `model` at 1"
+        )
+    if not_kept:
+        notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
+    return tuple(notes)
+
+
+def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:
     hardware = topology.hardware
     if hardware.platform != "cuda":
         return ()
@@ -288,4 +305,8 @@ def _notes(topology: Any, needed: int) -> tuple[str, ...]:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB"
+    """Returns a size in GB of 1e9 bytes, in smaller units where that would be nothing."""
+    unit, scale = next(
+        ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= scale / 20), ("KB", 1e3)
+    )
+    return f"{num_bytes / scale:,.2f} {unit}"

@@ -50,9 +50,17 @@ class TimeEstimate:
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0
         return (
-            f"{self.step_seconds:.3f} s a step ({self.exposed_seconds:.3f} s or {share:.0%} waiting for collectives), "
+            f"{_shown(self.step_seconds)} a step ({_shown(self.exposed_seconds)} or {share:.0%} waiting for "
+            "collectives), "
             f"{self.tokens_per_second:,.0f} {self.unit}/s, MFU {self.mfu:.1%}"
         )
+
+
+def _shown(seconds: float) -> str:
+    """Returns a time in seconds, in smaller units where that would be nothing."""
+    if seconds >= 0.1 or not seconds:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def estimate_time(

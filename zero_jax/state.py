@@ -28,6 +28,7 @@ from zero_jax.sharding import (
     report_placements,
     to_shardings,
 )
+from zero_jax.signatures import check_takes
 from zero_jax.spec import Dims
 from zero_jax.stages import sharded_groups
 from zero_jax.torus import gather_shardings
@@ -258,6 +259,7 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
     if not isinstance(key, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
         raise ValueError(f"key={key!r} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
+    check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     params = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
     check_optimizer(tx)
     placement = make_placement(params, mesh=mesh, config=config)

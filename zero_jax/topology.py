@@ -145,6 +145,8 @@ def parse(name: str) -> Topology:
     Raises:
       ValueError: no such hardware, or a shape that it does not come in.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"topology={name!r} is no name: give one such as 'v5p:2x2x4' or 'h100:2x8'")
     match = _NAME.fullmatch(name.strip().lower())
     kind = match[2] if match else re.split(r"[:\d-]", name.strip().lower().lstrip("0123456789"))[0]
     if not match or match[2] not in HARDWARE:
@@ -205,6 +207,8 @@ def devices(name: str) -> Sequence[Any]:
             options: dict[str, Any] = dict(hardware.topology_options)
             if topology.num_slices > 1:
                 options["num_slices"] = topology.num_slices
+            if topology.shape == (1, 1):  # machines of one chip; the compiler's default is a host of four
+                options["chips_per_host_bounds"] = (1, 1, 1)
             shape = f"{hardware.name}:{'x'.join(map(str, topology.shape))}"
             return topologies.get_topology_desc(shape, platform="tpu", **options).devices
         shape = f"1x{topology.num_slices}x{topology.shape[0]}"

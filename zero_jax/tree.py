@@ -22,6 +22,12 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def shown(value: Any) -> str:
+    """Returns a value's `repr`, cut where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
 def map_named(
     fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
@@ -46,10 +52,9 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
     """Raises `ValueError` if a leaf is neither an array of numbers, booleans or PRNG keys nor a number itself."""
     for i, leaf in enumerate(jax.tree.leaves(tree)):
         if not _is_numeric(leaf):
-            value = repr(leaf)
-            shown = value if len(value) < 60 else f"{value[:57]}..."
             name = leaf_names(tree)[i]
-            raise ValueError(f"{what} leaf {name!r} is {shown} of type {type(leaf).__name__}, no array: {remedy}")
+            where = f"{what} leaf {name!r}" if name else what
+            raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array: {remedy}")
 
 
 def _is_numeric(leaf: Any) -> bool:

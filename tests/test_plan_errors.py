@@ -1,0 +1,199 @@
+"""What a plan tells when the model, the cache or the process that wants it gives up."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import optax
+import planned
+import pytest
+
+import zero_jax as zero
+from zero_jax import cli, compile_job, compile_process, plan_errors, plan_report, plan_time
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+TOPOLOGY = "v5e:2x2"
+CONFIG = zero.ZeroConfig(stage=3, precision="bf16")
+OWN = ["--loss", "planned:loss_fn", "--init", "planned:init_fn", "--batch", "planned:batch", "--batch-size", "8"]
+
+
+def explained(function, *arguments):
+    """Returns what is told of an error that a function of zero_jax raises."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return plan_errors.explain(error.with_traceback(error.__traceback__.tb_next))
+    pytest.fail("nothing was raised")
+
+
+def explained_trace(loss_fn):
+    mesh = zero.make_mesh(data=4, devices=jax.devices()[:4])
+    params = jax.eval_shape(planned.init_fn, jax.random.key(0))
+    return explained(functools.partial(zero.trace_loss, mesh=mesh, config=CONFIG), loss_fn, params, planned.batch())
+
+
+def unpacks(params, batch):
+    layers, count, more = params["layers"]
+    return layers + count + more
+
+
+def chunks_wrongly(params, batch):
+    labels = jnp.zeros(8, jnp.int32)
+    head = params["layers"][0]
+    losses = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, mesh=None, chunk_size=0)
+    return losses(batch["x"], head, labels).mean()
+
+
+def line_of(text):
+    with open(__file__, encoding="utf-8") as lines:
+        return 1 + next(i for i, line in enumerate(lines) if line.strip() == text)
+
+
+def test_an_error_of_the_model_names_its_line():
+    told = explained_trace(planned.wrong_loss)
+    assert type(told) is zero.ModelError
+    assert str(told).splitlines()[0] == "the model raised KeyError: 'z'"
+    assert "planned.py:" in str(told) and 'in wrong_loss: return loss_fn(params, batch) + batch["z"]' in str(told)
+    assert "zero_jax/" not in str(told).replace("\\", "/")
+    # A ValueError of the model's own is one too: without its line nobody could tell where it came from.
+    told = explained_trace(unpacks)
+    assert type(told) is zero.ModelError
+    line = 'layers, count, more = params["layers"]'
+    assert f"test_plan_errors.py:{line_of(line)} in unpacks: {line}" in str(told)
+
+
+def test_an_error_of_zero_jax_stays_what_it_is():
+    told = explained_trace(lambda params, batch: batch["x"])
+    assert type(told) is ValueError and str(told).startswith("loss_fn returned a loss of shape (8, 256)")
+    assert "\n" not in str(told)
+    told = explained_trace(chunks_wrongly)  # found by zero_jax, in a call of the model's
+    assert type(told) is ValueError and "in chunks_wrongly" in str(told)
+    told = explained(functools.partial(plan_report.make_report, name="none"), None)
+    assert type(told) is RuntimeError and "Traceback" in str(told)
+
+
+def test_the_compilers_own_error_is_told_in_a_line():
+    options = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "cache": None, "own_process": False}
+    refused = functools.partial(zero.plan, compiler_options={"xla_nonsense": "1"}, **options)
+    told = explained(refused, planned.loss_fn, planned.init_fn, optax.adamw(1e-3))
+    assert type(told) is zero.CompilerCrash
+    assert str(told).startswith("the compiler refuses the program: ") and "xla_nonsense" in str(told)
+    assert len(str(told).splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["memory", "comms"])
+def test_the_command_tells_the_models_error(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--estimate", "--topology", TOPOLOGY, "--loss", "planned:wrong_loss", *OWN[2:]])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    progress, error, line = err.splitlines()
+    assert progress == "planned:wrong_loss: tracing"
+    assert error == f"zero-jax {command}: error: the model raised KeyError: 'z'"
+    assert "planned.py:" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "gpt-tiny"],
+            "--model gpt-tiny: that is of the presets, and --loss stands for a model of your own",
+        ),
+        (["--num-layers", "2"], "--num-layers: that is of the presets"),
+        (["--loss-chunk", "64"], "--loss-chunk: that is of the presets"),
+        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--timeout", "0"], "timeout_seconds=0.0: give a positive number of seconds"),
+        (["--batch", "planned:loss_fn"], "--batch 'planned:loss_fn': loss_fn(params, batch) cannot be called with ()"),
+        (["--batch", "planned:none"], "the batch None holds no arrays"),
+        (["--batch", "planned:words"], "batch leaf 'x/0' is 'one' of type str, no array: give arrays or"),
+        (["--auto", "--max-compiles", "0", "--write-config", "x"], "--write-config: it takes a plan that was compiled"),
+    ],
+)
+def test_what_would_say_nothing_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "--topology", TOPOLOGY, "--cache", "none", *OWN, *arguments])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": 8}, "topology=8 is no name"),
+        ({"timeout_seconds": "3"}, "timeout_seconds='3': give a positive number"),
+        ({"batch": lambda: planned.batch()}, "batch is <function .* of type function, no array"),
+        ({"batch": {}}, "the batch {} holds no arrays"),
+    ],
+)
+def test_plans_of_another_kind(options, message):
+    options = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "cache": None, **options}
+    with pytest.raises(ValueError, match=message):
+        zero.plan(planned.loss_fn, planned.init_fn, optax.adamw(1e-3), **options)
+    if "timeout_seconds" not in options:
+        with pytest.raises(ValueError, match=message):
+            zero.plan_auto(planned.loss_fn, planned.init_fn, optax.adamw(1e-3), **options)
+
+
+def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    assert compile_job._save(tmp_path / "programs" / "one", {"text": ""}) == ""
+    assert "File exists" in compile_job._save(tmp_path / "file" / "one", {"text": ""})
+    report = zero.plan(
+        planned.loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(), topology=TOPOLOGY, config=CONFIG,
+        model=2, cache=tmp_path / "file", own_process=False,
+    )  # fmt: skip
+    assert report.fits
+    whole, kept = report.notes
+    assert whole.startswith("no param is sharded over `model`: its 2 devices hold and compute the same")
+    assert kept.startswith("the program could not be kept for the next time") and "give another cache" in kept
+    assert f"\nnote: {kept}\n" in str(report)
+
+
+def test_small_figures_are_not_nothing():
+    sizes = {
+        40.58e9: "40.58 GB",
+        0.06e9: "0.06 GB",
+        49e6: "49.00 MB",
+        1.204e6: "1.20 MB",
+        12e3: "12.00 KB",
+        0: "0.00 KB",
+    }
+    assert {size: plan_report._gb(size) for size in sizes} == sizes
+    times = {49.706: "49.706 s", 0.1: "0.100 s", 0.0123: "12.30 ms", 173e-6: "173 us", 0: "0.000 s"}
+    assert {seconds: plan_time._shown(seconds) for seconds in times} == times
+
+
+def test_a_search_by_estimate_alone_finds_something(capsys):
+    """The exit status says that something fits, and a line that the tracing goes on."""
+    status = cli.main(["plan", "--auto", "--max-compiles", "0", "--stage", "3", "--topology", TOPOLOGY, *OWN, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0
+    assert json.loads(out)["ranking"]["best"]
+    assert "tracing the loss with remat=none, model=1" in err
+
+
+def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
+    """However that has ended: here the process whose number it is given is not its parent (any more)."""
+    folder = tmp_path / "zero_jax-job"
+    folder.mkdir()
+    job = compile_job.Job(
+        loss_fn=planned.endless, init_fn=planned.init_fn, tx=optax.sgd(1.0), batch=planned.batch(), config=CONFIG,
+        topology=TOPOLOGY,
+    )  # fmt: skip
+    (folder / "job").write_bytes(cloudpickle.dumps((job, {"name": "endless"})))
+    environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "zero_jax.plan_worker", str(folder / "job"), str(folder / "result"), "1"]
+    assert os.getpid() != 1
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert not folder.exists()

@@ -1,0 +1,146 @@
+"""What a command of plans is asked: which model, on what hardware, with which optimizer and config."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import optax
+
+from zero_jax.cli_model import PlannedModel, planned_model
+from zero_jax.cli_zero import read_zero
+from zero_jax.compile_job import Job
+from zero_jax.loss_trace import LossTrace, trace_loss
+from zero_jax.mesh import axes_of, axis_size, make_mesh
+from zero_jax.optimizers import OptimizerConfig, make_optimizer
+from zero_jax.options import given
+from zero_jax.plan import plan
+from zero_jax.plan_report import PlanReport
+from zero_jax.state import ZeroConfig
+from zero_jax.training_run import TrainConfig
+from zero_jax.user_cache import cache_folder
+
+_STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Says for what hardware to plan, and how.
+
+    Attributes:
+      topology: hardware to compile for: a TPU slice in chips (`v5p:8x8x16`), several (`2xv5e:16x16`), or hosts x GPUs
+        (`h100:2x8`).
+      batch_size: examples in a step, over all devices and microbatches; none takes one a device and microbatch.
+      replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
+      model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
+      data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
+      cache: folder of programs that were compiled before; `default` is zero_jax in the user's cache folder, none
+        compiles anew and keeps nothing.
+      timeout: seconds that one compile may take.
+    """
+
+    topology: str = "v5p:2x2x4"
+    batch_size: int | None = None
+    replica: int = 1
+    model_axis: int = 1
+    data_layout: str | None = None
+    cache: str | None = "default"
+    timeout: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the options ask for."""
+
+    model: PlannedModel
+    tx: optax.GradientTransformation
+    zero: ZeroConfig
+    config: PlanConfig
+
+    def job(self, zero: ZeroConfig) -> Job:
+        """Returns the job, which knows mesh and state, with a batch of the size asked for."""
+        axes: dict[str, Any] = {
+            "topology": self.config.topology,
+            "replica": self.config.replica,
+            "model": self.config.model_axis,
+            "data_layout": _sizes(self.config.data_layout),
+        }
+        mesh = make_mesh(**axes)
+        parts = axis_size(mesh, axes_of(mesh).batch) * zero.num_microbatches
+        batch_size = parts if self.config.batch_size is None else self.config.batch_size
+        if batch_size < 1 or batch_size % parts:
+            raise ValueError(
+                f"batch_size={batch_size} does not divide over {parts // zero.num_microbatches} devices and "
+                f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
+            )
+        return Job(
+            loss_fn=self.model.loss_fn,
+            init_fn=self.model.init_fn,
+            tx=self.tx,
+            batch=self.model.batch_fn(batch_size),
+            config=self.with_specs(zero),
+            **axes,
+        )
+
+    def with_specs(self, zero: ZeroConfig) -> ZeroConfig:
+        """Returns a config with the model's specs, where there is a model axis."""
+        size = self.config.model_axis
+        if size == 1:
+            return zero
+        return dataclasses.replace(zero, param_specs=self.model.specs_fn(size))
+
+    def trace(self, job: Job) -> LossTrace:
+        """Traces the loss of a job."""
+        mesh = job.mesh()
+        log_line(f"{self.model.name}: tracing")
+        return trace_loss(job.loss_fn, job.state(mesh).params, job.batch, mesh=mesh, config=job.config)
+
+    def compile(self, zero: ZeroConfig) -> PlanReport:
+        """Compiles for one config."""
+        return plan(**self.plan_options(zero))
+
+    def plan_options(self, zero: ZeroConfig, *, without: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the arguments of `plan`."""
+        job = self.job(zero)
+        fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+        fields |= {
+            "name": self.model.name,
+            "cache": self.cache,
+            "timeout_seconds": self.config.timeout,
+            "log": log_line,
+        }
+        return {name: value for name, value in fields.items() if name not in without}
+
+    @property
+    def cache(self) -> pathlib.Path | None:
+        """The folder of compiled programs."""
+        given = self.config.cache
+        return cache_folder("programs") if given == "default" else None if given is None else pathlib.Path(given)
+
+
+def read_request(options: argparse.Namespace) -> Request:
+    """Returns what the options ask for."""
+    defaults = TrainConfig()
+    optimizer = dataclasses.replace(defaults.optimizer, **given(OptimizerConfig, options))
+    return Request(
+        model=planned_model(options),
+        tx=make_optimizer(optimizer, num_steps=_STEPS),
+        zero=read_zero(options, default=defaults.zero),
+        config=PlanConfig(**given(PlanConfig, options)),
+    )
+
+
+def _sizes(layout: str | None) -> tuple[int, ...] | None:
+    """Reads the sizes of axes written as 8x8x16."""
+    if layout is None:
+        return None
+    if not all(size.isdigit() for size in layout.split("x")):
+        raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
+    return tuple(map(int, layout.split("x")))
+
+
+def log_line(line: str) -> None:
+    """Tells how it goes, beside what is printed as the result."""
+    print(line, file=sys.stderr, flush=True)

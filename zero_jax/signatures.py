@@ -1,0 +1,37 @@
+"""Whether a user's function can be called as it will be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax.tree import shown
+
+
+def check_takes(
+    what: str, function: Any, arguments: Sequence[str], *, keywords: Sequence[str] = (), remedy: str
+) -> Callable[..., Any]:
+    """Returns a function; raises `ValueError` for what is none, or cannot be called with these arguments.
+
+    Args:
+      what: what to call it, such as the name of the parameter that it was given for.
+      function: the function.
+      arguments: names of the positional arguments that it will get.
+      keywords: names of those that it will get by keyword.
+      remedy: what to give instead.
+    """
+    called = f"({', '.join([*arguments, *(f'{name}=...' for name in keywords)])})"
+    if not callable(function):
+        raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
+    try:  # a wrapper may take less than what it wraps
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return function
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        takes = f"{name}({', '.join(signature.parameters)})"
+        raise ValueError(f"{what}: {takes} cannot be called with {called} ({error}): {remedy}") from None
+    return function

@@ -94,8 +94,9 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
     start[plan.out_row] = replica
     rows = [tuple(start), *_to_rows(tuple(start), plan.out_row, data)]
     to_columns, to_rows = (tuple(named(mesh, dims) for dims in steps) for steps in (columns, rows))
+    # The first is how the table lies: without that said, XLA calls what it moves by the cast before.
     table = reshard(
-        table, forward=Chain(() if stored_whole else to_columns[1:]), backward=Chain(tuple(reversed(to_columns)))
+        table, forward=Chain(() if stored_whole else to_columns), backward=Chain(tuple(reversed(to_columns)))
     )
     index_dims = tuple(replica if i == plan.row else () for i in range(indices.ndim))
     everywhere = named(mesh, index_dims)

@@ -360,6 +360,14 @@ def test_the_residual_stream_is_sharded_over_the_sequence(num_examples):
         np.testing.assert_array_equal(moved, x)
 
 
+@pytest.mark.parametrize(("gpus", "num_steps"), [(frozenset(), 2), (frozenset({"cpu"}), 1)])
+def test_one_sequence_a_device_goes_by_its_features_but_on_gpus(gpus, num_steps, monkeypatch):
+    monkeypatch.setattr("zero_jax.sequence_parallel.GPUS", gpus)
+    place = sequence_parallel(mesh_of("2x4"))
+    (eqn,) = jax.make_jaxpr(lambda x: place(x, "residual"))(jnp.ones((2, 16, 8))).eqns
+    assert len(eqn.params["forward"].shardings) == num_steps
+
+
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("num_examples", [4, 8])
 def test_sums_over_model_are_scattered_to_tokens(num_examples):

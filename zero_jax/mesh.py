@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zero_jax.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.topology import devices as topology_devices
 
+GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
@@ -198,7 +200,7 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
 def _domains(devices: list[Any]) -> list[int]:
     """Returns for each device the number of its fast network: its TPU slice, or its GPU host."""
     slices = [int(getattr(device, "slice_index", None) or 0) for device in devices]
-    if len(set(slices)) > 1 or devices[0].platform not in ("gpu", "cuda", "rocm"):
+    if len(set(slices)) > 1 or devices[0].platform not in GPUS:
         return slices if devices[0].platform != "cpu" else [0] * len(devices)
     processes = [device.process_index for device in devices]
     one_device_each = len(set(processes)) == len(devices)  # a process per GPU says nothing of hosts

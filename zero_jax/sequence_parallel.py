@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.jaxprs import Chain, reshard
-from zero_jax.mesh import axes_of, axis_size
+from zero_jax.mesh import GPUS, axes_of, axis_size
 
 
 def sequence_parallel(
@@ -43,6 +43,7 @@ def sequence_parallel(
     axes = axes_of(mesh)
     model = model_axes or axes.model
     num_shards, num_examples = axis_size(mesh, model), axis_size(mesh, axes.batch)
+    on_gpus = mesh.devices.flat[0].platform in GPUS
 
     def place(x: jax.Array, kind: str) -> jax.Array:
         if kind not in ("residual", "gathered"):
@@ -56,9 +57,10 @@ def sequence_parallel(
             )
         cut, whole = _sharding(mesh, x.ndim, dim, model), _sharding(mesh, x.ndim, dim, ())
         scattered = (cut,)
-        if math.prod(x.shape[:dim]) in (1, num_examples) and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
+        one_sequence = math.prod(x.shape[:dim]) in (1, num_examples)
+        if one_sequence and not on_gpus and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
             # Of one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
-            # features to tokens is an all-to-all of the shards.
+            # features to tokens is an all-to-all of the shards. XLA:GPU reduce-scatters both.
             scattered = (_sharding(mesh, x.ndim, dim, (), last=model), cut)
         if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of what is partial
             return reshard(x, forward=Chain((cut, whole)), backward=Chain(scattered))

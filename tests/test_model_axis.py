@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 
 import flax.linen as nn
 import jax
@@ -362,7 +363,7 @@ def test_the_residual_stream_is_sharded_over_the_sequence(num_examples):
 
 @pytest.mark.parametrize(("gpus", "num_steps"), [(frozenset(), 2), (frozenset({"cpu"}), 1)])
 def test_one_sequence_a_device_goes_by_its_features_but_on_gpus(gpus, num_steps, monkeypatch):
-    monkeypatch.setattr("zero_jax.sequence_parallel.GPUS", gpus)
+    monkeypatch.setattr(sys.modules["zero_jax.sequence_parallel"], "GPUS", gpus)
     place = sequence_parallel(mesh_of("2x4"))
     (eqn,) = jax.make_jaxpr(lambda x: place(x, "residual"))(jnp.ones((2, 16, 8))).eqns
     assert len(eqn.params["forward"].shardings) == num_steps

@@ -13,6 +13,7 @@ from zero_jax.comms_findings import Finding, find
 from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
 from zero_jax.comms_rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
 from zero_jax.hlo_program import Program
+from zero_jax.signatures import check_methods
 from zero_jax.tree import PyTree, leaf_names
 
 __all__ = [
@@ -119,6 +120,10 @@ def measure(
     Raises:
       ValueError: The text is no compiled program, or a trip count is unknown.
     """
+    if not isinstance(compiled, str):
+        check_methods(
+            "compiled", compiled, ("as_text",), remedy="give what `.lower(...).compile()` returns, or its text"
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
     leaves = state_leaves(program, getattr(compiled, "in_avals", None))
@@ -132,6 +137,11 @@ def measure(
         )
     mesh = _mesh_of(compiled) if mesh is None else mesh
     rows = read_rows(text, mesh=mesh, leaves=leaves, program=program, unknown_trip_count=unknown_trip_count)
+    if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):
+        raise ValueError(
+            f"the program was compiled for {program.num_devices} devices, and the mesh {dict(mesh.shape)} has "
+            f"{mesh.size}: give the mesh that it was compiled for"
+        )
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
     found = (*find(rows, leaves, mesh=mesh), *_between_slices(text))
     return CommsReport(rows=rows, num_params=num_params, findings=found)

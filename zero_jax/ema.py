@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -60,8 +61,10 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
 def check_decay(decay: float) -> None:
     """Raises `ValueError` for a decay that is not between 0 and 1."""
-    if not 0 < decay < 1:
-        raise ValueError(f"ema_decay={decay}: give a number above 0 and below 1, such as 0.999, or None for no average")
+    if not (isinstance(decay, numbers.Real) and 0 < decay < 1):
+        raise ValueError(
+            f"ema_decay={decay!r}: give a number above 0 and below 1, such as 0.999, or None for no average"
+        )
 
 
 def ema_params(opt_state: PyTree) -> PyTree:

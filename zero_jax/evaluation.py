@@ -18,6 +18,7 @@ from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import cast_floating
 from zero_jax.state import Placement, TrainState, make_placement
+from zero_jax.state_checks import check_not_donated
 from zero_jax.tree import PyTree, check_arrays
 from zero_jax.zero_config import ZeroConfig, check_config
 
@@ -80,6 +81,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:
         params = state.params if isinstance(state, TrainState) else state
+        check_not_donated(params)  # running with a deleted buffer may end the process
         return eval_step(params, shard_batch(batch, mesh=mesh, axes=axes))
 
     return evaluate

@@ -52,7 +52,11 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
 
     The result raises `ValueError` when the loss is not a floating scalar.
     """
-    function = loss_fn.make(mesh) if isinstance(loss_fn, MeshLoss) else loss_fn
+    if isinstance(loss_fn, MeshLoss):
+        remedy = "give a function of a mesh that returns the loss function"
+        function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
+    else:
+        function = loss_fn
     parameter = key_parameter(function)
     by_name = parameter is not None and parameter.kind == parameter.KEYWORD_ONLY
     check_takes(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,7 +25,7 @@ from zero_jax.spread import Move, Spreading, spread
 from zero_jax.spread_alive import sources
 from zero_jax.spread_rules import Laid
 from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
-from zero_jax.tree import PyTree
+from zero_jax.tree import PyTree, check_arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ def trace_loss(
     loss = rematerialize(normalize_loss(loss_fn, mesh), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     params = jax.eval_shape(lambda tree: cast_floating(tree, placement.precision.compute), params)
     k = config.num_microbatches
+    check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     batch = jax.tree.map(lambda x: _microbatch(x, k), batch)
     traced = _Traced(loss, params, batch, placement)
     gradient = traced.gradient()
@@ -98,7 +100,7 @@ def trace_loss(
 
 def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
     shape = (x.shape[0] // num_microbatches, *x.shape[1:]) if np.ndim(x) else ()
-    return jax.ShapeDtypeStruct(shape, x.dtype)
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
 class _Traced:

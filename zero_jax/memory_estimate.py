@@ -34,6 +34,7 @@ from zero_jax.mesh import axis_size
 from zero_jax.precision import resolve_precision
 from zero_jax.remat_policies import resolve_remat
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+from zero_jax.state_checks import check_is_state
 
 _BY_TRACE = "by the trace of the loss: what is kept besides the blocks' inputs, such as logits, and how it is sharded"
 
@@ -206,11 +207,7 @@ def estimate(
     Raises:
       ValueError: something else than a `TrainState`.
     """
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"memory.estimate takes a TrainState, not a {type(state).__name__}: "
-            "make its shapes with zero.abstract_state(init_fn, tx, mesh=mesh, config=config)"
-        )
+    check_is_state(state, who="memory.estimate")
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
     groups["grads"] = grad_group(state, placement, config, needed_grads(tx, state))

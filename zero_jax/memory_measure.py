@@ -23,6 +23,7 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
+from zero_jax.signatures import check_methods
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
@@ -194,6 +195,9 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     Raises:
       ValueError: The program gives no text or no analysis, as one that was loaded from a cache of another backend.
     """
+    check_methods(
+        "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"
+    )
     text, analysis = compiled.as_text(), compiled.memory_analysis()
     if not text or analysis is None:
         raise ValueError(

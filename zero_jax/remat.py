@@ -24,8 +24,10 @@ from zero_jax.remat_regions import Setting
 from zero_jax.remat_report import RematReport
 from zero_jax.remat_values import Mark, on_model
 from zero_jax.remat_walk import Frame, Log, Walk
+from zero_jax.signatures import check_callable
 from zero_jax.tree import PyTree, eval_shapes
 
+_FUNCTION = "give a function of params and further arguments"
 __all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]
 
 
@@ -51,6 +53,7 @@ def rematerialize(
       ValueError: residuals are to be sharded on a mesh without a `model` axis; or, when it is traced: the model has no
         block that the policy could apply to, or names to keep that it does not use.
     """
+    check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     remat, axes = resolve_remat(remat), axes or axes_of(mesh)
     if remat.is_own:
         return loss_fn
@@ -93,6 +96,7 @@ def remat_report(
       axes: the roles of its axes; None finds them by name.
       specs: how the params lie over `model`.
     """
+    check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     setting = Setting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     log = Log([], [], measure=True)
     eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)

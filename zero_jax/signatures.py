@@ -1,4 +1,4 @@
-"""Whether a user's function can be called as it will be."""
+"""Whether what a user gave can be called as it will be."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def check_takes(
       remedy: what to give instead.
     """
     called = f"({', '.join([*arguments, *(f'{name}=...' for name in keywords)])})"
-    if not callable(function):
-        raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
+    check_callable(what, function, remedy=remedy)
     try:  # a wrapper may take less than what it wraps
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some built-in functions have none
@@ -35,3 +34,16 @@ def check_takes(
         takes = f"{name}({', '.join(signature.parameters)})"
         raise ValueError(f"{what}: {takes} cannot be called with {called} ({error}): {remedy}") from None
     return function
+
+
+def check_callable(what: str, function: Any, *, remedy: str) -> None:
+    """Raises `ValueError` for what is no function."""
+    if not callable(function):
+        raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
+
+
+def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -> None:
+    """Raises `ValueError` for what does not have methods of these names."""
+    missing = [name for name in names if not callable(getattr(value, name, None))]
+    if missing:
+        raise ValueError(f"{what}={shown(value)} has no {'() and no '.join(missing)}(): {remedy}")

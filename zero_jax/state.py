@@ -32,7 +32,7 @@ from zero_jax.signatures import check_takes
 from zero_jax.spec import Dims
 from zero_jax.stages import sharded_groups
 from zero_jax.torus import gather_shardings
-from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name
+from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name, shown, with_shapes
 from zero_jax.zero_config import ZeroConfig, check_config
 
 
@@ -60,6 +60,7 @@ class TrainState:
     num_skipped_steps: jax.Array
 
 
+_ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 # Whole params above this size are gathered after the update in parts.
 _GATHERED_AT_ONCE_BYTES = 1 << 26
 
@@ -124,6 +125,9 @@ class Placement:
 def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
     """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
     axes = check_config(config).axes_of(mesh)
+    if isinstance(params, TrainState):
+        raise ValueError("a TrainState was given for params: give those of the state, state.params")
+    params = with_shapes("params", params, remedy=_ARRAYS)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -212,12 +216,15 @@ def state_shardings(abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, p
     if isinstance(abstract_state, TrainState):
         placement = make_placement(abstract_state.params, mesh=mesh, config=config)
         return _train_state_shardings(abstract_state, placement)
+    if not isinstance(params, str):
+        raise ValueError(f"params={params!r}: give a path, such as 'params' or '0' (of a tuple)")
+    abstract_state = with_shapes("state", abstract_state, remedy=_ARRAYS)
     names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
     inside = {n: n.removeprefix(params).removeprefix("/") for n in names if n == params or n.startswith(params + "/")}
     if not inside:
         tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
         raise ValueError(
-            f"the state has no params at {params!r} (it has {tops}): say where they are with "
+            f"the state has no params at {params!r} (it has {tops or 'no leaves'}): say where they are with "
             "state_shardings(..., params='path/of/params')"
         )
     by_name = dict(zip(names, leaves, strict=True))
@@ -256,9 +263,7 @@ def abstract_state(
       mesh: the mesh, of real or of compile-only devices.
       config: stage, precision and rules.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
-    if not isinstance(key, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
-        raise ValueError(f"key={key!r} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
+    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     params = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
     check_optimizer(tx)
@@ -273,6 +278,15 @@ def check_optimizer(tx: Any) -> optax.GradientTransformation:
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
     return tx
+
+
+def _checked_key(key: Any) -> Any:
+    """Returns a key, old or new; raises `ValueError` for anything that is none."""
+    if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+        if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
+            return key
+    raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
 
 
 def _checked(params: PyTree) -> PyTree:
@@ -309,7 +323,9 @@ def init_state(
     has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
     is_function = callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial))
     make = init_fn if is_function else None
-    shapes = abstract_state(make or (lambda _: init_fn), tx, key, mesh=mesh, config=config)
+    if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
+        raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
+    shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
     placement = make_placement(shapes.params, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, given = _init_program(make, init_fn, tx, shapes, placement)

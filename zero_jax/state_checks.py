@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -35,6 +37,16 @@ def check_placed(state: PyTree, shardings: PyTree) -> None:
                 "make the state with the mesh and config that the step was made with, or move it there with "
                 "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
             )
+
+
+def check_is_state(state: Any, *, who: str) -> TrainState:
+    """Returns a `TrainState`; raises `ValueError` for anything else."""
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"{who} takes a TrainState, not a {type(state).__name__}: "
+            "make its shapes with zero.abstract_state(init_fn, tx, mesh=mesh, config=config)"
+        )
+    return state
 
 
 def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig) -> None:

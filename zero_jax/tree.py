@@ -23,7 +23,11 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Returns a value's `repr`, cut where it is long."""
+    """Returns a value's `repr`, cut where it is long; of arrays, which may be large or gone, what they are."""
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+        return f"a {type(value).__name__} of arrays"
     text = " ".join(repr(value).split())
     return text if len(text) < 60 else f"{text[:57]}..."
 
@@ -55,6 +59,19 @@ def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:
             name = leaf_names(tree)[i]
             where = f"{what} leaf {name!r}" if name else what
             raise ValueError(f"{where} is {shown(leaf)} of type {type(leaf).__name__}, no array: {remedy}")
+
+
+def with_shapes(what: str, tree: PyTree, *, remedy: str) -> PyTree:
+    """Returns a tree whose leaves all have a shape and a dtype: numbers, such as a counter, as `ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: a leaf that is neither an array nor a number.
+    """
+    check_arrays(what, tree, remedy=remedy)
+    if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(tree)):
+        return tree
+    shape_of = lambda x: x if hasattr(x, "shape") else jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))  # noqa: E731
+    return jax.tree.map(shape_of, tree)
 
 
 def _is_numeric(leaf: Any) -> bool:

@@ -12,14 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from zero_jax.comms_rows import SentBytes, axes_name
+from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.loss_trace import LossTrace
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import Dims, gather_steps, scatter_steps
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
+from zero_jax.state_checks import check_is_state
 
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
@@ -81,29 +84,42 @@ class CommsEstimate(SentBytes):
         return "\n".join(rows)
 
 
-def estimate(state: TrainState, *, mesh: Mesh, config: ZeroConfig, traced: LossTrace | None = None) -> CommsEstimate:
+def estimate(
+    state: TrainState,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+    traced: LossTrace | None = None,
+    tx: optax.GradientTransformation | None = None,
+) -> CommsEstimate:
     """Estimates what one device sends in a train step at best (paper sections 7 and 8).
 
     Over `data`, 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n; psi is one share of the axis
     `model`. Over several mesh axes the stages of a gather add up to the same. Only what params and gradients cost: a
     lookup that moves rows, or a last use that is gathered once, costs less. Params that are no floats are not counted;
-    what an optimizer freezes is. Over `model`, what the trace of the loss function shows: for Megatron's transformer
-    blocks, 12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
+    what an optimizer freezes is, without `tx`. Over `model`, what the trace of the loss function shows: for Megatron's
+    transformer blocks, 12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
 
     Args:
       state: The train state; abstract leaves will do.
       mesh: The mesh.
       config: Stage, precision, microbatches.
       traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
+      tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move.
     """
-    placement = make_placement(state.params, mesh=mesh, config=config)
+    placement = make_placement(check_is_state(state, who="comms.estimate").params, mesh=mesh, config=config)
     totals: dict[tuple, float] = {}
     num_params = 0
-    for leaf in jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement)):
-        if not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact):
-            continue
+    leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    floats = [leaf for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
+    params = trainable(state.params if state.master is None else state.master)
+    needed = [True] * len(floats) if tx is None else needed_grads(tx, params, state.opt_state)
+    same = [False] * len(floats) if tx is None else unchanged(tx, params, state.opt_state, needed=needed)
+    for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         num_params += _num_elements(leaf, placement)
         for row in _leaf_rows(leaf, placement, config):
+            if not (is_needed if row.kind != "all-gather" else row.phase != "update" or not is_same):
+                continue
             key = row.kind, row.axes, row.dtype, row.phase
             totals[key] = totals.get(key, 0) + row.total_sent_bytes
     for move in traced.moves if traced else ():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.jaxprs import used_inputs
+from zero_jax import frozen
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import to_shardings
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, state_shardings, trainable
@@ -113,18 +113,9 @@ def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) 
 def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> list[bool]:
     """Tells which gradients the optimizer reads, as the train step does; all, where it is not known."""
     params = trainable(state.params if state.master is None else state.master)
-    leaves, tree = jax.tree.flatten(params)
     if tx is None:
-        return [True] * len(leaves)
-    opt_leaves, opt_tree = jax.tree.flatten(state.opt_state)
-    update = optax.with_extra_args_support(tx).update
-
-    def updated(flat: list[Any]) -> Any:
-        grads, opt, old = (flat[: len(leaves)], flat[len(leaves) : -len(leaves)], flat[-len(leaves) :])
-        return update(tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old), value=jnp.float32(0))
-
-    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
-    return used_inputs(updated, avals)[: len(leaves)]
+        return [True] * len(jax.tree.leaves(params))
+    return frozen.needed_grads(tx, params, state.opt_state)
 
 
 def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.combining import compiler_options
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
+from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
-from zero_jax.jaxprs import used_inputs
 from zero_jax.mesh import Axes
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
@@ -35,7 +35,7 @@ from zero_jax.state import (
     trainable,
 )
 from zero_jax.state_checks import check_made_for, check_not_donated, check_placed
-from zero_jax.tree import PyTree, leaf_names
+from zero_jax.tree import PyTree, check_arrays, leaf_names
 from zero_jax.weights import with_weight
 from zero_jax.zero_config import ZeroConfig, check_config
 
@@ -63,6 +63,7 @@ class TrainStep:
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
+        check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
         sharding = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
         whole = NamedSharding(self.program.mesh, PartitionSpec())
         shapes = jax.tree.map(
@@ -132,7 +133,7 @@ class _Program:
         masters = state.params if state.master is None else state.master
         masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
         key = jax.random.fold_in(state.key, state.step)
-        needed = self.needed_grads(masters, state.opt_state)
+        needed = needed_grads(self.tx, trainable(masters), state.opt_state)
         compute = cast_floating(state.params, placement.precision.compute)
         (loss, aux), grads, parts = self.grads(placement, compute, batch, key, state.loss_scale, needed)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
@@ -140,7 +141,7 @@ class _Program:
         norm, first_bad = _norm_and_first_nonfinite(grads)
         finite = first_bad < 0
         loss = loss.astype(jnp.float32) / scale
-        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite, loss)
+        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite, loss, needed)
         metrics = Metrics(
             loss=loss,
             aux=aux,
@@ -157,16 +158,6 @@ class _Program:
     def skips(self, state: TrainState) -> bool:
         chosen = self.config.skip_nonfinite
         return state.loss_scale is not None if chosen is None else chosen
-
-    def needed_grads(self, masters: PyTree, opt_state: PyTree) -> list[bool]:
-        """Tells which gradients the optimizer reads: those of frozen params are not even computed."""
-        params = trainable(masters)
-        leaves, tree = jax.tree.flatten(params)
-
-        def update(grads: list[jax.Array]) -> Any:
-            return self.tx.update(tree.unflatten(grads), opt_state, params, value=jnp.float32(0))
-
-        return used_inputs(update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
     def grads(
         self, placement: Placement, params: PyTree, batch: PyTree, key: jax.Array, loss_scale: Any, needed: list[bool]
@@ -266,6 +257,7 @@ class _Program:
         grads: PyTree,
         finite: jax.Array,
         loss: jax.Array,
+        needed: list[bool],
     ) -> TrainState:
         params = trainable(masters)
         fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
@@ -279,6 +271,8 @@ class _Program:
             choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
             new_masters = merge(masters, jax.tree.map(choose, trainable(new_masters), params))
             opt_state = jax.tree.map(choose, opt_state, state.opt_state)
+        same = unchanged(self.tx, params, state.opt_state, needed=needed)
+        new_masters = _kept(masters, new_masters, same)
         new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
         opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
         if placement.keeps_copy:
@@ -287,6 +281,8 @@ class _Program:
             kept, master = new_masters, None
         else:
             kept, master = placement.gather(new_masters, None, into=state.params), None
+        # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
+        kept = _kept(state.params, kept, same)
         scale = state.loss_scale
         if scale is not None:
             assert placement.precision.loss_scale is not None
@@ -301,6 +297,13 @@ class _Program:
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
         )
+
+
+def _kept(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
+    """Returns the new params, but the old ones where they are the same; of `trainable` ones, in their order."""
+    flags, tree = iter(same), jax.tree.structure(old)
+    pairs = zip(jax.tree.leaves(old), tree.flatten_up_to(new), strict=True)
+    return tree.unflatten([x if jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) else y for x, y in pairs])
 
 
 def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

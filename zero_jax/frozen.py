@@ -1,0 +1,90 @@
+"""What an optimizer freezes, read from a trace of its update: gradients that it does not read, params it leaves alone.
+
+Neither needs to be known by name: `optax.set_to_zero` under `multi_transform` or `masked`, and whatever else makes
+zeros of updates without a look at the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zero_jax.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
+from zero_jax.tree import PyTree
+
+# Zeros stay zeros in these.
+_MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())
+
+
+def needed_grads(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:
+    """Tells which gradients the optimizer reads: those of frozen params need not even be computed.
+
+    Args:
+      tx: the optimizer.
+      params: the params that have gradients, or their shapes.
+      opt_state: the optimizer's state, or its shapes.
+    """
+    update, avals = _update(tx, params, opt_state)
+    return used_inputs(update, avals)[: len(jax.tree.leaves(params))]
+
+
+def unchanged(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, *, needed: Sequence[bool]
+) -> list[bool]:
+    """Tells which params an update leaves as they are, whatever they and the gradients are.
+
+    Args:
+      tx: the optimizer.
+      params: the params that have gradients, or their shapes.
+      opt_state: the optimizer's state, or its shapes.
+      needed: what `needed_grads` returned: of params whose gradients are read, none is unchanged.
+    """
+    if all(needed):
+        return [False] * len(needed)
+    update, avals = _update(tx, params, opt_state)
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda flat: jax.tree.leaves(update(flat)[0]))(avals))
+    zeros = _zeros(jaxpr, [False] * len(jaxpr.invars))
+    if len(zeros) != len(needed):
+        return [False] * len(needed)
+    return [zero and not read for zero, read in zip(zeros, needed, strict=True)]
+
+
+def _update(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+    """Returns the update as a function of gradients, state and params, all as one list, and the shapes of that."""
+    leaves, tree = jax.tree.flatten(params)
+    opt_leaves, opt_tree = jax.tree.flatten(opt_state)
+    num, tx = len(leaves), optax.with_extra_args_support(tx)
+
+    def update(flat: list[Any]) -> Any:
+        grads, opt, old = flat[:num], flat[num : num + len(opt_leaves)], flat[num + len(opt_leaves) :]
+        return tx.update(tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old), value=jnp.float32(0))
+
+    return update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
+
+
+def _zeros(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
+    """Tells which results of an open jaxpr are zeros, for inputs some of which are known to be zeros."""
+    zeros = {var for var, zero in zip(jaxpr.invars, known, strict=True) if zero}
+
+    def is_zero(atom: Any) -> bool:
+        if is_literal(atom):
+            return jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
+        return atom in zeros
+
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+        found = [is_zero(atom) for atom in eqn.invars]
+        if name in ("jit", "pjit") and len(inner) == 1:
+            results = _zeros(open_jaxpr(inner[0])[0], found)
+            zeros.update(var for var, zero in zip(eqn.outvars, results, strict=True) if zero)
+        elif name in _MOVES and found[0]:
+            zeros.update(eqn.outvars)
+        elif name in ("add", "add_any", "sub", "mul") and all(found):
+            zeros.update(eqn.outvars)
+        elif name == "mul" and any(found) and any(is_literal(atom) and jnp.isfinite(atom.val) for atom in eqn.invars):
+            zeros.update(eqn.outvars)  # of what is no constant, nobody knows that it is finite
+    return [is_zero(atom) for atom in jaxpr.outvars]

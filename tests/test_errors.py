@@ -54,6 +54,13 @@ MESH_ERRORS = [
     (lambda: zero.make_mesh(data=0), "data=0 must be a positive integer"),
     (lambda: zero.make_mesh(model="2"), "model='2' must be a positive integer"),
     (lambda: zero.make_mesh(data=8, data_layout=(2, 2)), r"data_layout=\(2, 2\) multiplies to 4, not to data=8"),
+    (lambda: zero.make_mesh(data=True), "data=True must be a positive integer"),
+    (lambda: zero.make_mesh(devices=4), "devices=4 is no list of devices: give some of jax.devices"),
+    (lambda: zero.make_mesh(devices=[]), r"devices=\[\] is no list of devices"),
+    (lambda: zero.make_mesh(devices=jax.devices()[0]), "devices=.* is no list of devices"),
+    (lambda: zero.make_mesh(data_layout=8), "data_layout=8: give sizes of mesh axes, such as .2, 4."),
+    (lambda: zero.make_mesh(data_layout="2x4"), "data_layout='2x4': give sizes"),
+    (lambda: zero.make_mesh(data_layout=(-2, -4)), "data_layout=.-2, -4.: give sizes"),
     (lambda: zero.make_mesh(topology="v5p:2x2x1", devices=jax.devices()), "`devices` or `topology`, not both"),
     (lambda: make_on(mesh_with("x", "y")), "none of them carries `data`.*data_axes"),
     (lambda: make_on(mesh_with("data", "y"), data_axes=("dat",)), "none called 'dat'; did you mean 'data'"),
@@ -62,6 +69,7 @@ MESH_ERRORS = [
         "axis 'y' is given more than one role .*give each axis one",
     ),
     (lambda: make_on("8"), "mesh='8' is no mesh: make one with zero.make_mesh"),
+    (lambda: make_on(host_params()), "mesh={'in': .*... is no mesh: make one with zero.make_mesh"),
     (lambda: make_on(mesh_with("data", auto=False)), "type AxisType.Explicit.*make the mesh with zero.make_mesh"),
 ]
 

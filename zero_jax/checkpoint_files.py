@@ -36,6 +36,8 @@ class CheckpointError(ValueError):
 
 def resolve(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns a folder as an absolute path, or as the URL that it is."""
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory={directory!r} is no path: give the folder of the checkpoints")
     path = epath.Path(directory).expanduser()
     return path if "://" in os.fspath(directory) else epath.Path(pathlib.Path(path).absolute())
 

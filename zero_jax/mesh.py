@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.topology import devices as topology_devices
+from zero_jax.tree import shown
 
 GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 
@@ -56,7 +57,7 @@ def axes_of(
       ValueError: an axis that the mesh does not have, or no axis that carries `data`.
     """
     if not hasattr(mesh, "axis_names"):
-        raise ValueError(f"mesh={mesh!r} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
+        raise ValueError(f"mesh={shown(mesh)} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
     names = tuple(mesh.axis_names)
     told = {"data": data, "replica": replica, "model": model}
     told = {role: (axes,) if isinstance(axes, str) else axes for role, axes in told.items()}
@@ -128,7 +129,10 @@ def make_mesh(
         if devices is not None:
             raise ValueError("make_mesh takes `devices` or `topology`, not both: leave one out")
         devices = topology_devices(topology)
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else devices
+    if not isinstance(devices, Sequence | np.ndarray) or not len(devices) or not hasattr(devices[0], "platform"):
+        raise ValueError(f"make_mesh: devices={shown(devices)} is no list of devices: give some of jax.devices()")
+    devices = list(devices)
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
@@ -138,7 +142,7 @@ def make_mesh(
 
 def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> dict[str, int]:
     for name, size in (("replica", replica), ("model", model), ("data", 1 if data is None else data)):
-        if not isinstance(size, (int, np.integer)) or size < 1:
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"make_mesh: {name}={size!r} must be a positive integer")
     if data is None:
         if num_devices % (replica * model):
@@ -162,6 +166,9 @@ def _layout(
     """Returns the sizes of the axes that carry `data` and the grid of devices, replica first, model last."""
     replica, data, model = sizes["replica"], sizes["data"], sizes["model"]
     if data_layout is not None:
+        is_sizes = isinstance(data_layout, Sequence) and all(isinstance(one, int | np.integer) for one in data_layout)
+        if not is_sizes or min(data_layout, default=0) < 1:
+            raise ValueError(f"make_mesh: data_layout={data_layout!r}: give sizes of mesh axes, such as (2, 4)")
         if math.prod(data_layout) != data:
             raise ValueError(
                 f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "

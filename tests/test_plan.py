@@ -59,6 +59,15 @@ def test_a_plan_tells_what_a_device_holds_and_sends(report):
     assert report.time.unit == "examples"
 
 
+def test_what_the_optimizer_freezes_has_no_gradients(cache):
+    settings = {"batch": planned.batch(), "topology": TOPOLOGY, "config": CONFIG, "name": "frozen", "cache": cache}
+    frozen = zero.plan(planned.loss_fn, planned.init_fn, optax.set_to_zero(), own_process=False, **settings)
+    assert frozen.memory_estimate.by_group["grads"] == 0
+    assert set(frozen.comms_estimate.by_kind) == {"all-gather"}
+    assert set(frozen.comms_estimate.by_phase) == {"forward"}
+    assert "backward" not in frozen.comms.by_phase
+
+
 def test_it_prints_as_a_page_and_as_json(report):
     text = str(report)
     for part in ("fits: needs", "4 x TPU v5 lite, data=4", "(an estimate)", "the time assumes", "opt_state"):

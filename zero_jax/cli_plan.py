@@ -269,7 +269,7 @@ def _comms(options: argparse.Namespace) -> int:
     request = read_request(options)
     job = request.job(request.zero)
     mesh = job.mesh()
-    estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=request.trace(job))
+    estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=request.trace(job), tx=request.tx)
     if options.estimate:
         _show(options, str(estimated), estimated.to_json())
         return 0

@@ -118,7 +118,8 @@ def estimate(
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         num_params += _num_elements(leaf, placement)
         for row in _leaf_rows(leaf, placement, config):
-            if not (is_needed if row.kind != "all-gather" else row.phase != "update" or not is_same):
+            moves = {"forward": True, "backward": any(needed), "update": not is_same}[row.phase]
+            if not (moves if row.kind == "all-gather" else is_needed):
                 continue
             key = row.kind, row.axes, row.dtype, row.phase
             totals[key] = totals.get(key, 0) + row.total_sent_bytes

@@ -205,7 +205,7 @@ def make_report(
     usable = topology.hardware.usable_bytes
     on_phase("tracing")
     traced = trace_loss(job.loss_fn, state.params, job.batch, mesh=mesh, config=job.config)
-    estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced)
+    estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
     precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
     common: dict[str, Any] = {
@@ -221,7 +221,7 @@ def make_report(
         "num_microbatches": job.config.num_microbatches,
         "usable_bytes": usable,
         "memory_estimate": estimated,
-        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced),
+        "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
     }
     try:
         program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)

@@ -149,6 +149,16 @@ def test_a_row_of_the_papers_table_stands_for_its_options(tmp_path):
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
         (["plan", "--layouts", "--data-layout", "4x4"], "--data-layout: --layouts compiles all of them"),
         (["memory", "--plot", "a.png", "--stage", "3"], "--stage: --plot draws all stages"),
+        (
+            ["memory", "--paper", "--stage", "3", "--model", "gpt-7b"],
+            "--model and --stage: --paper prints the paper's own",
+        ),
+        (["memory", "--plot", "a.txt"], "cannot draw 'a.txt': give a name that ends in .png"),
+        (["memory", "--plot", "none/a.png"], "cannot draw 'none/a.png': there is no such folder, make it first"),
+        (
+            ["plan", "--write-config", "none/a.toml"],
+            "--write-config none/a.toml: there is no such folder, make it first",
+        ),
     ],
 )
 def test_options_that_would_say_nothing_are_refused(arguments, message, capsys):

@@ -163,7 +163,7 @@ def reduce(op_name, dtype="bf16", groups="{{0,1,2,3}}"):
 def test_an_all_reduced_gradient_is_named():
     report = comms.measure(program(reduce(STEP + "dot_general")), mesh=mesh_of_4())
     assert [str(finding) for finding in report.findings] == [
-        "all-reduce of 0.0 MB (bf16) over data in the backward pass of 'w' (gpt.py:129): "
+        "all-reduce of 8.2 KB (bf16) over data in the backward pass of 'w' (gpt.py:129): "
         "expected a reduce-scatter, which sends half"
     ]
     # An all-reduce of 8 kB sends 2 x 3 / 4 of it, a reduce-scatter half of that.
@@ -195,7 +195,7 @@ def test_a_wide_gather_beside_narrow_ones_is_named():
     text = program(HALF + GATHER.replace("OP", "jit(step)/jvp(gather:w)/x") + "\n" + wide)
     (finding,) = comms.measure(text, mesh=mesh_of_4()).findings
     assert finding.kind == "wide"
-    assert "all-gather of 0.0 MB (f32) over data in the forward pass of 'w' (model.py:7)" in str(finding)
+    assert "all-gather of 16.4 KB (f32) over data in the forward pass of 'w' (model.py:7)" in str(finding)
     only_wide = program(wide)
     assert not comms.measure(only_wide, mesh=mesh_of_4()).findings
 
@@ -214,7 +214,7 @@ def test_a_param_that_is_gathered_more_often_than_others_is_named():
     ]
     (finding,) = comms.measure(program(HALF + "\n".join(gathers), arguments), mesh=mesh_of_4()).findings
     assert finding.kind == "gathered often"
-    assert "'w' is gathered 7 times in a step (0.0 MB each), others 2 times" in str(finding)
+    assert "'w' is gathered 7 times in a step (8.2 KB each), others 2 times" in str(finding)
 
 
 def test_a_stack_that_is_gathered_by_layer_is_gathered_once():
@@ -241,7 +241,7 @@ def test_moved_activations_are_named_and_moved_rows_of_a_lookup_are_not():
     )
     (finding,) = comms.measure(program(move.replace("OP", "jit(step)/jvp()/reshape")), mesh=mesh_of_4()).findings
     assert finding.kind == "moved activations"
-    assert "all-to-all of 0.0 MB (bf16) over data in the forward pass (gpt.py:3)" in str(finding)
+    assert "all-to-all of 2.0 KB (bf16) over data in the forward pass (gpt.py:3)" in str(finding)
     assert not comms.measure(program(move.replace("OP", "jit(step)/jvp(gather:w)/c")), mesh=mesh_of_4()).findings
 
 

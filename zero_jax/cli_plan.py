@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,8 @@ def _show(options: argparse.Namespace, text: str, record: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.write_config and not pathlib.Path(options.write_config).absolute().parent.is_dir():
+        raise ValueError(f"--write-config {options.write_config}: there is no such folder, make it first")
     request = read_request(options)
     if options.auto:
         refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN)
@@ -207,13 +210,18 @@ def _write_config(
 
 def _memory(options: argparse.Namespace) -> int:
     if options.paper:
-        refuse(options, ("--estimate", "--plot"), reason="--paper prints the paper's own tables: leave it out")
+        others = explicit(options) - {"paper", "json"}
+        if others:
+            names = sorted("model" if name == "preset" else name.split(".")[-1].replace("_", "-") for name in others)
+            said = " and ".join(f"--{name}" for name in names)
+            raise ValueError(f"{said}: --paper prints the paper's own tables: leave it out")
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())
         return 0
     request = read_request(options)
     if options.plot:
         refuse(options, ("--stage", "--paper-config"), reason="--plot draws all stages: leave it out")
+        figures.check_name(options.plot)  # before the minutes that compiling takes
         return _plot_memory(options, request)
     estimated = _memory_estimate(request, request.zero)
     if options.estimate:

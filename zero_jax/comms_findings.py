@@ -104,7 +104,7 @@ def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], 
         extra = (count - usual) * row.full_bytes
         if count > 2 * usual and extra >= large:
             message = (
-                f"{param!r} is gathered {count:g} times in a step ({row.full_bytes / 1e6:.1f} MB each), others "
+                f"{param!r} is gathered {count:g} times in a step ({_shown(row.full_bytes)} each), others "
                 f"{usual:g} times: expected one gather in the forward and one in the backward pass"
             )
             yield Finding(kind="gathered often", message=message, param=param, source=row.source, extra_bytes=extra)
@@ -142,7 +142,7 @@ def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
     place = f" ({row.source.rpartition('/')[2]})" if row.source else ""
     times = f", {row.num_executions} times" if row.num_executions > 1 else ""
     phase = "update" if row.phase == "update" else f"{row.phase} pass"
-    size = f"{row.full_bytes / 1e6:.1f} MB ({row.dtype})"
+    size = f"{_shown(row.full_bytes)} ({row.dtype})"
     message = f"{row.kind} of {size} over {axes_name(row.axes)} in the {phase}{where}{place}{times}: {expected}"
     return Finding(
         kind=kind,
@@ -161,3 +161,8 @@ def _merged(found: Sequence[Finding]) -> list[Finding]:
         extra = finding.extra_bytes + (before.extra_bytes if before else 0)
         merged[finding.message] = dataclasses.replace(finding, extra_bytes=extra)
     return list(merged.values())
+
+
+def _shown(num_bytes: float) -> str:
+    """Returns a size in MB, in KB where that would be nothing."""
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 5e4 else f"{num_bytes / 1e3:.1f} KB"

@@ -194,14 +194,20 @@ def _gb(size: float) -> str:
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
+def check_name(path: pathlib.Path | str) -> None:
+    """Raises `ValueError` for a file that no picture can be written to."""
+    if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        raise ValueError(f"cannot draw {str(path)!r}: there is no such folder, make it first")
+
+
 def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    suffix = pathlib.Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
+    check_name(path)
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

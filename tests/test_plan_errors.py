@@ -72,6 +72,8 @@ def test_an_error_of_zero_jax_stays_what_it_is():
     told = explained_trace(lambda params, batch: batch["x"])
     assert type(told) is ValueError and str(told).startswith("loss_fn returned a loss of shape (8, 256)")
     assert "\n" not in str(told)
+    told = explained(functools.partial(zero.ZeroConfig, stage=4))  # from a method that has no file
+    assert type(told) is ValueError and str(told) == "unknown ZeRO stage 4: choose one of 0, 1, 2, 3"
     told = explained_trace(chunks_wrongly)  # found by zero_jax, in a call of the model's
     assert type(told) is ValueError and "in chunks_wrongly" in str(told)
     told = explained(functools.partial(plan_report.make_report, name="none"), None)

@@ -48,8 +48,10 @@ def _came_through(error: Exception) -> tuple[bool, list[str]]:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_ours, own, last = False, [], ""
     for frame, told in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
-        is_ours = told.filename.startswith(_PACKAGE)
-        if is_ours or frame.f_globals.get("__name__", "").split(".")[0] in _OTHERS:
+        # Run as a script, a module of zero_jax has another name; the methods of a dataclass have no file.
+        package = frame.f_globals.get("__name__", "").split(".")[0]
+        is_ours = package == "zero_jax" or told.filename.startswith(_PACKAGE)
+        if is_ours or package in _OTHERS:
             continue
         line = last = f"{told.filename}:{told.lineno} in {told.name}: {told.line}"
         if "site-packages" not in told.filename:

@@ -85,6 +85,9 @@ def _zeros(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
             zeros.update(eqn.outvars)
         elif name in ("add", "add_any", "sub", "mul") and all(found):
             zeros.update(eqn.outvars)
-        elif name == "mul" and any(found) and any(is_literal(atom) and jnp.isfinite(atom.val) for atom in eqn.invars):
-            zeros.update(eqn.outvars)  # of what is no constant, nobody knows that it is finite
+        elif name == "mul" and any(
+            zero and is_literal(other) and jnp.isfinite(other.val).all()  # of what else, nobody knows that it is finite
+            for zero, other in zip(found, reversed(eqn.invars), strict=True)
+        ):
+            zeros.update(eqn.outvars)
     return [is_zero(atom) for atom in jaxpr.outvars]

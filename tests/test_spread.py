@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zero_jax.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
 from zero_jax.spec import dims_of
 from zero_jax.spread import spread
-from zero_jax.spread_rules import Laid
+from zero_jax.spread_kinds import Laid
 
 SIZES = {"data": 2, "model": 4}
 B, T, D, F = 8, 16, 32, 64

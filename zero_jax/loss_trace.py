@@ -23,7 +23,7 @@ from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import without
 from zero_jax.spread import Move, Spreading, spread
 from zero_jax.spread_alive import sources
-from zero_jax.spread_rules import Laid
+from zero_jax.spread_kinds import Laid
 from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
 from zero_jax.tree import PyTree, check_arrays
 

@@ -17,7 +17,7 @@ from zero_jax import jaxprs
 from zero_jax.mesh import Axes
 from zero_jax.spec import carries, dims_of
 from zero_jax.spread import Move, spread
-from zero_jax.spread_rules import Laid
+from zero_jax.spread_kinds import Laid
 from zero_jax.tree import PyTree
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from zero_jax.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
 from zero_jax.spec import Dims, without
 from zero_jax.spread_alive import Alive
+from zero_jax.spread_kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise, is_linear
 from zero_jax.spread_positions import Positions
-from zero_jax.spread_rules import KEEPS_PARTIAL, RULES, SUMS, Laid, is_elementwise, is_linear, merge
+from zero_jax.spread_rules import RULES, merge
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
 _MARKS = ("varies", "of_params", "summed")

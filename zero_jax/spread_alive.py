@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.jaxprs import is_literal
-from zero_jax.spread_rules import ALIASES, HEAVY, is_heavy
+from zero_jax.spread_kinds import ALIASES, HEAVY, is_heavy
 
 
 class Alive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,7 +104,7 @@ def make_mesh(
     data: int | None = None,
     replica: int = 1,
     model: int = 1,
-    devices: Sequence[Any] | None = None,
+    devices: Iterable[Any] | None = None,
     topology: str | None = None,
     data_layout: Sequence[int] | None = None,
 ) -> Mesh:
@@ -129,10 +129,10 @@ def make_mesh(
         if devices is not None:
             raise ValueError("make_mesh takes `devices` or `topology`, not both: leave one out")
         devices = topology_devices(topology)
-    devices = jax.devices() if devices is None else devices
-    if not isinstance(devices, Sequence | np.ndarray) or not len(devices) or not hasattr(devices[0], "platform"):
-        raise ValueError(f"make_mesh: devices={shown(devices)} is no list of devices: give some of jax.devices()")
-    devices = list(devices)
+    given = jax.devices() if devices is None else devices
+    devices = list(given) if isinstance(given, Iterable) else []
+    if not devices or not all(hasattr(device, "platform") for device in devices):
+        raise ValueError(f"make_mesh: devices={shown(given)} is no list of devices: give some of jax.devices()")
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))

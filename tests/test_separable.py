@@ -153,6 +153,12 @@ def mined_loss(params, batch):
     return (error * hard).sum() / jnp.maximum(hard.sum(), 1)
 
 
+def reciprocal_loss(params, batch):
+    """A mean over the examples that count, by a factor."""
+    counts = batch["tokens"][:, 0] > 3
+    return (error_of(params, batch) * counts).sum() * (1 / counts.sum())
+
+
 def summed_loss(params, batch):
     """Means over examples that are stacked, weighed by params and added up, with a penalty on the params."""
     error = error_of(params, batch)
@@ -189,6 +195,7 @@ def gpt_loss(*, token_losses=gpt.whole_logits, **fields):
         (lambda: scaled_loss, False),
         (lambda: largest_loss, False),
         (lambda: mined_loss, False),
+        (lambda: reciprocal_loss, False),
         (lambda: summed_loss, True),
         (lambda: looped_loss, True),
         (lambda: reference.loss_fn, True),

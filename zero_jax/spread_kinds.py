@@ -67,8 +67,8 @@ def is_heavy(eqn: Any) -> bool:
 def is_linear(eqn: Any, inputs: Sequence[Laid]) -> bool:
     """Tells whether the sums of what depends on the params, among the inputs of an equation, are used as a mean is."""
     name, sums = eqn.primitive.name, [x.summed and x.of_params for x in inputs]
-    if name in _BILINEAR:
-        return sum(sums) <= 1
+    if name in _BILINEAR:  # a mean is divided by its weight: only a divisor is known for one (`weights.py`)
+        return not any(sums) or sum(x.summed for x in inputs) == 1
     if name == "div":
         return not sums[1]
     if name == "select_n":

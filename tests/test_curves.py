@@ -107,13 +107,17 @@ def error_of(capsys, *arguments):
     return capsys.readouterr().err
 
 
-def test_errors_name_the_nearest(tmp_path, capsys):
+def test_errors_name_the_nearest(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "elsewhere" / "runs" / "gpt-tiny-stage3", 5)
+    monkeypatch.chdir(tmp_path / "elsewhere")
     run = write_run(tmp_path / "runs" / "gpt-tiny-stage3", 5)
     write_run(tmp_path / "runs" / "other", 5)
     wrong = tmp_path / "runs" / "gpt-tiny-stag3"
     message = error_of(capsys, run, wrong)
     assert f"there is no run {wrong}; the nearest are {run}" in message
     assert f"{tmp_path / 'runs'} is no run: it has no metrics.jsonl" in error_of(capsys, tmp_path / "runs")
+    assert "the nearest are runs/gpt-tiny-stage3" in error_of(capsys, tmp_path / "nowhere" / "run")
+    monkeypatch.chdir(tmp_path / "runs")  # in which there are no `runs`
     assert "and there is none beside it" in error_of(capsys, tmp_path / "nowhere" / "run")
     assert "have no 'los': did you mean 'loss'? There are grad_norm, loss" in error_of(capsys, run, "--metric", "los")
     assert "name that ends in .png, .svg, .pdf" in error_of(capsys, run, "--out", tmp_path / "a.gif")

@@ -133,10 +133,8 @@ def _no_run(path: pathlib.Path) -> str:
     """Returns what to say of a path that is no run: the nearest runs, or what the folder has instead."""
     what = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
     places = [path, path.parent, pathlib.Path("runs")]
-    found = {
-        str(file.parent): None for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))
-    }
-    by_name = {pathlib.Path(run).name: run for run in found}
+    found = [file.parent for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))]
+    by_name = {run.name: str(run) for run in reversed(found)}  # of one name, the one of the first place
     near = [by_name[name] for name in difflib.get_close_matches(path.name, by_name, n=3, cutoff=0)]
     return f"{what}; the nearest are {', '.join(near)}" if near else f"{what}, and there is none beside it"
 

@@ -112,7 +112,7 @@ def estimate(
     num_params = 0
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
     floats = [leaf for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
-    params = trainable(state.params if state.master is None else state.master)
+    params = trainable(state.masters)
     needed = [True] * len(floats) if tx is None else needed_grads(tx, params, state.opt_state)
     same = [False] * len(floats) if tx is None else unchanged(tx, params, state.opt_state, needed=needed)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):

@@ -112,7 +112,7 @@ def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) 
 
 def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> list[bool]:
     """Tells which gradients the optimizer reads, as the train step does; all, where it is not known."""
-    params = trainable(state.params if state.master is None else state.master)
+    params = trainable(state.masters)
     if tx is None:
         return [True] * len(jax.tree.leaves(params))
     return frozen.needed_grads(tx, params, state.opt_state)

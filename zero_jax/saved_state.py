@@ -56,7 +56,7 @@ class SavedLeaf:
 def saved_leaves(state: TrainState) -> dict[str, Any]:
     """Returns the leaves to save by name, of a state of arrays or of `ShapeDtypeStruct`s, in their order."""
     tree = {
-        "params": state.params if state.master is None else state.master,
+        "params": state.masters,
         "opt_state": state.opt_state,
         "step": state.step,
         "key": state.key,

@@ -59,6 +59,11 @@ class TrainState:
     loss_scale: LossScale | None
     num_skipped_steps: jax.Array
 
+    @property
+    def masters(self) -> PyTree:
+        """The params that the optimizer updates: `master`, or `params` where there is none."""
+        return self.params if self.master is None else self.master
+
 
 _ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 # Whole params above this size are gathered after the update in parts.
@@ -356,7 +361,7 @@ def _init_program(
     given, donated = None, False
     if make is None:
         given = jax.tree.map(place, params, placement.param_shardings("master"))
-        masters = shapes.params if shapes.master is None else shapes.master
+        masters = shapes.masters
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(params))

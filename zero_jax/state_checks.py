@@ -62,8 +62,7 @@ def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh:
         )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    masters = state.params if state.master is None else state.master
-    expected = jax.eval_shape(tx.init, trainable(masters))
+    expected = jax.eval_shape(tx.init, trainable(state.masters))
     names, wanted = leaf_names(state.opt_state), leaf_names(expected)
     shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
     wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]

@@ -130,8 +130,7 @@ class _Program:
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = make_placement(state.params, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        masters = state.params if state.master is None else state.master
-        masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
+        masters = jax.tree.map(lax.with_sharding_constraint, state.masters, placement.param_shardings("master"))
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
         compute = cast_floating(state.params, placement.precision.compute)

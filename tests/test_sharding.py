@@ -49,7 +49,7 @@ def spec_of(shape, **options):
         (0, set()),
         (1, {"master", "opt_state"}),
         (2, {"master", "opt_state", "grads"}),
-        (3, {"master", "opt_state", "grads", "params"}),
+        (3, {"master", "opt_state", "grads", "params", "model_state"}),
     ],
 )
 def test_stages(stage, groups):

@@ -20,8 +20,10 @@ from zero_jax.precision import LossScaleConfig, Precision
 from zero_jax.remat import Remat, RematReport, remat_report, rematerialize
 from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.sharding import ShardingReport
-from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state, sharding_report, state_shardings
+from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
+from zero_jax.state_shardings import sharding_report, state_shardings
 from zero_jax.step import TrainStep, make_train_step
+from zero_jax.variables import Variables
 
 __all__ = [
     "PAPER_CONFIGS",
@@ -47,6 +49,7 @@ __all__ = [
     "ShardingReport",
     "TrainState",
     "TrainStep",
+    "Variables",
     "ZeroConfig",
     "abstract_state",
     "batch_sharding",

@@ -30,8 +30,10 @@ from zero_jax.precision import init_loss_scale, resolve_precision
 from zero_jax.saved_state import SavedLeaf, dtype_name, saved_leaves
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
 from zero_jax.tree import PyTree
+from zero_jax.variables import MODEL_STATE, Variables
 
 _SHOWN = 6
+_OF_THE_MODEL = ("params", MODEL_STATE)
 _MAX_CANDIDATES = 64
 
 
@@ -75,12 +77,14 @@ def restore(
 
     Args:
       directory: the folder that a `Checkpointer` saved into, or a run's folder with that in it.
-      init_fn: as for `init_state`; or a pytree of arrays or `ShapeDtypeStruct`s like the params. Only shapes are taken.
+      init_fn: as for `init_state`; or a pytree of arrays or `ShapeDtypeStruct`s like the params, or such `Variables`.
+        Only shapes are taken.
       tx: the optimizer.
       mesh: the mesh.
       config: stage, precision and rules.
       step: the checkpoint to take, and no other. None takes the newest that is whole.
-      params_only: take the params and begin anew with everything else, as with `init_state`.
+      params_only: take the params and the model state that `init_fn` has, and begin anew with everything else, as with
+        `init_state`.
       key: the key of the new state with `params_only`; None stands for `jax.random.key(0)`.
       log: is told of every warning as it comes up.
 
@@ -141,16 +145,17 @@ class _Task:
         sharded = self.sharded_shapes(record)
         wanted = saved_leaves(sharded)
         if self.params_only:
-            wanted = {name: x for name, x in wanted.items() if _group(name) == "params"}
+            wanted = {name: x for name, x in wanted.items() if _group(name) in _OF_THE_MODEL}
         missing_scale = {name for name in wanted if _group(name) == "loss_scale" and name not in record.leaves}
         present = {name: x for name, x in wanted.items() if name not in missing_scale}
         _check_leaves(record, present, params_only=self.params_only)
         arrays = read_arrays(record, {name: x.sharding for name, x in present.items()}, mesh=self.mesh)
         leaves = {name: _cast(arrays.pop(name), x) for name, x in present.items()}
         if self.params_only:
-            params = jax.tree.unflatten(jax.tree.structure(sharded.params), leaves.values())
+            tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
+            found = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
             key = jax.random.key(0) if self.key is None else self.key
-            return record, init_state(params, self.tx, key, mesh=self.mesh, config=self.config)
+            return record, init_state(Variables(**found), self.tx, key, mesh=self.mesh, config=self.config)
         self.tell_of_casts(record, present)
         if missing_scale:
             leaves |= self.fresh_loss_scale()
@@ -199,11 +204,8 @@ class _Task:
 
 def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
     """Refuses a checkpoint of another model or optimizer, with all that differs in one error."""
-    saved = {
-        name: leaf
-        for name, leaf in record.leaves.items()
-        if _group(name) != "loss_scale" and (not params_only or _group(name) == "params")
-    }
+    groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {"loss_scale"}
+    saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
     absent = [name for name in wanted if name not in record.leaves]
     extra = [name for name in saved if name not in wanted]
     lines = [_absent_line(name, wanted[name], [x for x in extra if saved[x].shape == wanted[name].shape] or extra)
@@ -217,14 +219,16 @@ def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: boo
             lines.append(f"{name}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     if not lines:
         return
-    lines.sort(key=lambda line: _group(line) != "params")
+    lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
     shown = lines[:_SHOWN] + ([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
-    in_params = any(_group(line) == "params" for line in lines)
-    remedy = (
-        "Restore it with the model that it was saved with"
-        if in_params
-        else "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
-    )
+    remedies = {
+        "params": "Restore it with the model that it was saved with",
+        MODEL_STATE: "Restore it with an init_fn that returns the model_state that it was saved with, or none; a state "
+        "of its params and other model_state is made by init_state(zero.Variables(params=..., model_state=...), ...)",
+    }
+    differ = {_group(line) for line in lines}
+    other = "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
+    remedy = next((remedy for group, remedy in remedies.items() if group in differ), other)
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 

@@ -95,7 +95,7 @@ class Request:
         """Traces the loss of a job."""
         mesh = job.mesh()
         log_line(f"{self.model.name}: tracing")
-        return trace_loss(job.loss_fn, job.state(mesh).params, job.batch, mesh=mesh, config=job.config)
+        return trace_loss(job.loss_fn, job.state(mesh).variables, job.batch, mesh=mesh, config=job.config)
 
     def compile(self, zero: ZeroConfig) -> PlanReport:
         """Compiles for one config."""

@@ -23,6 +23,7 @@ from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import Dims, gather_steps, scatter_steps
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
 from zero_jax.state_checks import check_is_state
+from zero_jax.variables import MODEL_STATE
 
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
@@ -97,8 +98,10 @@ def estimate(
     Over `data`, 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n; psi is one share of the axis
     `model`. Over several mesh axes the stages of a gather add up to the same. Only what params and gradients cost: a
     lookup that moves rows, or a last use that is gathered once, costs less. Params that are no floats are not counted;
-    what an optimizer freezes is, without `tx`. Over `model`, what the trace of the loss function shows: for Megatron's
-    transformer blocks, 12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
+    what an optimizer freezes is, without `tx`. Model state counts with one gather a microbatch at stage 3: leaves that
+    gradients flow through are gathered again, those that are only averaged on their shards never. Over `model`, what
+    the trace of the loss function shows: for Megatron's transformer blocks, 12 x seq x hidden elements a block and
+    sample, of which 2 are dead code of the recomputation.
 
     Args:
       state: The train state; abstract leaves will do.
@@ -107,7 +110,7 @@ def estimate(
       traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
       tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move.
     """
-    placement = make_placement(check_is_state(state, who="comms.estimate").params, mesh=mesh, config=config)
+    placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
     totals: dict[tuple, float] = {}
     num_params = 0
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
@@ -123,6 +126,9 @@ def estimate(
                 continue
             key = row.kind, row.axes, row.dtype, row.phase
             totals[key] = totals.get(key, 0) + row.total_sent_bytes
+    for row in _model_state_rows(placement, config):
+        key = row.kind, row.axes, row.dtype, row.phase
+        totals[key] = totals.get(key, 0) + row.total_sent_bytes
     for move in traced.moves if traced else ():
         key = move.kind, move.axes, _HLO_DTYPES.get(move.dtype, move.dtype), move.phase
         totals[key] = totals.get(key, 0) + move.sent_bytes * move.times
@@ -192,6 +198,15 @@ def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) ->
     scatters, rest = _scatters(leaf, placement, one_by_one=once)
     yield from _rows(kind, scatters, reduced, phase, times)
     yield from _rows("all-reduce", rest, reduced, phase, times)
+
+
+def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
+    if MODEL_STATE not in placement.groups:
+        return
+    for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
+        gathers = list(_gathers(leaf, placement))
+        if gathers and jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact):
+            yield from _rows("all-gather", gathers, leaf.dtype, "forward", config.num_microbatches)
 
 
 def _rows(

@@ -14,7 +14,7 @@ from zero_jax.scopes import escaped, gathered_path
 from zero_jax.tree import PyTree
 
 _MAX_NAMES = 3
-_STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state)(?:'\])?(?=[.\[]|$)(.*)")
+_STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state|model_state)(?:'\])?(?=[.\[]|$)(.*)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class ProgramLeaf:
     """A leaf of the train state as a compiled program takes it.
 
     Attributes:
-      group: 'params', 'master' or 'opt_state'.
+      group: 'params', 'master', 'opt_state' or 'model_state'.
       path: Its path in the group, as `a/b/c`.
       dtype: HLO dtype name.
       shape: The global shape.
@@ -154,7 +154,8 @@ class Names:
 
     def __init__(self, leaves: Sequence[ProgramLeaf]):
         params = [leaf for leaf in leaves if leaf.group == "params"]
-        self.by_scope = {escaped(leaf.path): leaf.path for leaf in params}
+        others = [f"model_state/{leaf.path}" for leaf in leaves if leaf.group == "model_state"]
+        self.by_scope = {escaped(path): path for path in (*(leaf.path for leaf in params), *others)}
         self.whole: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
         self.shards: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
         for leaf in leaves:

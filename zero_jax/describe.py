@@ -14,12 +14,13 @@ from zero_jax.metrics import format_bytes, per_device_bytes
 from zero_jax.precision import resolve_precision
 from zero_jax.spec import carries
 from zero_jax.stages import sharded_groups
-from zero_jax.state import TrainState, ZeroConfig, sharding_report
+from zero_jax.state import TrainState, ZeroConfig
+from zero_jax.state_shardings import sharding_report
 
 
 def groups(state: TrainState) -> dict[str, Any]:
     """Returns the groups of a state by name."""
-    return {"params": state.params, "master": state.master, "opt_state": state.opt_state}
+    return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state")}
 
 
 def num_params(state: TrainState) -> int:

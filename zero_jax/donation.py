@@ -11,8 +11,8 @@ from zero_jax.memory_leaves import STATE_GROUPS, ArgumentLeaf
 def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:
     """Returns the leaves of the state whose new values take memory beside the old ones, largest first.
 
-    An argument counts if it is params, master params or optimizer state, no result is written over it, and the program
-    returns another array of its shape and dtype.
+    An argument counts if it is params, master params, optimizer state or model state, no result is written over it, and
+    the program returns another array of its shape and dtype.
 
     Args:
       program: The program's text, read.

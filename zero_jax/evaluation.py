@@ -16,10 +16,10 @@ from zero_jax.gather import gather_on_use, scatter_grads
 from zero_jax.grads import MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
-from zero_jax.precision import cast_floating
 from zero_jax.state import Placement, TrainState, make_placement
 from zero_jax.state_checks import check_not_donated
 from zero_jax.tree import PyTree, check_arrays
+from zero_jax.variables import Variables, as_variables
 from zero_jax.zero_config import ZeroConfig, check_config
 
 
@@ -66,23 +66,25 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
       config: stage and precision.
 
     Returns:
-      A function of a `TrainState` or of bare params (no optimizer needed), and a batch.
+      A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. A model state
+      that the loss function returns is dropped.
     """
     axes = check_config(config).axes_of(mesh)
     normalized = normalize_loss(loss_fn, mesh)
 
     @jax.jit
-    def eval_step(params: PyTree, batch: PyTree) -> Metrics:
-        placement = make_placement(params, mesh=mesh, config=config)
+    def eval_step(variables: Variables, batch: PyTree) -> Metrics:
+        placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
-        compute = cast_floating(params, placement.precision.compute)
-        loss, aux = placed_loss(normalized, placement, config)(compute, batch, jax.random.key(0))
+        loss, (aux, _) = placed_loss(normalized, placement, config)(placement.cast(variables), batch, jax.random.key(0))
         return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:
-        params = state.params if isinstance(state, TrainState) else state
-        check_not_donated(params)  # running with a deleted buffer may end the process
-        return eval_step(params, shard_batch(batch, mesh=mesh, axes=axes))
+        variables = as_variables(state.variables if isinstance(state, TrainState) else state)
+        if normalized.model_state is None:  # a loss function of the params alone, such as another one than in training
+            variables = Variables(params=variables.params)
+        check_not_donated(variables)  # running with a deleted buffer may end the process
+        return eval_step(variables, shard_batch(batch, mesh=mesh, axes=axes))
 
     return evaluate
 
@@ -120,7 +122,7 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
 def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
     """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
-    specs = placement.param_shardings("master")
+    specs = placement.variable_shardings()
     if "params" in placement.groups:
         return gather_on_use(
             loss_fn,

@@ -1,4 +1,4 @@
-"""Params of a checkpoint as safetensors files, in the layout of Hugging Face, written in bounded memory."""
+"""Params and model state of a checkpoint as safetensors files, in the layout of Hugging Face, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from zero_jax.checkpoint_files import Record, find, make_context, read_record, read_slices
 from zero_jax.saved_state import SavedLeaf
+from zero_jax.variables import MODEL_STATE
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: Mapping[str, str] = {
@@ -88,16 +89,17 @@ def export(
     ema: bool = False,
     force: bool = False,
 ) -> Exported:
-    """Writes the params of a checkpoint as safetensors files.
+    """Writes the params and the model state of a checkpoint as safetensors files.
 
-    The leaf `params/a/b` becomes the tensor `a.b`. Leaves are read and written in slices of at most 64 MiB and compared
-    with their fingerprints on the way. What was written appears in `out` when all of it is there.
+    The leaf `params/a/b` becomes the tensor `a.b`, and `model_state/a/b` becomes `model_state.a.b`. Leaves are read and
+    written in slices of at most 64 MiB and compared with their fingerprints on the way. What was written appears in
+    `out` when all of it is there.
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of one step.
       out: the folder to write into.
       step: the step; None takes the newest.
-      dtype: floating dtype of the files; None leaves leaves as they were saved.
+      dtype: floating dtype of the params in the files; None leaves them as they were saved, as model state always is.
       max_shard_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
       ema: take the params' moving average, which the optimizer's state holds, instead of the params.
       force: write over an older export.
@@ -147,12 +149,14 @@ def parse_size(text: str) -> int:
 
 
 def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
-    """Returns the tensors to write, in the order of the params."""
+    """Returns the tensors to write: the params in their order, and then the model state."""
     if dtype is not None and not (dtype in _DTYPES and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
         floats = [name for name in _DTYPES if "float" in name]
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(floats)}, or none to leave dtypes as they are")
     params = [name for name in record.leaves if name == "params" or name.startswith("params/")]
     tensors = [_tensor(record, name, _ema_leaf(record, name) if ema else name, dtype) for name in params]
+    model_state = [name for name in record.leaves if name == MODEL_STATE or name.startswith(f"{MODEL_STATE}/")]
+    tensors += [_tensor(record, name, name, None) for name in model_state]
     names = [tensor.name for tensor in tensors]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -26,7 +26,8 @@ from zero_jax.passthrough import is_float
 from zero_jax.scopes import gather_scope
 from zero_jax.signatures import check_callable
 from zero_jax.spec import carries, named
-from zero_jax.tree import PyTree, eval_shapes, leaf_names
+from zero_jax.tree import PyTree, eval_shapes
+from zero_jax.variables import variable_names
 from zero_jax.walk import Frame, GatherEvent, Options, Walk
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
@@ -156,7 +157,7 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     """Marks the params that are (or whose gradients are) sharded over `data`."""
     marked: list[Lazy | Value] = []
     each = dims_of_each(params, specs, mesh=options.mesh)
-    for name, leaf, dims in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
+    for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
         if carries(dims, options.axes.data) and is_float(aval):
             # Whatever the uses are, their cotangents add up to a shard.

@@ -1,9 +1,8 @@
-"""Loss and gradients of a step: calling the user's loss function, microbatches, and where gradients are summed."""
+"""Loss and gradients of a step: the user's loss function, microbatches, and where gradients are summed."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
 from zero_jax.signatures import check_takes
 from zero_jax.spec import Dims, named, without
-from zero_jax.tree import PyTree, check_arrays, leaf_names, map_named
-
-LossFn = Callable[[PyTree, PyTree, jax.Array], tuple[jax.Array, PyTree]]
+from zero_jax.tree import PyTree, leaf_names, map_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +31,8 @@ class MeshLoss:
     make: Callable[[Mesh], Callable[..., Any]]
 
 
-def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
-    """Returns the parameter of a loss function for a key: a third required one, or one called `..key` or `..rng`."""
-    try:
-        parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
-    for parameter in positional[2:3]:
-        if parameter.default is inspect.Parameter.empty or parameter.name.endswith(("key", "rng")):
-            return parameter
-    return named[0] if named else None
-
-
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn:
-    """Returns `loss_fn` as `(params, batch, key) -> (loss, aux)`, whichever of its forms it has, made for a mesh.
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFunction:
+    """Returns a user's loss function in the form that the library calls, made for a mesh.
 
     The result raises `ValueError` when the loss is not a floating scalar.
     """
@@ -57,36 +41,9 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
     else:
         function = loss_fn
-    parameter = key_parameter(function)
-    by_name = parameter is not None and parameter.kind == parameter.KEYWORD_ONLY
-    check_takes(
-        "loss_fn",
-        function,
-        ["params", "batch", *(["key"] if parameter is not None and not by_name else [])],
-        keywords=[parameter.name] if parameter is not None and by_name else (),
-        remedy="give loss_fn(params, batch) or loss_fn(params, batch, key)",
-    )
-
-    def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
-        keys = () if parameter is None or by_name else (key,)
-        out = function(params, batch, *keys, **({parameter.name: key} if parameter is not None and by_name else {}))
-        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-        shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
-        if isinstance(out, tuple) and len(out) != 2:
-            raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
-        if dtype is None and not isinstance(loss, float):
-            raise ValueError(
-                f"loss_fn returned a loss of type {type(loss).__name__}: return a floating scalar, or (scalar, aux)"
-            )
-        if shape != () or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
-            raise ValueError(
-                f"loss_fn returned a loss of shape {shape} and dtype {dtype}: "
-                "return a floating scalar, such as loss.mean()"
-            )
-        check_arrays("aux", aux, remedy="return arrays and numbers in aux")
-        return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
-
-    return call
+    found = LossFunction(function, key_parameter(function), model_state_parameter(function))
+    found.check()
+    return found
 
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:
@@ -149,19 +106,27 @@ class Accumulator:
         return jax.tree.map(split_leaf, batch)
 
     def sharded(
-        self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
+        self,
+        grad_fn: Callable[..., Any],
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        dims: list[Dims],
     ) -> Any:
         """Accumulates gradients that each microbatch has already reduced to shards, in float32.
 
         Args:
-          grad_fn: `grad_fn(params, batch, key)` returns `((loss, (aux, weight)), grads)`.
+          grad_fn: `grad_fn(params, model_state, batch, key)` returns `((loss, (aux, model_state, weight)), grads)`.
           params: the list of params.
+          model_state: what the first microbatch is given; each passes it on to the next.
           batch: the whole batch.
           key: the step's key.
           dims: for each param, how its gradient is sharded.
 
         Returns:
-          `((loss, aux), grads, parts)` of the whole batch; `parts` tells how large the gradients of its parts are.
+          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` tells how large the gradients of its
+          parts are.
         """
         k = self.num_microbatches
 
@@ -173,38 +138,47 @@ class Accumulator:
         merged = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[3:]) if x.ndim else x, parts)
 
         def body(carry: Any, index_and_part: Any) -> Any:
-            sums, total = carry
+            sums, total, model_state = carry
             index, part = index_and_part
-            (loss, (aux, weight)), grads = grad_fn(params, _rejoin(part, merged), jax.random.fold_in(key, index))
+            (loss, (aux, model_state, weight)), grads = grad_fn(
+                params, model_state, _rejoin(part, merged), jax.random.fold_in(key, index)
+            )
             # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
             grads = lax.optimization_barrier(grads)
             squares = shard_squares(grads, dims, mesh=self.mesh)
             sums = pin([s + _weigh(weight, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)])
-            return (sums, total + weight), (loss.astype(jnp.float32), weight, aux, squares)
+            return (sums, total + weight, model_state), (loss.astype(jnp.float32), weight, aux, squares)
 
         zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
-        (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        begun = zeros, jnp.float32(0), model_state
+        (sums, total, model_state), (losses, weights, auxes, squares) = lax.scan(body, begun, xs)
         grads = [s / _nonzero(total) for s in sums]
         size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
-        out = self.mean(losses, weights), self.combine(auxes, weights, size)
+        out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
 
     def local(
-        self, grad_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, dims: list[Dims]
+        self,
+        grad_fn: Callable[..., Any],
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        dims: list[Dims],
     ) -> Any:
         """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
 
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
         gradients is turned from devices to shards by all-to-alls and summed where it lands. Arguments and results are
-        those of `sharded`.
+        those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the next.
         """
         k, n = self.num_microbatches, self.num_shards
         parts = self.split(batch)
         own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
         mapped = jax.vmap(
-            lambda part, key: grad_fn(params, part, key),
+            lambda part, key: grad_fn(params, model_state, part, key),
             in_axes=(jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0),
             spmd_axis_name=self.axes.batch,
         )
@@ -213,7 +187,7 @@ class Accumulator:
             sums, total = carry
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, (aux, weights)), grads = mapped(_rejoin(part, parts), keys)
+            (losses, (aux, _, weights)), grads = mapped(_rejoin(part, parts), keys)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
@@ -227,7 +201,7 @@ class Accumulator:
         (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
         grads = [self.reduce(d, s / _nonzero(total)) for d, s in zip(dims, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
-        out = self.mean(losses, weights), self.combine(auxes, weights, size)
+        out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:

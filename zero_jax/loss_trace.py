@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,6 @@ from zero_jax.formulas import ResidualBytes
 from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
-from zero_jax.precision import cast_floating
 from zero_jax.remat import rematerialize
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import without
@@ -26,6 +26,7 @@ from zero_jax.spread_alive import sources
 from zero_jax.spread_kinds import Laid
 from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
 from zero_jax.tree import PyTree, check_arrays
+from zero_jax.variables import Variables, as_variables, joined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +74,19 @@ def trace_loss(
 
     Args:
       loss_fn: as for `make_train_step`.
-      params: the params (arrays or `ShapeDtypeStruct`s).
+      params: the params, or `Variables` (arrays or `ShapeDtypeStruct`s).
       batch: the global batch of a step.
       mesh: the mesh.
       config: the model's specs, remat policy, precision and microbatches.
     """
     placement = make_placement(params, mesh=mesh, config=config)
-    specs = placement.param_shardings("master")
+    specs = placement.variable_shardings()
     loss = rematerialize(normalize_loss(loss_fn, mesh), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
-    params = jax.eval_shape(lambda tree: cast_floating(tree, placement.precision.compute), params)
+    variables = jax.eval_shape(placement.cast, params)
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     batch = jax.tree.map(lambda x: _microbatch(x, k), batch)
-    traced = _Traced(loss, params, batch, placement)
+    traced = _Traced(loss, variables, batch, placement)
     gradient = traced.gradient()
     times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
     return LossTrace(
@@ -106,12 +107,13 @@ def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
 class _Traced:
     """A loss function, its inputs' shapes, and how they lie."""
 
-    def __init__(self, loss: Callable[..., Any], params: PyTree, batch: PyTree, placement: Placement):
+    def __init__(self, loss: Callable[..., Any], variables: PyTree, batch: PyTree, placement: Placement):
         mesh, axes = placement.mesh, placement.axes
         self.sizes = dict(mesh.shape)
         self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
-        self.arguments = (params, batch, jax.eval_shape(lambda: jax.random.key(0)))
-        leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        self.arguments = (as_variables(variables), batch, jax.eval_shape(lambda: jax.random.key(0)))
+        placed = (placement.params, placement.model_state)
+        leaves = jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, LeafPlacement))
         self.inputs = [Laid(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
         for x in jax.tree.leaves(batch):
             cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
@@ -120,17 +122,21 @@ class _Traced:
         self.loss = loss
         self.flops = 0.0
 
+    def loss_of(self, variables: Variables, floating: PyTree, *, batch: PyTree, key: jax.Array) -> Any:
+        """Calls the loss function with other floating params."""
+        return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
+
     def gradient(self) -> Spreading:
         """Carries the shardings through loss and gradient."""
 
-        def gradient(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
-            floating = lambda some: self.loss(merge(params, some), batch, key)  # noqa: E731
-            value, grads = jax.value_and_grad(floating, has_aux=True)(trainable(params))
+        def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
+            floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
+            value, grads = jax.value_and_grad(floating, has_aux=True)(trainable(variables.params))
             return value, grads
 
         jaxpr = without_dead_code(jax.make_jaxpr(gradient)(*self.arguments))
         self.flops = count_flops(jaxpr)
-        grads = len(jax.tree.leaves(trainable(self.arguments[0])))
+        grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
         return self._spread(jaxpr, kept=range(num - grads, num))
 
@@ -143,9 +149,9 @@ class _Traced:
     def residuals(self) -> ResidualBytes:
         """Returns what the backward pass is handed, but for what depends on the params alone."""
 
-        def forward(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
-            floating = lambda some: self.loss(merge(params, some), batch, key)  # noqa: E731
-            return jax.vjp(floating, trainable(params), has_aux=True)[1]
+        def forward(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
+            floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
+            return jax.vjp(floating, trainable(variables.params), has_aux=True)[1]
 
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
         made_of = sources(jaxpr, list(dict.fromkeys(out for out in jaxpr.outvars if not is_literal(out))))

@@ -89,9 +89,10 @@ class GroupEstimate:
     """One group on one device.
 
     Attributes:
-      name: `params`, `master`, `grads`, `opt_state`, `other` (counters, keys, the loss scale) or `residuals`.
+      name: `params`, `master`, `grads`, `opt_state`, `model_state` (where there is any), `other` (counters, keys, the
+        loss scale) or `residuals`.
       device_bytes: bytes by the leaves of the state.
-      formula_bytes: bytes by the paper's formula.
+      formula_bytes: bytes by the paper's formula; of model state, which it does not have, by the rule for params.
     """
 
     name: str
@@ -142,7 +143,7 @@ class MemoryEstimate:
     @property
     def state_bytes(self) -> float:
         """Bytes per device of the train state, which stay from step to step."""
-        return sum(self.by_group[name] for name in ("params", "master", "opt_state", "other"))
+        return sum(self.by_group.get(name, 0) for name in ("params", "master", "opt_state", "model_state", "other"))
 
     @property
     def formula_bytes(self) -> float:
@@ -213,6 +214,8 @@ def estimate(
     groups["grads"] = grad_group(state, placement, config, needed_grads(tx, state))
     sizes = _sizes(groups, state, placement)
     formula = _formula(sizes, placement)
+    has_model_state = bool(groups["model_state"].leaves)
+    formula["model_state"] = _even_bytes(groups["model_state"])
     differences = [
         *grad_differences(groups["grads"], placement, config),
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
@@ -225,7 +228,8 @@ def estimate(
         formula["residuals"] = (residuals or kept).device_bytes
         over = held["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
-    order = ("params", "master", "grads", "opt_state", "other", *(["residuals"] if kept else []))
+    order = ["params", "master", "grads", "opt_state", "model_state", "other", "residuals"]
+    order = [x for x in order if x in held and (x != "model_state" or has_model_state)]
     num_devices, model = data_and_model_sizes(placement)
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=held[x], formula_bytes=formula.get(x, 0)) for x in order),
@@ -277,7 +281,7 @@ def _formula(sizes: _StateSizes, placement: Placement) -> dict[str, float]:
     psi, optimizer = max(sizes.num_params, 1), sizes.master_bytes + sizes.opt_state_bytes
     states = model_state_bytes(
         sizes.num_params / model,
-        sharded=placement.groups,
+        sharded=placement.groups - {"model_state"},
         num_devices=num_devices,
         param_bytes=sizes.params_bytes / psi,
         grad_bytes=sizes.grads_bytes / psi,
@@ -290,6 +294,11 @@ def _formula(sizes: _StateSizes, placement: Placement) -> dict[str, float]:
         "master": states.opt_state_bytes * master_share,
         "opt_state": states.opt_state_bytes * (1 - master_share),
     }
+
+
+def _even_bytes(group: Group) -> float:
+    """Returns the bytes per device of a group whose leaves would all be cut into all parts."""
+    return sum(x.num_bytes for x in group.leaves if x.counted) / group.ways
 
 
 def _without_copy(formula: dict[str, float]) -> list[Difference]:

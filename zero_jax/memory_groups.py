@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from zero_jax import frozen
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import to_shardings
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, state_shardings, trainable
+from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
+from zero_jax.state_shardings import state_shardings
 from zero_jax.tree import PyTree, leaf_names
 
 _FIELDS = dataclasses.fields(TrainState)
@@ -78,11 +79,11 @@ def is_inexact(x: Any) -> bool:
 
 
 def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, Group]:
-    """Returns the groups of a state; what is neither params nor optimizer state is `other`."""
-    placement = make_placement(state.params, mesh=mesh, config=config)
+    """Returns the groups of a state; what is neither variables nor optimizer state is `other`."""
+    placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
     trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    named = {name: trees.pop(name) for name in ("params", "master", "opt_state")}
+    named = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state")}
     named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K is what grows with the model: an optimizer's scalars do not, and what has no gradient is no parameter.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}

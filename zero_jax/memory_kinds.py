@@ -15,6 +15,8 @@ from zero_jax.scopes import gathered_path
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
 # A gradient of the gather of a param, in contrast to a gather that is done again in the backward pass.
 _GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather:")
+# The groups that a loss function uses, and that are gathered for it.
+_PARAMS = ("params", "master", "model_state")
 # Smaller arrays than these share their dims with too much.
 _SMALLEST_PARAM = 1024
 
@@ -29,7 +31,7 @@ class Temporary:
 
 def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...]:
     """Says of each temporary at the peak what it is, as far as its name, its readers and its shape tell."""
-    params = [leaf for leaf in leaves if leaf.group in ("params", "master")]
+    params = [leaf for leaf in leaves if leaf.group in _PARAMS]
     local = {dims for leaf in params for dims in _dims_of_grads(leaf.dims)}
     whole = {dims for leaf in params for dims in _dims_of_grads(leaf.whole_dims or leaf.dims)}
     is_collective = re.compile(rf"({KINDS})(-start|-done)?")
@@ -45,7 +47,7 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
 
     def is_copied(one: Buffer, dims: tuple[int, ...]) -> bool:
         path = "/".join(re.findall(r"[^.\[\]'\"\\]+", one.op_name))
-        is_argument = "(" not in one.op_name and group_of(path) in ("params", "master")
+        is_argument = "(" not in one.op_name and group_of(path) in _PARAMS
         cast = one.op_name.endswith("convert_element_type") and phase_of(one.op_name) == "update" and dims in local
         # A loop over stacked layers takes the params of one layer out of the stack.
         sliced = "dynamic_index_in_dim" in one.op_name and dims in whole | local

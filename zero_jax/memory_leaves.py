@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from zero_jax.hlo_layout import arrays, parse_shape
 from zero_jax.hlo_program import Instruction, Program
 
-GROUPS = ("params", "master", "opt_state", "batch", "other")
-STATE_GROUPS = GROUPS[:3]
+GROUPS = ("params", "master", "opt_state", "model_state", "batch", "other")
+STATE_GROUPS = GROUPS[:4]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -24,7 +24,7 @@ class ArgumentLeaf:
 
     Attributes:
       path: Its path, such as state/params/embed.
-      group: `params`, `master`, `opt_state`, `batch` or `other`.
+      group: `params`, `master`, `opt_state`, `model_state`, `batch` or `other`.
       dtype: HLO dtype.
       dims: The dims of what one device holds.
       num_bytes: Bytes on the device, with the padding of its tiles.

@@ -13,7 +13,6 @@ from zero_jax.hlo_memory import Buffer, Heap, peak, phase_of
 from zero_jax.hlo_program import Program
 from zero_jax.memory_kinds import TEMPORARIES, Temporary, classify
 from zero_jax.memory_leaves import (
-    GROUPS,
     STATE_GROUPS,
     ArgumentLeaf,
     aligned,
@@ -278,7 +277,7 @@ def _donation_warning(
     kept = sum(leaf.num_bytes for leaf, is_donated in state if is_donated and leaf.group in STATE_GROUPS)
     lost = sum(leaf.num_bytes for leaf in undonated)
     return (
-        f"only {readable_bytes(kept)} of the {readable_bytes(kept + lost)} of {', '.join(GROUPS[:3])} that the program "
-        f"takes and returns are donated: it holds {len(undonated)} leaves twice, the largest {undonated[0].path}: "
-        "pass donate_argnums to jax.jit"
+        f"only {readable_bytes(kept)} of the {readable_bytes(kept + lost)} of {', '.join(STATE_GROUPS)} that the "
+        f"program takes and returns are donated: it holds {len(undonated)} leaves twice, the largest "
+        f"{undonated[0].path}: pass donate_argnums to jax.jit"
     )

@@ -168,7 +168,8 @@ class Guess:
         optimizer = sizes.optimizer_bytes / (setting.data if "opt_state" in groups else 1)
         # Master params that are sharded as the params would be need no low-precision copy beside them.
         whole = 0.0 if self.has_master and "params" in groups else sizes.param_bytes
-        return num_params * (optimizer + whole / (setting.data if "params" in groups else 1))
+        model_state = sizes.by_group.get("model_state", 0.0) / (setting.data if "model_state" in groups else 1)
+        return num_params * (optimizer + whole / (setting.data if "params" in groups else 1)) + model_state
 
     def grad_bytes(self, setting: Setting) -> float:
         """Bytes of gradients, and of their float32 sums over microbatches."""

@@ -19,9 +19,9 @@ from zero_jax.grads import normalize_loss
 from zero_jax.loss_trace import trace_loss
 from zero_jax.mesh import axis_size
 from zero_jax.plan_time import TimeEstimate, estimate_time
-from zero_jax.precision import cast_floating, resolve_precision
 from zero_jax.remat_policies import resolve_remat
 from zero_jax.spec import carries, dims_of
+from zero_jax.state import TrainState, make_placement
 from zero_jax.topology import parse
 
 # JAX gives a GPU program this share of the memory unless it is told otherwise.
@@ -204,7 +204,7 @@ def make_report(
     topology = parse(job.topology)
     usable = topology.hardware.usable_bytes
     on_phase("tracing")
-    traced = trace_loss(job.loss_fn, state.params, job.batch, mesh=mesh, config=job.config)
+    traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
     precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
@@ -251,7 +251,7 @@ def make_report(
             program.text,
             mesh=mesh,
             topology=topology,
-            forward_flops=_forward_flops(job, state.params, mesh),
+            forward_flops=_forward_flops(job, state, mesh),
             num_tokens=num_tokens,
             unit=unit,
         ),
@@ -263,12 +263,12 @@ def make_report(
     )
 
 
-def _forward_flops(job: Job, params: Any, mesh: Mesh) -> float:
-    """Counts the forward pass on the params as the loss function sees them."""
-    compute = resolve_precision(job.config.precision).compute
+def _forward_flops(job: Job, state: TrainState, mesh: Mesh) -> float:
+    """Counts the forward pass on the variables as the loss function sees them."""
+    placement = make_placement(state.variables, mesh=mesh, config=job.config)
     loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
     return forward_flops(
-        lambda params, batch, key: loss_fn(cast_floating(params, compute), batch, key), params, job.batch, key
+        lambda variables, batch, key: loss_fn(placement.cast(variables), batch, key), state.variables, job.batch, key
     )
 
 

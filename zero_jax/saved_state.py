@@ -1,7 +1,8 @@
 """The saved form of a train state: the same leaves for every stage, mesh and precision.
 
-Saved are the full-precision params, the optimizer's state, the key, the loss scale and the counters, by name. What is
-derived from them (low-precision copies) is not. A leaf that files have no dtype for is saved as its bits.
+Saved are the full-precision params, the optimizer's state, the model state, the key, the loss scale and the counters,
+by name. What is derived from them (low-precision copies) is not. A leaf that files have no dtype for is saved as its
+bits.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
     tree = {
         "params": state.masters,
         "opt_state": state.opt_state,
+        "model_state": state.model_state,
         "step": state.step,
         "key": state.key,
         "loss_scale": state.loss_scale,

@@ -18,6 +18,7 @@ from zero_jax.mesh import Axes, axis_size
 from zero_jax.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.spec import Dims, carries, dims_of, named, num_shards, without
 from zero_jax.tree import PyTree, leaf_names, map_named
+from zero_jax.variables import MODEL_STATE, model_state_names
 
 # An array dim is cut best where a shard still fills the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
@@ -87,6 +88,20 @@ class _Placer:
             dims=dims,
             reason=reason,
         )
+
+    def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
+        """Places a leaf as the param (of those by path) whose path its own path ends in, else by its own shape."""
+        parts = name.split("/")
+        for start in range(len(parts) + 1):
+            param = params.get("/".join(parts[start:]))
+            if param is None:
+                continue
+            if param.shape == tuple(leaf.shape):
+                num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+                return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
+            kept = _kept_dims(without(param.dims, self.axes.data), param.shape, tuple(leaf.shape))
+            return self.place(name, leaf, kept)
+        return self.place(name, leaf, None)
 
     def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
         """Returns the dims of a spec after checking that it fits the leaf and the mesh."""
@@ -168,10 +183,10 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
     """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), as it lies when it is sharded."""
-    placer = _Placer(mesh, axes, rules)
-    given = _given_specs(
-        params, rules.param_specs if rules.param_specs is not None else _carried(params, mesh, axes, rules)
-    )
+    placer, specs = _Placer(mesh, axes, rules), rules.param_specs
+    if of_model_state := _model_state_patterns(specs):
+        specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
+    given = _given_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
 
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
@@ -223,23 +238,54 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
       axes: the roles of its axes.
       rules: as for `place_params`.
     """
-    placer = _Placer(mesh, axes, rules)
-    by_path = {p.path: p for p in jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))}
+    placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
+    return map_named(lambda name, leaf: placer.place_like(name, leaf, by_path), tree)
 
-    def place(name: str, leaf: Any) -> LeafPlacement:
-        parts = name.split("/")
-        for start in range(len(parts) + 1):
-            param = by_path.get("/".join(parts[start:]))
-            if param is None:
-                continue
-            if param.shape == tuple(leaf.shape):
-                itemsize = leaf.dtype.itemsize
-                num_bytes = math.prod(leaf.shape) * itemsize
-                return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
-            return placer.place(name, leaf, _kept_dims(without(param.dims, axes.data), param.shape, tuple(leaf.shape)))
-        return placer.place(name, leaf, None)
 
-    return map_named(place, tree)
+def place_model_state(
+    model_state: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
+) -> PyTree:
+    """Returns a `LeafPlacement` for each leaf of model state, as it lies when it is sharded.
+
+    In this order: an override or a pattern of `param_specs` of its path `model_state/...`, the spec that it carries
+    itself, the placement of the param of the same path and shape (a target network), its own shape.
+
+    Args:
+      model_state: arrays or `ShapeDtypeStruct`s.
+      placements: the tree of `place_params`.
+      mesh: the mesh.
+      axes: the roles of its axes.
+      rules: as for `place_params`.
+    """
+    placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
+    given = _model_state_patterns(rules.param_specs)
+    check_matched("param_specs", given, model_state_names(model_state))
+    patterns = _compile("param_specs", given)
+    carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
+    tree = jax.tree.structure(model_state)
+    own = [None] * tree.num_leaves if carried is None else tree.flatten_up_to(carried)
+
+    def place(name: str, leaf: Any, own: PartitionSpec | None) -> LeafPlacement:
+        own = own if own is not None and any(own) else None
+        spec = next((spec for pattern, spec in patterns if pattern.fullmatch(name)), own)
+        if spec is not None or any(pattern.fullmatch(name) for pattern, _ in placer.overrides):
+            shape = tuple(leaf.shape)
+            return placer.place(name, leaf, None if spec is None else placer.checked(name, shape, spec))
+        return placer.place_like(name, leaf, by_path)
+
+    leaves = zip(model_state_names(model_state), jax.tree.leaves(model_state), own, strict=True)
+    return tree.unflatten([place(*leaf) for leaf in leaves])
+
+
+def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
+    return {p.path: p for p in jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))}
+
+
+def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
+    """Returns the patterns of `param_specs` that are of paths `model_state/...`."""
+    if not isinstance(specs, Mapping):
+        return {}
+    return {pattern: spec for pattern, spec in specs.items() if str(pattern).startswith(f"{MODEL_STATE}/")}
 
 
 def _kept_dims(dims: Dims, shape: tuple[int, ...], kept: tuple[int, ...]) -> Dims | None:

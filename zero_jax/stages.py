@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p).
+# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). Of model
+# state the paper says nothing: a loss function uses it as it does params.
 # This table is the only reader of `stage`.
 _SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
     0: frozenset(),
     1: frozenset({"master", "opt_state"}),
     2: frozenset({"master", "opt_state", "grads"}),
-    3: frozenset({"master", "opt_state", "grads", "params"}),
+    3: frozenset({"master", "opt_state", "grads", "params", "model_state"}),
 }
 
 
 def sharded_groups(stage: int) -> frozenset[str]:
-    """Returns which of `params`, `master`, `grads`, `opt_state` a stage shards over `data`.
+    """Returns which of `params`, `master`, `grads`, `opt_state`, `model_state` a stage shards over `data`.
 
     Raises:
       ValueError: there is no such stage.

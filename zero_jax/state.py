@@ -20,19 +20,19 @@ from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_sc
 from zero_jax.scopes import gather_scope
 from zero_jax.sharding import (
     LeafPlacement,
-    ShardingReport,
     ShardingRules,
     check_matched,
     place_like_params,
+    place_model_state,
     place_params,
-    report_placements,
     to_shardings,
 )
 from zero_jax.signatures import check_takes
 from zero_jax.spec import Dims
 from zero_jax.stages import sharded_groups
 from zero_jax.torus import gather_shardings
-from zero_jax.tree import PyTree, check_arrays, leaf_names, path_name, shown, with_shapes
+from zero_jax.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
+from zero_jax.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.zero_config import ZeroConfig, check_config
 
 
@@ -49,6 +49,7 @@ class TrainState:
       key: the key that each step's key is derived from.
       loss_scale: the loss scale, or None.
       num_skipped_steps: steps skipped because a gradient was not finite, `int32[]`.
+      model_state: what the loss function reads and returns anew (`Variables.model_state`), or None.
     """
 
     step: jax.Array
@@ -58,6 +59,12 @@ class TrainState:
     key: jax.Array
     loss_scale: LossScale | None
     num_skipped_steps: jax.Array
+    model_state: PyTree = None
+
+    @property
+    def variables(self) -> PyTree:
+        """What the loss function sees: the params, as `Variables` where there is model state."""
+        return joined(self.params, self.model_state)
 
     @property
     def masters(self) -> PyTree:
@@ -65,14 +72,14 @@ class TrainState:
         return self.params if self.master is None else self.master
 
 
-_ARRAYS = "give arrays or jax.ShapeDtypeStructs"
+ARRAYS = "give arrays or jax.ShapeDtypeStructs"
 # Whole params above this size are gathered after the update in parts.
 _GATHERED_AT_ONCE_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How the groups of a train state lie on a mesh: what `ZeroConfig` and the shapes of the params decide."""
+    """How the groups of a train state lie on a mesh: what `ZeroConfig` and the shapes of the variables decide."""
 
     mesh: Mesh
     axes: Axes
@@ -80,6 +87,7 @@ class Placement:
     groups: frozenset[str]
     precision: Precision
     params: PyTree  # a LeafPlacement for each param
+    model_state: PyTree = None  # and for each leaf of the model state
 
     @property
     def keeps_copy(self) -> bool:
@@ -89,6 +97,19 @@ class Placement:
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
         return to_shardings(self.params, mesh=self.mesh, axes=self.axes, sharded=group in self.groups)
+
+    def model_state_shardings(self) -> PyTree:
+        """Returns the shardings of the model state."""
+        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, sharded=MODEL_STATE in self.groups)
+
+    def variable_shardings(self) -> PyTree:
+        """Returns the shardings of the `Variables` that the loss function sees, of params those of their gradients."""
+        return joined(self.param_shardings("master"), self.model_state_shardings())
+
+    def cast(self, variables: PyTree) -> PyTree:
+        """Casts params to the compute dtype, and model state to none: what the loss function is given."""
+        found = as_variables(variables)
+        return joined(cast_floating(found.params, self.precision.compute), found.model_state)
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
@@ -127,25 +148,31 @@ class Placement:
         return lax.fori_loop(0, x.shape[0], gather_row, old)
 
 
-def make_placement(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
-    """Places params (arrays or `ShapeDtypeStruct`s) under a config."""
+def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
+    """Places params, or `Variables` (arrays or `ShapeDtypeStruct`s), under a config."""
     axes = check_config(config).axes_of(mesh)
-    if isinstance(params, TrainState):
+    if isinstance(variables, TrainState):
         raise ValueError("a TrainState was given for params: give those of the state, state.params")
-    params = with_shapes("params", params, remedy=_ARRAYS)
+    variables = as_variables(variables)
+    params = with_shapes("params", variables.params, remedy=ARRAYS)
+    model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
         axis_rules=config.axis_rules,
         overrides=config.overrides,
     )
+    placed = place_params(params, mesh=mesh, axes=axes, rules=rules)
     return Placement(
         mesh=mesh,
         axes=axes,
         rules=rules,
         groups=sharded_groups(config.stage),
         precision=resolve_precision(config.precision),
-        params=place_params(params, mesh=mesh, axes=axes, rules=rules),
+        params=placed,
+        model_state=None
+        if model_state is None
+        else place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules),
     )
 
 
@@ -169,11 +196,14 @@ def strongly_typed(tree: PyTree) -> PyTree:
     return jax.tree.map(fix, tree)
 
 
-def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement) -> TrainState:
+def _build_state(
+    variables: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement
+) -> TrainState:
     """Makes a train state from params, each leaf constrained to where it lies; params are not yet gathered."""
+    variables = as_variables(variables)
     sharded = jax.tree.map(
         lax.with_sharding_constraint,
-        cast_floating(strongly_typed(params), placement.precision.master),
+        cast_floating(strongly_typed(variables.params), placement.precision.master),
         placement.param_shardings("master"),
     )
     precision = placement.precision
@@ -185,12 +215,17 @@ def _build_state(params: PyTree, tx: optax.GradientTransformation, key: jax.Arra
         key=key,
         loss_scale=init_loss_scale(precision.loss_scale),
         num_skipped_steps=jnp.int32(0),
+        model_state=jax.tree.map(
+            lax.with_sharding_constraint, strongly_typed(variables.model_state), placement.model_state_shardings()
+        ),
     )
 
 
-def _train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
+def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
+    """Returns the sharding of each leaf of a train state."""
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
-    check_matched("overrides", placement.rules.overrides, leaf_names(state.params) + leaf_names(state.opt_state))
+    names = variable_names(state.variables) + leaf_names(state.opt_state)
+    check_matched("overrides", placement.rules.overrides, names)
     return TrainState(
         step=whole,
         params=placement.param_shardings("params"),
@@ -199,56 +234,8 @@ def _train_state_shardings(state: TrainState, placement: Placement) -> TrainStat
         key=whole,
         loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
         num_skipped_steps=whole,
+        model_state=placement.model_state_shardings(),
     )
-
-
-def state_shardings(abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, params: str = "params") -> PyTree:
-    """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree that holds params.
-
-    Args:
-      abstract_state: arrays or `ShapeDtypeStruct`s.
-      mesh: the mesh.
-      config: stage and rules.
-      params: path of the params inside the state, such as `params` (a field or key of that name) or `0` (of a tuple).
-        Every other leaf counts as optimizer state and lies as the param does whose path its own path ends in.
-
-    Returns:
-      A pytree like `abstract_state`, for `jax.jit`'s `in_shardings` and `out_shardings` or `jax.device_put`.
-
-    Raises:
-      ValueError: no params at that path.
-    """
-    if isinstance(abstract_state, TrainState):
-        placement = make_placement(abstract_state.params, mesh=mesh, config=config)
-        return _train_state_shardings(abstract_state, placement)
-    if not isinstance(params, str):
-        raise ValueError(f"params={params!r}: give a path, such as 'params' or '0' (of a tuple)")
-    abstract_state = with_shapes("state", abstract_state, remedy=_ARRAYS)
-    names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
-    inside = {n: n.removeprefix(params).removeprefix("/") for n in names if n == params or n.startswith(params + "/")}
-    if not inside:
-        tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
-        raise ValueError(
-            f"the state has no params at {params!r} (it has {tops or 'no leaves'}): say where they are with "
-            "state_shardings(..., params='path/of/params')"
-        )
-    by_name = dict(zip(names, leaves, strict=True))
-    at_params = lambda path, _: path_name(path) == params  # noqa: E731
-    tops, _ = jax.tree_util.tree_flatten_with_path(abstract_state, is_leaf=at_params, is_leaf_takes_path=True)
-    subtree = next(x for path, x in tops if path_name(path) == params)
-    placement = make_placement(subtree, mesh=mesh, config=config)
-    check_matched("overrides", config.overrides, [inside.get(name, name) for name in names])
-    shardings = jax.tree.leaves(placement.param_shardings("params"))
-    param_shardings = dict(zip(leaf_names(subtree), shardings, strict=True))
-    rest = [leaf for name, leaf in by_name.items() if name not in inside]
-    placed = iter(jax.tree.leaves(_named_opt_shardings(placement, [n for n in names if n not in inside], rest)))
-    return tree.unflatten([param_shardings[inside[name]] if name in inside else next(placed) for name in names])
-
-
-def _named_opt_shardings(placement: Placement, names: list[str], leaves: list[Any]) -> list[Any]:
-    """Returns the shardings of optimizer-state leaves of given paths, in their order."""
-    by_name = placement.opt_shardings(dict(zip(names, leaves, strict=True)))
-    return [by_name[name] for name in names]
 
 
 def abstract_state(
@@ -262,7 +249,7 @@ def abstract_state(
     """Returns the `ShapeDtypeStruct`s of `init_state`, with shardings, for compiling ahead of time.
 
     Args:
-      init_fn: `init_fn(key)` returns the params.
+      init_fn: `init_fn(key)` returns the params, or `Variables`.
       tx: the optimizer.
       key: a key; only its type matters. None stands for `jax.random.key(0)`.
       mesh: the mesh, of real or of compile-only devices.
@@ -270,11 +257,11 @@ def abstract_state(
     """
     key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
-    params = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
+    variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
     check_optimizer(tx)
-    placement = make_placement(params, mesh=mesh, config=config)
-    state = jax.eval_shape(lambda params, key: _build_state(params, tx, key, placement), params, key)
-    shardings = _train_state_shardings(state, placement)
+    placement = make_placement(variables, mesh=mesh, config=config)
+    state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
+    shardings = train_state_shardings(state, placement)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
 
@@ -294,15 +281,14 @@ def _checked_key(key: Any) -> Any:
     raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
 
 
-def _checked(params: PyTree) -> PyTree:
+def _checked(variables: PyTree) -> PyTree:
+    params, model_state = as_variables(variables).params, as_variables(variables).model_state
     if not jax.tree.leaves(params):
         raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
-    check_arrays(
-        "params",
-        params,
-        remedy="keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does",
-    )
-    return params
+    remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
+    check_arrays("params", params, remedy=remedy)
+    check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
+    return variables
 
 
 def init_state(
@@ -316,9 +302,9 @@ def init_state(
     """Makes a train state that is born sharded: no device and no host ever holds a whole sharded tree.
 
     Args:
-      init_fn: `init_fn(key)` returns the params; it is compiled, so that each device makes its share only. The values
-        are those of `init_fn(key)` on one device. Or the params themselves (a pytree of host or device arrays, a
-        pretrained model): they are placed leaf by leaf.
+      init_fn: `init_fn(key)` returns the params, or `Variables` of params and model state; it is compiled, so that
+        each device makes its share only. The values are those of `init_fn(key)` on one device. Or what it would return
+        (a pytree of host or device arrays, a pretrained model): it is placed leaf by leaf.
       tx: any optax transformation.
       key: passed to `init_fn`; the keys of the steps are derived from it.
       mesh: the mesh.
@@ -331,7 +317,7 @@ def init_state(
     if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
         raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
     shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
-    placement = make_placement(shapes.params, mesh=mesh, config=config)
+    placement = make_placement(shapes.variables, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, given = _init_program(make, init_fn, tx, shapes, placement)
     state = build(given, place(key, NamedSharding(mesh, PartitionSpec())))
@@ -342,41 +328,29 @@ def init_state(
 
 def _init_program(
     make: Callable[[jax.Array], PyTree] | None,
-    params: PyTree,
+    variables: PyTree,
     tx: optax.GradientTransformation,
     shapes: TrainState,
     placement: Placement,
 ) -> tuple[Any, PyTree]:
     """Returns the jitted `program(given, key)` that makes a state whose params are still sharded, and `given`.
 
-    `make` is the function that makes the params from a key, or None where `params` are given.
+    `make` is the function that makes the variables from a key, or None where `variables` are given.
     """
 
-    def build(params: PyTree, key: jax.Array) -> TrainState:
-        params = make(key) if make else params
-        return _build_state(params, tx, jax.random.fold_in(key, 0x2E60), placement)
+    def build(variables: PyTree, key: jax.Array) -> TrainState:
+        variables = make(key) if make else variables
+        return _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     given, donated = None, False
     if make is None:
-        given = jax.tree.map(place, params, placement.param_shardings("master"))
-        masters = shapes.masters
+        variables = joined(as_variables(variables).params, as_variables(variables).model_state)
+        given = jax.tree.map(place, variables, placement.variable_shardings())
+        made = joined(shapes.masters, shapes.model_state)
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).
-        donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
-        donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(masters)]
+        donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
+        donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(made)]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
-
-
-def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:
-    """Reports how params lie when they are sharded, and which are left whole and why.
-
-    Args:
-      params: params or a `TrainState`; arrays or `ShapeDtypeStruct`s.
-      mesh: the mesh.
-      config: stage and rules.
-    """
-    params = params.params if isinstance(params, TrainState) else params
-    placement = make_placement(params, mesh=mesh, config=config)
-    return report_placements(placement.params, mesh=mesh, axes=placement.axes)

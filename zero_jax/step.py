@@ -20,7 +20,7 @@ from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
-from zero_jax.precision import cast_floating, update_loss_scale
+from zero_jax.precision import update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import why_inseparable
 from zero_jax.spec import dims_of
@@ -30,12 +30,13 @@ from zero_jax.state import (
     check_optimizer,
     make_placement,
     merge,
-    state_shardings,
     strongly_typed,
     trainable,
 )
 from zero_jax.state_checks import check_made_for, check_not_donated, check_placed
+from zero_jax.state_shardings import state_shardings
 from zero_jax.tree import PyTree, check_arrays, leaf_names
+from zero_jax.variables import as_variables, joined
 from zero_jax.weights import with_weight
 from zero_jax.zero_config import ZeroConfig, check_config
 
@@ -105,7 +106,8 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
-        batch) or `(loss, aux)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
+        batch) or `(loss, aux)`; with a parameter `model_state` it gets the state's and returns
+        `(loss, aux, model_state)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
         the part of one device where it can be (`separable.py`), so that gradients are summed across devices once.
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.
@@ -128,19 +130,24 @@ class _Program:
     config: ZeroConfig
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        placement = make_placement(state.params, mesh=self.mesh, config=self.config)
+        placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         masters = jax.tree.map(lax.with_sharding_constraint, state.masters, placement.param_shardings("master"))
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
-        compute = cast_floating(state.params, placement.precision.compute)
-        (loss, aux), grads, parts = self.grads(placement, compute, batch, key, state.loss_scale, needed)
+        variables = placement.cast(state.variables)
+        (loss, (aux, model_state)), grads, parts = self.grads(
+            placement, variables, batch, key, state.loss_scale, needed
+        )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(grads, masters, placement, scale)
         norm, first_bad = _norm_and_first_nonfinite(grads)
         finite = first_bad < 0
         loss = loss.astype(jnp.float32) / scale
         new_state = self.update(state, placement, masters, self.clip(grads, norm), finite, loss, needed)
+        if self.skips(state):
+            model_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), model_state, state.model_state)
+        new_state = dataclasses.replace(new_state, model_state=model_state)
         metrics = Metrics(
             loss=loss,
             aux=aux,
@@ -159,51 +166,65 @@ class _Program:
         return state.loss_scale is not None if chosen is None else chosen
 
     def grads(
-        self, placement: Placement, params: PyTree, batch: PyTree, key: jax.Array, loss_scale: Any, needed: list[bool]
+        self,
+        placement: Placement,
+        variables: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+        loss_scale: Any,
+        needed: list[bool],
     ) -> Any:
-        """Returns `((scaled loss, aux), grads, parts)`: gradients as master params are sharded, None for the frozen."""
+        """Returns loss, gradients and more.
+
+        Returns:
+          `((scaled loss, (aux, model_state)), grads, parts)`: gradients as master params are sharded, None for the
+          frozen.
+        """
         config, k = self.config, self.config.num_microbatches
-        specs = placement.param_shardings("master")
+        specs = placement.variable_shardings()
         loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         if k > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
+        params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
 
         def scaled_loss(
-            loss_fn: Callable[..., Any], free: list[jax.Array], batch: PyTree, key: jax.Array
+            loss_fn: Callable[..., Any], free: list[jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
         ) -> tuple[jax.Array, Any]:
             remaining = iter(free)
             full = [next(remaining) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
-            loss, aux = loss_fn(tree.unflatten(full), batch, key)
+            loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
-            return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, aux
+            pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
+            return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
             mesh=self.mesh,
             axes=placement.axes,
             num_microbatches=k,
             loss_weight=config.loss_weight,
-            whole_aux=lambda: jax.eval_shape(self.loss_fn, params, batch, key)[1],
+            whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
             reduce_dtype=placement.precision.reduce,
         )
         free = pick(params)
-        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(specs), free, strict=True)]
+        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
             for fn in (loss_fn, placed_loss(loss_fn, placement, config))
         )
 
-        inputs = (free, batch, key, sharded)
+        inputs = (free, model_state, batch, key, sharded)
         if k == 1:
-            (out, grads), parts = placed_grads(free, batch, key), None
+            (out, grads), parts = placed_grads(free, model_state, batch, key), None
         elif "grads" in placement.groups:
             out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         else:
-            why = why_inseparable(
-                self.loss_fn, params, batch, key, mesh=self.mesh, axes=placement.axes, num_microbatches=k
+            why = "its model_state passes from one microbatch to the next" if jax.tree.leaves(model_state) else ""
+            why = why or why_inseparable(
+                self.loss_fn, variables, batch, key, mesh=self.mesh, axes=placement.axes, num_microbatches=k
             )
             out, grads, parts = self.local_or_sharded(accumulator, own_grads, placed_grads, inputs, why)
         remaining = iter(grads)

@@ -36,6 +36,7 @@ from zero_jax.step import make_train_step
 from zero_jax.topology import hardware_of
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
 from zero_jax.tree import leaf_names
+from zero_jax.variables import Variables
 from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 
@@ -214,13 +215,13 @@ class _Training:
         config, mesh = self.config, self.run.mesh
         shape = (config.batch_size, self.model.seq_len)
         batch = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in self.held_out[0].items()}
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
+        variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.variables)
         loss_fn = normalize_loss(self.model.loss_fn, mesh)
         hardware = hardware_of(mesh.devices.flat[0])
         return Speedometer(
             batch_size=config.batch_size,
             num_tokens=math.prod(shape),
-            flops=3 * forward_flops(loss_fn, params, batch, jax.random.key(0)),
+            flops=3 * forward_flops(loss_fn, variables, batch, jax.random.key(0)),
             peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
         )
 
@@ -322,11 +323,12 @@ class _Training:
 
     def _validation_loss(self, params: Any) -> float:
         total = weight = 0.0
+        variables = Variables(params=params, model_state=self.state.model_state)
         for batch in map(self.buffers.fill, self.held_out):
             # Each loss is read before the next is asked for: simulated devices that run far ahead of others can
             # deadlock.
             batch_weight = float(self.total(batch["weights"]))
-            total += float(self.evaluate(params, batch).loss) * batch_weight
+            total += float(self.evaluate(variables, batch).loss) * batch_weight
             weight += batch_weight
             self._beat("evaluation")
         return total / weight

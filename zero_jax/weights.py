@@ -39,21 +39,21 @@ class _Traced:
 
 
 def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callable[..., Any]:
-    """Returns `loss_fn` with the weight of its mean: `(params, batch, key) -> (loss, (aux, weight))`.
+    """Returns `loss_fn` with the weight of its mean: `(variables, batch, key) -> (loss, (aux, model_state, weight))`.
 
     Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)`.
+      loss_fn: a `LossFunction`, or what was made of one: `(variables, batch, key) -> (loss, (aux, model_state))`.
       loss_weight: name of an entry of aux; `auto` finds the divisor that the loss ends in, and gives 1 where it ends in
         none; None gives 1.
     """
 
-    def weighted(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, jax.Array]]:
+    def weighted(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
         if loss_weight == "auto":
-            loss, aux, weight = _find(loss_fn, params, batch, key)
+            loss, (aux, model_state), weight = _find(loss_fn, variables, batch, key)
         else:
-            loss, aux = loss_fn(params, batch, key)
+            loss, (aux, model_state) = loss_fn(variables, batch, key)
             weight = 1 if loss_weight is None else _named(aux, loss_weight)
-        return loss, (aux, lax.stop_gradient(jnp.asarray(weight, jnp.float32)))
+        return loss, (aux, model_state, lax.stop_gradient(jnp.asarray(weight, jnp.float32)))
 
     return weighted
 
@@ -68,15 +68,15 @@ def _named(aux: PyTree, name: str) -> Any:
     )
 
 
-def _find(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> tuple[Any, PyTree, Any]:
-    closed, out_shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, batch, key)
+def _find(loss_fn: Callable[..., Any], variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[Any, PyTree, Any]:
+    closed, out_shape = jax.make_jaxpr(loss_fn, return_shape=True)(variables, batch, key)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     ins = [
-        *(_Traced(x, of_params=True) for x in jax.tree.leaves(params)),
+        *(_Traced(x, of_params=True) for x in jax.tree.leaves(variables)),
         *(_Traced(x, of_batch=True) for x in jax.tree.leaves((batch, key))),
     ]
     outs = _run(jaxpr, [_Traced(c) for c in consts], ins)
-    loss, aux = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
+    loss, rest = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
     if outs[0].divisor is None and outs[0].divided_at:
         warnings.warn(
             f"loss_fn divides by a value of the batch at {outs[0].divided_at}, but does not end there, so microbatches "
@@ -84,7 +84,7 @@ def _find(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.A
             "in aux and name it: ZeroConfig(loss_weight='name'); if not, say ZeroConfig(loss_weight=None)",
             stacklevel=2,
         )
-    return loss, aux, 1 if outs[0].divisor is None else outs[0].divisor
+    return loss, rest, 1 if outs[0].divisor is None else outs[0].divisor
 
 
 def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[_Traced]:

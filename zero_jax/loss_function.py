@@ -1,0 +1,129 @@
+"""The user's loss function, in the one form that the library calls, and what it may return."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.signatures import check_takes
+from zero_jax.tree import PyTree, check_arrays
+from zero_jax.variables import MODEL_STATE, Variables, as_variables, checked_model_state
+
+
+def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
+    """Returns the parameter of a loss function for a key: a third required one, or one called `..key` or `..rng`."""
+    parameters = [p for p in _parameters(loss_fn) if p.name != MODEL_STATE]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
+    for parameter in positional[2:3]:
+        if parameter.default is inspect.Parameter.empty or parameter.name.endswith(("key", "rng")):
+            return parameter
+    return named[0] if named else None
+
+
+def model_state_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
+    """Returns the parameter `model_state` of a loss function."""
+    named = [p for p in _parameters(loss_fn) if p.name == MODEL_STATE]
+    return next((p for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFunction:
+    """A user's loss function in one form: `(variables, batch, key) -> (loss, (aux, model_state))`.
+
+    `variables` are the params, or `Variables` where there is model state (`variables.joined`).
+
+    Attributes:
+      function: the user's function.
+      key: its parameter for a key, if it has one.
+      model_state: its parameter for the model state, if it has one.
+    """
+
+    function: Callable[..., Any]
+    key: inspect.Parameter | None
+    model_state: inspect.Parameter | None
+
+    @property
+    def key_by_name(self) -> bool:
+        """Whether the key is passed by keyword, as it must be after a `model_state`, which is passed so."""
+        if self.key is None or self.key.kind == self.key.KEYWORD_ONLY:
+            return self.key is not None
+        names = [parameter.name for parameter in _parameters(self.function)]
+        return MODEL_STATE in names[: names.index(self.key.name)]
+
+    def check(self) -> None:
+        """Raises `ValueError` if the function cannot be called as it will be."""
+        keywords = [self.key.name] if self.key is not None and self.key_by_name else []
+        check_takes(
+            "loss_fn",
+            self.function,
+            ["params", "batch", *(["key"] if self.key is not None and not self.key_by_name else [])],
+            keywords=[*keywords, *([] if self.model_state is None else [MODEL_STATE])],
+            remedy="give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state",
+        )
+
+    def __call__(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        """Calls the function and checks what it returns."""
+        has_state, variables = isinstance(variables, Variables), as_variables(variables)
+        self._check_state(has_state)
+        keys = () if self.key is None or self.key_by_name else (key,)
+        named = {self.key.name: key} if self.key is not None and self.key_by_name else {}
+        if has_state:
+            # Nodes of its own: NNX writes to the variables that it is given, of this very trace alone.
+            named[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
+        out = self.function(variables.params, batch, *keys, **named)
+        if not has_state:
+            loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+            if isinstance(out, tuple) and len(out) != 2:
+                raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
+            return _checked_loss(loss), (_checked_aux(aux), None)
+        if not isinstance(out, tuple) or len(out) != 3:
+            what = f"{len(out)} values" if isinstance(out, tuple) else "one value"
+            raise ValueError(
+                f"loss_fn takes model_state and returned {what}: return (loss, aux, model_state), with None for no aux"
+            )
+        loss, aux, model_state = out
+        return _checked_loss(loss), (_checked_aux(aux), checked_model_state(model_state, variables.model_state))
+
+    def _check_state(self, has_state: bool) -> None:
+        """Raises `ValueError` if the function takes model state and there is none, or the other way round."""
+        if has_state and self.model_state is None:
+            raise ValueError(
+                "the state has model_state, and loss_fn has no parameter of that name: "
+                "give loss_fn(params, batch, *, model_state), which returns (loss, aux, model_state)"
+            )
+        if not has_state and self.model_state is not None and self.model_state.default is inspect.Parameter.empty:
+            raise ValueError(
+                "loss_fn takes model_state, and was given params alone: return zero.Variables(params=..., "
+                "model_state=...) from init_fn, and give an evaluation the TrainState or such Variables"
+            )
+
+
+def _checked_loss(loss: Any) -> jax.Array:
+    shape, dtype = getattr(loss, "shape", ()), getattr(loss, "dtype", None)
+    if dtype is None and not isinstance(loss, float):
+        raise ValueError(
+            f"loss_fn returned a loss of type {type(loss).__name__}: return a floating scalar, or (scalar, aux)"
+        )
+    if shape != () or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {shape} and dtype {dtype}: return a floating scalar, such as loss.mean()"
+        )
+    return jnp.asarray(loss)
+
+
+def _checked_aux(aux: PyTree) -> PyTree:
+    check_arrays("aux", aux, remedy="return arrays and numbers in aux")
+    return jax.tree.map(jnp.asarray, aux)

@@ -1,0 +1,88 @@
+"""The shardings of a train state, a `TrainState` or any other pytree that holds params, and a report of them."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax.sharding import ShardingReport, check_matched, report_placements
+from zero_jax.state import ARRAYS, TrainState, make_placement, train_state_shardings
+from zero_jax.tree import PyTree, leaf_names, path_name, with_shapes
+from zero_jax.variables import MODEL_STATE, joined
+from zero_jax.zero_config import ZeroConfig
+
+
+def state_shardings(
+    abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, params: str = "params", model_state: str | None = None
+) -> PyTree:
+    """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree that holds params.
+
+    Args:
+      abstract_state: arrays or `ShapeDtypeStruct`s.
+      mesh: the mesh.
+      config: stage and rules.
+      params: path of the params inside the state, such as `params` (a field or key of that name) or `0` (of a tuple).
+        Every other leaf counts as optimizer state and lies as the param does whose path its own path ends in.
+      model_state: path of what the loss function uses beside the params, such as `batch_stats`; it is sharded at the
+        stages where params are. None where there is none. A `TrainState` knows both.
+
+    Returns:
+      A pytree like `abstract_state`, for `jax.jit`'s `in_shardings` and `out_shardings` or `jax.device_put`.
+
+    Raises:
+      ValueError: nothing at one of the paths.
+    """
+    if isinstance(abstract_state, TrainState):
+        placement = make_placement(abstract_state.variables, mesh=mesh, config=config)
+        return train_state_shardings(abstract_state, placement)
+    for name, path in (("params", params), (MODEL_STATE, model_state)):
+        if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
+            raise ValueError(f"{name}={path!r}: give a path, such as {name!r} or '0' (of a tuple)")
+    abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
+    inside, subtree = _subtree(abstract_state, params, what="params")
+    in_model_state, model_state_tree = {}, None
+    if model_state is not None:
+        in_model_state, model_state_tree = _subtree(abstract_state, model_state, what=MODEL_STATE)
+    placement = make_placement(joined(subtree, model_state_tree), mesh=mesh, config=config)
+    names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
+    paths = inside | {name: f"{MODEL_STATE}/{path}" for name, path in in_model_state.items()}
+    check_matched("overrides", config.overrides, [paths.get(name, name) for name in names])
+    rest = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in paths}
+    by_name = placement.opt_shardings(rest)
+    of_params = iter(jax.tree.leaves(placement.param_shardings("params")))
+    of_model_state = iter(jax.tree.leaves(placement.model_state_shardings()))
+
+    def sharding(name: str) -> NamedSharding:
+        if name in inside:
+            return next(of_params)
+        return next(of_model_state) if name in in_model_state else by_name[name]
+
+    return tree.unflatten([sharding(name) for name in names])
+
+
+def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
+    """Returns the part of a state at a path: from the paths of its leaves to those inside it, and the tree."""
+    names = leaf_names(state)
+    inside = {n: n.removeprefix(at).removeprefix("/") for n in names if n == at or n.startswith(at + "/")}
+    if not inside:
+        tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
+        raise ValueError(
+            f"the state has no {what} at {at!r} (it has {tops or 'no leaves'}): say where they are with "
+            f"state_shardings(..., {what}='path/of/{what}')"
+        )
+    is_it = lambda path, _: path_name(path) == at  # noqa: E731
+    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_it, is_leaf_takes_path=True)
+    return inside, next(node for path, node in nodes if path_name(path) == at)
+
+
+def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:
+    """Reports how params and model state lie when they are sharded, and which are left whole and why.
+
+    Args:
+      params: params, `Variables` or a `TrainState`; arrays or `ShapeDtypeStruct`s.
+      mesh: the mesh.
+      config: stage and rules.
+    """
+    variables = params.variables if isinstance(params, TrainState) else params
+    placement = make_placement(variables, mesh=mesh, config=config)
+    return report_placements((placement.params, placement.model_state), mesh=mesh, axes=placement.axes)

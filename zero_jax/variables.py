@@ -1,0 +1,85 @@
+"""What a loss function reads of a train state: params, and model state that is neither param nor example."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.tree import PyTree, check_arrays, leaf_names
+
+# The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
+MODEL_STATE = "model_state"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variables:
+    """The params of a model and its model state: what `init_fn` returns for a model that has both.
+
+    Attributes:
+      params: the params: they have gradients, and the optimizer updates them.
+      model_state: what the loss function reads and returns anew, such as batch-norm statistics, a target network or RNG
+        counters: any pytree of arrays, integers and PRNG keys included. No gradient is taken for it, and nothing casts
+        it. None where there is none.
+    """
+
+    params: PyTree
+    model_state: PyTree = None
+
+
+def as_variables(tree: PyTree) -> Variables:
+    """Returns `Variables` as they are, and anything else as params without model state."""
+    return tree if isinstance(tree, Variables) else Variables(params=tree)
+
+
+def joined(params: PyTree, model_state: PyTree) -> PyTree:
+    """Returns the first argument of a `LossFunction`: the params, as `Variables` where there is model state."""
+    return params if model_state is None else Variables(params=params, model_state=model_state)
+
+
+def variable_names(tree: PyTree) -> list[str]:
+    """Returns the paths of the leaves of `joined`: those of params as in the params alone, others `model_state/...`."""
+    if not isinstance(tree, Variables):
+        return leaf_names(tree)
+    return leaf_names(tree.params) + model_state_names(tree.model_state)
+
+
+def model_state_names(model_state: PyTree) -> list[str]:
+    """Returns the paths of the leaves of model state, `model_state/...`."""
+    return leaf_names({MODEL_STATE: model_state})
+
+
+def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the model state that a loss function returned, in the structure and dtypes of the one it was given.
+
+    Raises:
+      ValueError: a leaf that is no array, is missing or is new, or whose shape or dtype differs.
+    """
+    remedy = "return the model_state that loss_fn was given, with new values"
+    check_arrays(MODEL_STATE, new, remedy=remedy)
+    names, wanted = model_state_names(new), model_state_names(old)
+    if names != wanted:
+        missing = [name for name in wanted if name not in names]
+        extra = [name for name in names if name not in wanted]
+        found = [f"lacks the leaf {name!r}" for name in missing[:1]]
+        found += [f"has the leaf {name!r}, which loss_fn was not given" for name in extra[:1]]
+        what = " and ".join(found) or "has its leaves in another order"
+        raise ValueError(f"the model_state that loss_fn returned {what}: {remedy}")
+
+    def checked(name: str, x: Any, like: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if x.shape != like.shape or x.dtype != like.dtype:
+            given, returned = (f"{y.dtype}{list(y.shape)}" for y in (like, x))
+            raise ValueError(
+                f"leaf {name!r}: loss_fn was given {given} and returned {returned}: return it in the shape and dtype "
+                f"that it has, as x.astype({str(like.dtype)!r}) does"
+            )
+        # Python's numbers make arrays of no fixed dtype, with which a step would be traced anew.
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, like.dtype)
+
+    leaves = zip(wanted, jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(old), [checked(*leaf) for leaf in leaves])

@@ -19,6 +19,7 @@ from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.resume import ResumeError
 from zero_jax.state import ZeroConfig
+from zero_jax.variables import Variables
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
 MODEL = training_run.Model(
@@ -91,6 +92,30 @@ def test_the_average_of_the_params_is_evaluated_beside_them(config):
     # Before the first update the average is the params themselves; later it lags behind them.
     assert math.isclose(first["ema_loss"], first["loss"], rel_tol=1e-2)
     assert last["ema_loss"] != last["loss"] and last["ema_loss"] < 0.8 * first["loss"]
+
+
+@pytest.mark.slow
+def test_a_model_with_model_state_trains_and_resumes(config, no_picture):
+    def init_fn(key):
+        return Variables(params=gpt.init(GPT, key), model_state={"batches": jnp.int32(0), "loss": jnp.float32(4)})
+
+    def loss_fn(params, batch, *, model_state):
+        loss, aux = gpt.loss_fn(GPT)(params, batch)
+        mean = 0.9 * model_state["loss"] + 0.1 * loss.astype(jnp.float32)
+        return loss, aux | model_state, {"batches": model_state["batches"] + 1, "loss": mean}
+
+    model = dataclasses.replace(MODEL, init_fn=init_fn, loss_fn=loss_fn)
+    optimizer = dataclasses.replace(config.optimizer, ema_decay=0.5)
+    config = dataclasses.replace(config, optimizer=optimizer, name="mine", resume="auto")
+    result = trainer.train(config, model=model, log=lambda _: None)
+    assert result.final_validation_loss < 0.7 * result.first_validation_loss
+    assert result.per_device_model_state_bytes == 8
+    lines = []
+    trainer.train(dataclasses.replace(config, steps=14), model=model, log=lines.append)
+    assert any("resuming after step 12" in line for line in lines)
+    tx = optimizers.make_optimizer(optimizer, num_steps=14)
+    back = restore(result.directory, init_fn=init_fn, tx=tx, mesh=make_mesh(), config=config.zero)
+    assert int(back.state.model_state["batches"]) == 14
 
 
 def test_speed_and_utilization_are_per_second():

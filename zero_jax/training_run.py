@@ -36,7 +36,7 @@ class Model:
       config: whatever says its shape; saved with the run.
       vocab_size: tokens it knows.
       seq_len: tokens in a training sequence.
-      init_fn: `init_fn(key) -> params`.
+      init_fn: `init_fn(key) -> params`, or `zero.Variables` of params and model state.
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning `loss` or `(loss, aux)`; a batch has
         `inputs`, `targets` (int32) and `weights` (float32, 0 where a target is in another document than its input), and
         `segments` (int32) if documents are kept apart, all `[batch, seq_len]`.
@@ -290,6 +290,7 @@ class TrainResult:
     per_device_params_bytes: int
     per_device_master_bytes: int
     per_device_opt_state_bytes: int
+    per_device_model_state_bytes: int = 0
     prompt: str
     sample: str
 

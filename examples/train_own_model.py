@@ -37,6 +37,10 @@ def loss_fn(params, batch):
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
+# Weights decay before the learning rate: it brings the sign with which updates are added.
+tx = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2), optax.scale_by_learning_rate(3e-3))
+
+
 def main():
     config = TrainConfig(
         steps=60,
@@ -48,7 +52,6 @@ def main():
         resume="auto",
     )
     model = Model(name="running-mean", config=Shape(), vocab_size=256, seq_len=64, init_fn=init_fn, loss_fn=loss_fn)
-    tx = optax.chain(optax.adam(3e-3), optax.add_decayed_weights(1e-4))
     print(train(config, model=model, tx=tx))
 
 

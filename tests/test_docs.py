@@ -1,0 +1,216 @@
+"""Every snippet of README.md and docs/ runs as a reader would copy it, in the order of its page."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import shlex
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.cli import build_parser
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Snippets that need what is not here, by page and place on it. None may be added without a reason.
+NOT_RUN: dict[tuple[str, int], str] = {}
+
+
+def snippets(page):
+    """Returns the snippets of a page, each with the line that it begins on."""
+    text = page.read_text(encoding="utf-8")
+    return [(text[: found.start(1)].count("\n") + 1, found[1]) for found in SNIPPET.finditer(text)]
+
+
+def two_blocks():
+    """Returns what a page has shown before, or leaves to the reader: a small model, its mesh, its optimizer."""
+
+    def init_fn(key):
+        up, down = (jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key))
+        return {"blocks": {"up": up, "down": down}}
+
+    def loss_fn(params, batch):
+        blocks = params["blocks"]
+        return jnp.square(jax.nn.relu(batch["x"] @ blocks["up"]) @ blocks["down"] - batch["y"]).mean()
+
+    mesh, tx, config = zero.make_mesh(), optax.adamw(3e-4), zero.ZeroConfig(stage=3, num_microbatches=2)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    batch = {"x": np.ones((64, 64), np.float32), "y": np.zeros((64, 64), np.float32)}
+    state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
+    abstract_state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
+    return dict(locals()) | {"jax": jax, "jnp": jnp, "optax": optax, "zero": zero, "train_step": step}
+
+
+def trained():
+    """Returns the metrics of a step beside what `two_blocks` does."""
+    names = two_blocks()
+    _, metrics = names["step"](names["state"], names["batch"])
+    return names | {"metrics": metrics, "batch_size": 64}
+
+
+def own_loop():
+    """Returns a step that is not jitted yet, for the three lines that a loop of one's own changes."""
+
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(own_loop.namespace["loss_fn"])(state.params, batch)
+        params = jax.tree.map(lambda p, g: p - 1e-3 * g, state.params, grads)
+        return dataclasses.replace(state, params=params), loss
+
+    names = two_blocks()
+    return {name: names[name] for name in ("loss_fn", "abstract_state", "mesh", "config", "state", "batch")} | {
+        "train_step": train_step
+    }
+
+
+def rematted():
+    """Returns a model of repeated blocks."""
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for block in params["blocks"]:
+            x = x + jax.nn.relu(x @ block["up"]) @ block["down"]
+        return jnp.square(x).mean()
+
+    params = {"blocks": [{"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64))} for _ in range(4)]}
+    return two_blocks() | {"loss_fn": loss_fn, "params": params}
+
+
+def checkpointed():
+    """Returns a loop of few steps; the paths of the page go to a folder of the test."""
+    few = lambda *_: range(200, 801, 200)  # noqa: E731
+    return two_blocks() | {"position": 7, "validation_loss": 1.0, "range": few}
+
+
+def chunked_head():
+    """Returns a model that ends in hidden states."""
+    batch = {name: np.zeros((8, 16), np.int32) for name in ("inputs", "targets")}
+    params = {"embed": jnp.ones((96, 32))}
+    return two_blocks() | {"model": lambda params, inputs: params["embed"][inputs], "params": params, "batch": batch}
+
+
+SUPPLIED = {
+    ("README.md", 1): own_loop,
+    ("README.md", 2): rematted,
+    ("buffers.md", 0): chunked_head,
+    ("checkpoints.md", 0): checkpointed,
+    ("checkpoints.md", 1): two_blocks,
+    ("fragmentation.md", 0): two_blocks,
+    ("noise_scale.md", 0): trained,
+    ("planning.md", 0): two_blocks,
+    ("remat.md", 0): rematted,
+}
+
+
+def after_own_loop(names):
+    state = jax.device_put(names["state"], names["shardings"])
+    _, loss = names["train_step"](state, jax.device_put(names["batch"], zero.batch_sharding(names["mesh"])))
+    assert np.isfinite(loss)
+
+
+def after_readme(names):
+    assert np.isfinite(float(names["metrics"].loss))
+
+
+def after_head(names):
+    assert np.isfinite(names["loss_fn"](names["params"], names["batch"]))
+
+
+def after_restore(names):
+    assert names["back"].step == 800 and names["back"].extra == {"position": 7}
+
+
+AFTER = {
+    ("README.md", 0): after_readme,
+    ("README.md", 1): after_own_loop,
+    ("buffers.md", 0): after_head,
+    ("checkpoints.md", 0): after_restore,
+}
+WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
+QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "remat.md"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            page.name,
+            marks=[pytest.mark.tpu_compiler, pytest.mark.slow]
+            if page.name == "planning.md"
+            else []
+            if page.name in QUICK
+            else pytest.mark.slow,
+        )
+        for page in WITH_SNIPPETS
+    ],
+)
+def test_snippets_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (page,) = (page for page in WITH_SNIPPETS if page.name == name)
+    names = types.ModuleType("snippet").__dict__
+    for i, (line, code) in enumerate(snippets(page)):
+        if (name, i) in NOT_RUN:
+            continue
+        names |= SUPPLIED[name, i]() if (name, i) in SUPPLIED else {}
+        own_loop.namespace = names
+        for text, shorter in {'"/runs/': f'"{tmp_path}/runs/', "range(10)": "range(2)"}.items():
+            code = code.replace(text, shorter)
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+        AFTER.get((name, i), lambda names: None)(names)
+    for tx in names.values():
+        if isinstance(tx, optax.GradientTransformation):
+            assert_does_not_grow_weights(tx)
+
+
+def test_the_optimizer_of_the_example_shrinks_weights():
+    spec = importlib.util.spec_from_file_location("own_model", ROOT / "examples" / "train_own_model.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert_does_not_grow_weights(example.tx)
+    with pytest.raises(AssertionError):  # as the example had it: the decay after the sign
+        assert_does_not_grow_weights(optax.chain(optax.adam(3e-3), optax.add_decayed_weights(1e-4)))
+
+
+def assert_does_not_grow_weights(tx):
+    """Weight decay comes before the sign of the learning rate: without gradients weights stay or shrink."""
+    params = {"w": jnp.ones(4)}
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert (updates["w"] <= 0).all(), updates
+
+
+def test_what_is_supplied_or_left_out_is_there():
+    there = {(page.name, i) for page in WITH_SNIPPETS for i in range(len(snippets(page)))}
+    assert {*SUPPLIED, *AFTER, *NOT_RUN} <= there
+    assert all(NOT_RUN.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_parse(page):
+    """Those of fenced blocks, line by line."""
+    parser = build_parser()
+    for block in re.findall(
+        r"^```(?:sh|bash)?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        for line in re.split(r"[\n;]", block.replace("\\\n", " ")):
+            words = shlex.split(line, comments=True) if re.match(r"\s*(\.venv/bin/)?zero-jax [a-z]+( |$)", line) else []
+            if words:
+                parser.parse_args(words[1:])
+
+
+_FIELDS = {field.name for field in dataclasses.fields(zero.ZeroConfig)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_in_the_text_are_there(page):
+    """Such as `zero.memory.measure`; or of a field of the config, as in config files and option lists."""
+    for path in set(re.findall(r"\bzero((?:\.[a-zA-Z_]\w*)+)", page.read_text(encoding="utf-8"))):
+        found = zero
+        for name in path.split(".")[1:]:
+            assert not isinstance(found, types.ModuleType) or hasattr(found, name) or name in _FIELDS, f"zero{path}"
+            found = getattr(found, name, None)

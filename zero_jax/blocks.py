@@ -1,29 +1,37 @@
 """The repeated blocks of a Python loop over layers, found in the jaxpr that such a loop leaves behind.
 
-A loop over equal layers writes the same equations again and again. Found are tandem repeats in the sequence of the
-equations' signatures: what is computed and on which shapes, not on which values. Equations on params alone (casts,
-transposes, slices of stacked params) are not part of the sequence, because a model may have them anywhere.
+A loop over equal layers uses params of equal shapes in the same order, again and again: tandem repeats in the sequence
+of the equations that take params and activations. What lies between these may differ a little from layer to layer: the
+first layer starts a running sum, say, or has its dims in another order. Equations on params alone (casts, transposes,
+slices of stacked params) are not part of the sequence, because a model may have them anywhere.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
+import heapq
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from zero_jax import jaxprs
+from zero_jax.eqn_sequence import EqnSequence
+from zero_jax.repeats import Repeat, num_edits, overlap, tandem_repeats
 
-# Of all the distances at which an equation comes again, as many are tried as periods.
-MAX_PERIODS = 256
-_WINDOWS = (1, 8)
-_MULTIPLES = (1, 2, 3, 4)
-_TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
+# As many repeats are looked at closely, those that cover most.
+_MAX_REPEATS = 64
+# Of places where equally few bytes pass, as many are compared.
+_MAX_TIES = 8
+# Neighbours among blocks have this share of their equations in common.
+_MIN_OVERLAP = 2 / 3
+# Of repeats that cover nearly as much as the best, the one of the smallest blocks is taken.
+_NEARLY = 0.6
+# What is next to blocks is one, too, if it is as much like them and has more than this share of their uses of params.
+_MIN_ALIKE = 1 / 2
+_MIN_USES = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,7 @@ class Block:
       stop: The index after its last equation.
       reads: The variables that it takes from before, params among them, in the order of their use.
       writes: The variables that it makes and that are used after it, or that the jaxpr returns.
-      repeat: Which run of equal blocks it belongs to, counted from 0: an encoder's or a decoder's, say.
+      repeat: Which run of blocks it belongs to, counted from 0: an encoder's or a decoder's, say.
     """
 
     start: int
@@ -60,230 +68,172 @@ def find_blocks(jaxpr: Any, is_param: Sequence[bool]) -> tuple[Block, ...]:
     """
     if sum(is_param) == 0 or len(jaxpr.eqns) < 2:
         return ()
-    sequence = _Sequence(jaxpr, is_param)
+    sequence = EqnSequence(jaxpr, is_param)
     runs = sorted(_runs(sequence, 0, len(sequence.eqns)))
-    return tuple(block for number, run in enumerate(runs) for block in sequence.blocks(*run, number))
+    return tuple(block for number, run in enumerate(runs) for block in _blocks(sequence, run, number))
 
 
-class _Sequence:
-    """The equations of a jaxpr that are not on params alone, by their place among each other."""
+def find_left_out(jaxpr: Any, is_param: Sequence[bool], blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Finds what is like the blocks of a jaxpr and yet not among them.
 
-    def __init__(self, jaxpr: Any, is_param: Sequence[bool]):
-        self.jaxpr = jaxpr
-        self.origins: dict[Any, _Origin] = {}  # of what is made of params and constants alone
-        for i, (var, mark) in enumerate(zip(jaxpr.invars, is_param, strict=True)):
-            if mark:
-                self.origins[var] = _Origin(frozenset((i,)), i)
-        signatures = _Signatures()
-        self.eqns: list[int] = []
-        numbers: list[int] = []
-        for i, eqn in enumerate(jaxpr.eqns):
-            inputs = [self.origin(atom) for atom in eqn.invars]
-            known = [origin for origin in inputs if origin is not None]
-            if len(known) == len(inputs) and not eqn.effects:
-                self.origins.update(dict.fromkeys(eqn.outvars, _derived(eqn, known)))
-            else:
-                self.eqns.append(i)
-                numbers.append(signatures.number((signatures.of(eqn), tuple(origin is None for origin in inputs))))
-        self.signatures = np.asarray(numbers, np.int64)
-        size = [1 + signatures.num_inner(jaxpr.eqns[i]) for i in self.eqns]
-        self.sizes = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
-        self.measure()
+    Args:
+      jaxpr: An open jaxpr.
+      is_param: For each of its inputs whether it is a param.
+      blocks: What `find_blocks` returns for them.
 
-    def origin(self, atom: Any) -> _Origin | None:
-        """Returns what params an input is made of; None for what is made of anything else."""
-        return _Origin(frozenset(), str(atom)) if jaxprs.is_literal(atom) else self.origins.get(atom)
-
-    def measure(self) -> None:
-        """Works out how many bytes are made up to each place, and how many of them cross it."""
-        num = len(self.eqns)
-        made, made_at, last_use = np.zeros(num + 1), {}, {}
-        for place, i in enumerate(self.eqns):
-            eqn = self.jaxpr.eqns[i]
-            made_at.update((var, place) for var in eqn.outvars)
-            made[place + 1] = sum(_num_bytes(var.aval) for var in eqn.outvars)
-            last_use.update((atom, place) for atom in eqn.invars if not jaxprs.is_literal(atom))
-        last_use.update((atom, num) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
-        changes = np.zeros(num + 2)
-        for var, place in made_at.items():
-            if var in last_use:
-                changes[place + 1] += _num_bytes(var.aval)
-                changes[last_use[var] + 1] -= _num_bytes(var.aval)
-        self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[: num + 1]
-
-    @functools.cached_property
-    def last_read(self) -> dict[Any, int]:
-        """For each variable the index of the last equation that reads it, past the end for results."""
-        last = {}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            last.update((atom, i) for atom in eqn.invars if not jaxprs.is_literal(atom))
-        last.update((atom, len(self.jaxpr.eqns)) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
-        return last
-
-    def begin(self, start: int, stop: int) -> int:
-        """Returns the index of a block's first equation: what is made of its params just before it is its own."""
-        eqns, last = self.jaxpr.eqns, self.last_read
-        index, end = self.eqns[start], self.eqns[stop - 1]
-        while index and self.only_params(eqns[index - 1]):
-            if any(last.get(var, -1) > end for var in eqns[index - 1].outvars):
-                break
-            index -= 1
-        return index
-
-    def blocks(self, first: int, period: int, count: int, repeat: int) -> Iterator[Block]:
-        """Yields the blocks of a run."""
-        eqns, last = self.jaxpr.eqns, self.last_read
-        places = [first + period * turn for turn in range(count)]
-        bounds = [self.begin(place, place + period) for place in places]
-        bounds.append(self.eqns[places[-1] + period - 1] + 1)
-        for start, stop in itertools.pairwise(bounds):
-            inside = eqns[start:stop]
-            made = {var for eqn in inside for var in eqn.outvars}
-            read = dict.fromkeys(atom for eqn in inside for atom in eqn.invars if not jaxprs.is_literal(atom))
-            yield Block(
-                start=start,
-                stop=stop,
-                reads=tuple(var for var in read if var not in made),
-                writes=tuple(var for eqn in inside for var in eqn.outvars if last.get(var, -1) >= stop),
-                repeat=repeat,
-            )
-
-    def only_params(self, eqn: Any) -> bool:
-        """Tells whether an equation is on params alone."""
-        return all(var in self.origins for var in eqn.outvars)
-
-    def are_blocks(self, first: int, period: int, count: int) -> bool:
-        """Tells whether each turn takes something of the turn before and has params that no other turn has."""
-        made: set[Any] = set()
-        params: list[set[Hashable]] = []
-        for start in range(first, first + period * count, period):
-            eqns = [self.jaxpr.eqns[i] for i in self.eqns[start : start + period]]
-            read = [atom for eqn in eqns for atom in eqn.invars if not jaxprs.is_literal(atom)]
-            if made and made.isdisjoint(read):
-                return False
-            made = {var for eqn in eqns for var in eqn.outvars if _is_float(var.aval)}
-            params.append(
-                {self.origins[atom].part for atom in read if atom in self.origins and self.origins[atom].params}
-            )
-        uses = collections.Counter(key for keys in params for key in keys)
-        return bool(made) and all(any(uses[key] == 1 for key in keys) for keys in params)
-
-    def phase(self, start: int, stop: int, period: int) -> tuple[int, int, int]:
-        """Returns the best cut of a run of repeats, as first place, period and number of blocks."""
-        phases = np.arange(min(period, stop - start - 2 * period + 1))
-        counts = (stop - start - phases) // period
-        ends = start + phases + counts * period
-        outside = self.made[start + phases] - self.made[start] + self.made[stop] - self.made[ends]
-        cuts = np.zeros(len(phases))
-        for turn in range(int(counts.max()) + 1):
-            places = start + phases + turn * period
-            cuts += np.where(turn <= counts, self.crossing[np.minimum(places, len(self.eqns))], 0)
-        best = int(np.argmin(outside + cuts))
-        return int(start + phases[best]), period, int(counts[best])
+    Returns:
+      The index of an equation for each stretch before, between and after the blocks that has more than a third of the
+      uses of params that some block has: the first of these uses.
+    """
+    if not blocks:
+        return ()
+    sequence = EqnSequence(jaxpr, is_param)
+    bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks])
+    of_blocks = [sequence.uses(*pair) for pair in bounds]
+    edges = [0, *bounds.reshape(-1).tolist(), len(sequence.eqns)]
+    between = [sequence.uses(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+    like = [uses for uses in between if any(_share(sequence, uses, block) > _MIN_USES for block in of_blocks)]
+    return tuple(sequence.eqns[uses[0]] for uses in like)
 
 
-class _Signatures:
-    """What equations compute and on which shapes, as numbers: equal for the equations of equal layers."""
-
-    def __init__(self):
-        self.numbers: dict[Hashable, int] = {}
-        self.inner: dict[int, tuple[Any, int, int]] = {}
-
-    def number(self, key: Hashable) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
-
-    def of(self, eqn: Any) -> int:
-        inner = tuple(self.of_jaxpr(jaxpr)[1] for jaxpr in jaxprs.inner_jaxprs(eqn))
-        avals = [tuple(_kind(var.aval) for var in variables) for variables in (eqn.invars, eqn.outvars)]
-        return self.number((eqn.primitive.name, *avals, inner))
-
-    def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:
-        """Returns the jaxpr (so that its id stays its own), its number, and how many equations it has."""
-        if id(jaxpr) not in self.inner:
-            opened, _ = jaxprs.open_jaxpr(jaxpr)
-            number = self.number(tuple(self.of(eqn) for eqn in opened.eqns))
-            self.inner[id(jaxpr)] = jaxpr, number, sum(1 + self.num_inner(eqn) for eqn in opened.eqns)
-        return self.inner[id(jaxpr)]
-
-    def num_inner(self, eqn: Any) -> int:
-        return sum(self.of_jaxpr(jaxpr)[2] for jaxpr in jaxprs.inner_jaxprs(eqn))
+def _share(sequence: EqnSequence, uses: np.ndarray, of_block: np.ndarray) -> float:
+    """Returns which share of a block's uses of params some others are like."""
+    uses, of_block = (collections.Counter(sequence.numbers[places].tolist()) for places in (uses, of_block))
+    return (uses & of_block).total() / max(of_block.total(), 1)
 
 
-def _runs(sequence: _Sequence, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[Block]:
+    """Yields the blocks of a run, which is the places where they begin and the place where the last ends."""
+    eqns, last = sequence.jaxpr.eqns, sequence.last_read
+    bounds = [sequence.begin(start, stop) for start, stop in itertools.pairwise(run)]
+    bounds.append(sequence.eqns[run[-1] - 1] + 1)
+    for start, stop in itertools.pairwise(bounds):
+        inside = eqns[start:stop]
+        made = {var for eqn in inside for var in eqn.outvars}
+        read = dict.fromkeys(atom for eqn in inside for atom in eqn.invars if not jaxprs.is_literal(atom))
+        yield Block(
+            start=start,
+            stop=stop,
+            reads=tuple(var for var in read if var not in made),
+            writes=tuple(var for eqn in inside for var in eqn.outvars if last.get(var, -1) >= stop),
+            repeat=repeat,
+        )
+
+
+def _runs(sequence: EqnSequence, start: int, stop: int) -> Iterator[tuple[int, ...]]:
     """Yields the runs of blocks between two places: the one that covers most, then those on either side of it."""
     pending = [(start, stop)]
     while pending:
         start, stop = pending.pop()
-        for first, last, period in _repeats(sequence, start, stop):
-            cut, period, count = sequence.phase(first, last, period)
-            if count >= 2 and sequence.are_blocks(cut, period, count):
-                yield cut, period, count
-                pending += [(start, cut), (cut + period * count, stop)]
-                break
+        if run := _best_run(sequence, start, stop):
+            run = _extended(sequence, run, start, stop)
+            yield run
+            pending += [(start, run[0]), (run[-1], stop)]
 
 
-def _repeats(sequence: _Sequence, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Returns the tandem repeats between two places as start, stop and period, those that cover most first."""
-    numbers = sequence.signatures[start:stop]
+def _best_run(sequence: EqnSequence, start: int, stop: int) -> tuple[int, ...]:
+    """Returns the run between two places whose blocks cover most and are most alike; the empty one if there is none."""
+    users = sequence.uses(start, stop)
+
+    def covered(repeat: Repeat) -> tuple[int, int]:
+        first, last = users[repeat.places[[0, -1]]]
+        return int(sequence.sizes[first : last + 1].sum()), -repeat.period
+
+    scores: dict[tuple[int, ...], float] = {}
+    for repeat in heapq.nlargest(_MAX_REPEATS, tandem_repeats(sequence.numbers[users]), key=covered):
+        run, alike = _alike(sequence, _cut(sequence, users[repeat.places], repeat.period, start, stop))
+        if run and sequence.are_blocks(run):
+            scores[run] = alike**3 * float(sequence.sizes[run[0] : run[-1]].sum())
+    enough = _NEARLY * max(scores.values(), default=0)
+    good = [run for run, score in scores.items() if score >= enough]
+    return max(good, key=lambda run: (len(run), scores[run]), default=())
+
+
+def _alike(sequence: EqnSequence, run: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+    """Returns the longest part of a run in which neighbours are alike, if any are, and how alike the least are."""
+    turns = [sequence.weights(*pair) for pair in itertools.pairwise(run)]
+    links = [overlap(*pair) for pair in itertools.pairwise(turns)]
+    weak = [-1, *(i for i, link in enumerate(links) if link < _MIN_OVERLAP), len(links)]
+    before, after = max(itertools.pairwise(weak), key=lambda pair: pair[1] - pair[0])
+    strong = links[before + 1 : after]
+    return (run[before + 1 : after + 2], min(strong)) if strong else ((), 0.0)
+
+
+def _cut(sequence: EqnSequence, users: np.ndarray, period: int, start: int, stop: int) -> tuple[int, ...]:
+    """Returns the best cut of a tandem repeat of uses of params into blocks, between two places.
+
+    In the middle it is cut where the fewest bytes pass, and everywhere else where it is most like there.
+    """
+    least = [0]
+    for before, after in itertools.pairwise(users.tolist()):
+        least.append(before + 1 + int(np.argmin(sequence.crossing[before + 1 : after + 1])))
+    phase, lowest = 0, np.inf
+    for offset in range(min(period, len(users) - 2 * period + 1)):
+        count = (len(users) - offset) // period
+        inner = range(offset + period, offset + count * period, period)
+        cuts = np.asarray([least[i] for i in inner])
+        first = users[offset] - (users[inner[0]] - cuts[0])
+        last = users[inner[-1] + period - 1] + (cuts[-1] - users[inner[-1] - 1])
+        inside = sequence.made[min(last, stop)] - sequence.made[max(first, start)]
+        cost = (count + 1) * sequence.crossing[cuts].mean() - inside
+        if cost < lowest:
+            phase, lowest = offset, cost
+    turns = users[phase : phase + (len(users) - phase) // period * period].reshape(-1, period)
+    return _cut_alike(sequence, turns, start, stop)
+
+
+def _cut_alike(sequence: EqnSequence, turns: np.ndarray, start: int, stop: int) -> tuple[int, ...]:
+    """Returns the cuts between some turns, and at their ends, that are most like one in the middle."""
+    middle = len(turns) // 2
+    gaps = [np.arange(*pair) for pair in zip(turns[:-1, -1] + 1, turns[1:, 0] + 1, strict=True)]
+    before, after = np.arange(turns[0, 0], start - 1, -1), np.arange(turns[-1, -1] + 1, stop + 1)
+    passing = sequence.crossing[gaps[middle - 1]]
     found = []
-    for period in _periods(numbers):
-        equal = np.concatenate([[False], numbers[:-period] == numbers[period:], [False]])
-        edges = np.flatnonzero(equal[1:] != equal[:-1])
-        for first, last in zip(edges[::2], edges[1::2], strict=True):
-            if last - first >= period:
-                count = (last - first) // period + 1
-                covered = sequence.sizes[start + first + count * period] - sequence.sizes[start + first]
-                found.append((-int(covered), period, start + int(first), start + int(last) + period))
-    return [(first, last, period) for _, period, first, last in sorted(found)]
+    for model in gaps[middle - 1][passing == passing.min()][:_MAX_TIES]:
+        begin, end = sequence.numbers[model : turns[middle, 0]], sequence.numbers[turns[middle - 1, -1] + 1 : model]
+        (first, edits), (last, more) = _most_alike(sequence, begin, before), _most_alike(sequence, end, after)
+        found.append((edits + more, int(model), first, last, end))
+    _, _, first, last, end = min(found, key=lambda cuts: cuts[:2])
+    return first, *(_most_alike(sequence, end, gap)[0] for gap in gaps), last
 
 
-def _periods(numbers: np.ndarray) -> list[int]:
-    """Returns distances at which a signature, or a row of some, comes again; the most frequent first."""
-    distances = []
-    for width in _WINDOWS:
-        if len(numbers) < 2 * width:
-            continue
-        windows = np.lib.stride_tricks.sliding_window_view(numbers, width)
-        _, kinds = np.unique(windows, axis=0, return_inverse=True)
-        kinds = kinds.reshape(-1)
-        order = np.argsort(kinds, kind="stable")
-        again = kinds[order][1:] == kinds[order][:-1]
-        distances.append(np.diff(order)[again])
-    if not distances:
-        return []
-    near = np.concatenate(distances)
-    # Where every second layer is alike, say, it is a multiple at which the params are others too.
-    found, counts = np.unique(np.concatenate([near * times for times in _MULTIPLES]), return_counts=True)
-    often = np.argsort(-counts * found, kind="stable")[:MAX_PERIODS]
-    return [int(period) for period in found[often] if 2 * period <= len(numbers)]
+def _most_alike(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) -> tuple[int, int]:
+    """Returns that of some adjacent places to which it is most like a pattern from the first of them, and the edits."""
+    edits = _edits(sequence, pattern, places)
+    best = np.lexsort((sequence.crossing[places[: len(edits)]], edits))[0]
+    return int(places[best]), int(edits[best])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Origin:
-    """Which params a value is made of, and which parts of them: equal whatever else was done to these parts."""
-
-    params: frozenset[int]
-    part: Hashable
-
-
-def _derived(eqn: Any, inputs: Sequence[_Origin]) -> _Origin:
-    """Returns the origin of what is made of params and constants alone."""
-    params = frozenset().union(*(origin.params for origin in inputs))
-    of_params = [origin.part for origin in inputs if origin.params]
-    inner = jaxprs.inner_jaxprs(eqn)
-    if params and not inner and eqn.primitive.name not in _TAKES_A_PART:
-        return _Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
-    settings = "" if inner else str(eqn.params)
-    return _Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))
+def _edits(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Returns how many edits make a pattern of what lies from the first of some adjacent places to each of the near."""
+    places = places[: 2 * len(pattern) + 1]
+    if places[0] <= places[-1]:
+        return num_edits(pattern, sequence.numbers[places[0] : places[-1]])
+    return num_edits(pattern[::-1], sequence.numbers[places[-1] : places[0]][::-1])
 
 
-def _kind(aval: Any) -> Hashable:
-    return (aval.shape, aval.dtype) if hasattr(aval, "shape") and hasattr(aval, "dtype") else str(aval)
+def _extended(sequence: EqnSequence, run: tuple[int, ...], start: int, stop: int) -> tuple[int, ...]:
+    """Returns a run with what is next to it and like its blocks, though not in all."""
+    while longer := _with_another(sequence, run, np.arange(run[0], start - 1, -1)):
+        run = longer
+    while longer := _with_another(sequence, run, np.arange(run[-1], stop + 1)):
+        run = longer
+    return run
 
 
-def _num_bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0
+def _with_another(sequence: EqnSequence, run: tuple[int, ...], places: np.ndarray) -> tuple[int, ...]:
+    """Returns a run with a block more, from the first of some adjacent places to another; the empty run if none is.
 
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    About as many bytes have to pass its other end as pass between blocks.
+    """
+    start, stop = run[-2:] if places[0] == run[-1] else run[:2]
+    edits = _edits(sequence, sequence.numbers[start:stop], places)
+    places = places[: len(edits)]
+    alike = 1 - edits / (stop - start + np.arange(len(places)))
+    passing = sequence.crossing[places] / max(sequence.crossing[list(run[1:-1])].mean(), 1)
+    alike[(passing > 1) | (passing < 1 / 2)] = 0
+    best = int(np.argmax(alike))
+    longer = tuple(sorted({*run, int(places[best])}))
+    uses = sequence.uses(*sorted((int(places[0]), int(places[best]))))
+    is_alike = alike[best] >= _MIN_ALIKE and _share(sequence, uses, sequence.uses(start, stop)) > _MIN_USES
+    return longer if is_alike and sequence.are_blocks(longer) else ()

@@ -88,8 +88,14 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Returns `file:line (function)` of the user's code that an equation came from."""
-    return source_info_util.summarize(eqn.source_info)
+    """Returns `file:line (function)` of the user's code that an equation came from, or of the first in it with one.
+
+    JAX traces the body of some equations with no line of the user's in sight: a scan's that is a `jax.checkpoint`, say.
+    """
+    if line := source_info_util.summarize(eqn.source_info):
+        return line
+    within = (inner_eqn for inner in inner_jaxprs(eqn) for inner_eqn in open_jaxpr(inner)[0].eqns)
+    return next(filter(None, map(source_line, within)), "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from zero_jax.remat_regions import Setting
 from zero_jax.remat_report import RematReport
 from zero_jax.remat_values import Mark, on_model
 from zero_jax.remat_walk import Frame, Log, Walk
-from zero_jax.signatures import check_callable
+from zero_jax.signatures import check_callable, place_of
 from zero_jax.tree import PyTree, eval_shapes
 
 _FUNCTION = "give a function of params and further arguments"
@@ -70,7 +70,7 @@ def rematerialize(
         log = Log([], [], measure=False)
         out = _transform(loss_fn, setting, specs, log, params, args, kwargs)
         if not log.rows and remat.policy != "none":
-            raise ValueError(_nothing_found(remat, log))
+            raise ValueError(_nothing_found(remat, log, place_of(loss_fn)))
         return out
 
     return transformed
@@ -103,17 +103,18 @@ def remat_report(
     return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
 
 
-def _nothing_found(remat: Remat, log: Log) -> str:
+def _nothing_found(remat: Remat, log: Log, place: str) -> str:
     """Says why a policy does nothing for a model, and what to do."""
     if remat.policy == "own":
         return (
-            f"remat={remat.name!r} places the residuals of the model's own jax.checkpoint regions, but it has none: "
-            f"choose {dataclasses.replace(remat, policy='full').name!r}, which makes regions of its blocks"
+            f"remat={remat.name!r} places the residuals of the model's own jax.checkpoint regions, but {place} has "
+            f"none: choose {dataclasses.replace(remat, policy='full').name!r}, which makes regions of its blocks"
         )
     left = "".join(f"; left alone: {item}" for item in dict.fromkeys(log.left))
     return (
-        f"remat={remat.name!r} finds nothing to recompute: no scan over stacked params, no repeated block that the "
-        f"policy applies to, no jax.checkpoint{left}; choose remat='own', or put jax.checkpoint around what is large"
+        f"remat={remat.name!r} finds nothing to recompute in {place}: no scan over stacked params, no repeated block "
+        f"that the policy applies to, no jax.checkpoint{left}; choose remat='own', or put jax.checkpoint around what "
+        "is large"
     )
 
 
@@ -133,7 +134,7 @@ def _transform(
     each = dims_of_each(params, specs, mesh=setting.mesh)
     marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    walk.check_names(jaxpr)
+    walk.check_names(jaxpr, place_of(loss_fn))
     marks += [Mark("value", held=True) for _ in values]
-    outs = walk.run(jaxpr, consts, [*leaves, *values], marks, Frame(in_loop=False, times=1))
+    outs = walk.run(jaxpr, consts, [*leaves, *values], marks, Frame(in_loop=False, times=1, place=place_of(loss_fn)))
     return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from zero_jax import jaxprs
-from zero_jax.blocks import find_blocks
+from zero_jax.blocks import Block, find_blocks, find_left_out
 from zero_jax.passthrough import narrows
 from zero_jax.remat_regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
 from zero_jax.remat_report import Left, RegionRow, residuals_of
@@ -31,10 +31,15 @@ class Log:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Where a jaxpr is: in a loop that is not over layers, and how often it runs."""
+    """Where a jaxpr is: in a loop that is not over layers, how often it runs, and the line of the user's around it."""
 
     in_loop: bool
     times: int
+    place: str
+
+    def inside(self, eqn: Any) -> Frame:
+        """Returns the frame of what is in an equation."""
+        return dataclasses.replace(self, place=jaxprs.source_line(eqn) or self.place)
 
 
 class Walk:
@@ -45,7 +50,7 @@ class Walk:
         self.policy = setting.remat.policy
         self.log = log
 
-    def check_names(self, jaxpr: Any) -> None:
+    def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
         known = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
         for name in self.setting.remat.names:
@@ -53,7 +58,7 @@ class Walk:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
-                    f"remat={self.setting.remat.name!r} keeps values named {name!r}, but the model names none so: "
+                    f"remat={self.setting.remat.name!r} keeps values named {name!r}, but {place} names none so: "
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"
                 )
 
@@ -64,9 +69,7 @@ class Walk:
         inlined = functools.partial(evaluate, jaxpr, consts, unwrap=False)
         jaxpr, consts = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
         known = self.setting.marks(jaxpr, marks)
-        blocks = {}
-        if self.policy != "own":
-            blocks = {b.start: b for b in find_blocks(jaxpr, [mark.kind == "param" for mark in marks])}
+        blocks = self.blocks(jaxpr, marks, frame)
         readers = _num_readers(jaxpr, blocks)
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
         read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
@@ -87,6 +90,19 @@ class Walk:
             i += 1
         return [read(atom) for atom in jaxpr.outvars]
 
+    def blocks(self, jaxpr: Any, marks: Sequence[Mark], frame: Frame) -> dict[int, Block]:
+        """Returns the repeated blocks by where they begin, and notes what is like them and none."""
+        if self.policy == "own":
+            return {}
+        is_param = [mark.kind == "param" for mark in marks]
+        found = find_blocks(jaxpr, is_param)
+        for i in find_left_out(jaxpr, is_param, found):
+            self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
+        blocks = {block.start: block for block in found if _makes_more(jaxpr, block)}
+        for block in found if not blocks else ():
+            self.leave(jaxpr.eqns[block.start], "a block that makes nothing but its results", frame)
+        return blocks
+
     def eqn(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
         """Evaluates an equation that is no part of a repeated block."""
         name = eqn.primitive.name
@@ -97,12 +113,12 @@ class Walk:
         if name == "cond" and _has_blocks(eqn):
             return self.cond(eqn, values, marks, frame)
         if name not in ("scan", "cond") and _has_blocks(eqn) and any(mark.kind == "param" for mark in marks):
-            self.leave(eqn, f"{name} is not looked into")
+            self.leave(eqn, f"{name} is not looked into", frame)
         return jaxprs.bind(eqn, values)
 
     # --- regions -------------------------------------------------------------------------------------------------
 
-    def block(self, jaxpr: Any, block: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def block(self, jaxpr: Any, block: Block, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
 
@@ -122,11 +138,11 @@ class Walk:
         jaxpr, consts = jaxprs.open_jaxpr(inner)
         if self.policy != "own" and frame.in_loop:
             # Such as a loss in chunks: what it recomputes is no block of the model.
-            self.leave(eqn, "a jax.checkpoint in a loop that is not over layers keeps its own policy")
+            self.leave(eqn, "a jax.checkpoint in a loop that is not over layers keeps its own policy", frame)
             return jaxprs.bind(eqn, values)
         if self.policy == "none" or (self.policy != "own" and self.holds_blocks(jaxpr, marks)):
             with jaxprs.source_context(eqn):
-                return self.run(jaxpr, consts, values, marks, frame)
+                return self.run(jaxpr, consts, values, marks, frame.inside(eqn))
         own = self.policy == "own"
         inlined = functools.partial(evaluate, jaxpr, consts, unwrap=not own)
         traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
@@ -168,22 +184,22 @@ class Walk:
         )
         plain = functools.partial(evaluate, jaxpr, consts, unwrap=False)
         if self.policy == "none":
-            self.note(eqn, kind, region, plain, frame.times)
+            self.note(eqn, kind, region, plain, frame)
             return plain(values)
         if jaxpr.effects and kind != "jax.checkpoint":
-            self.leave(eqn, f"it has effects, {', '.join(map(str, jaxpr.effects))}, which must not run twice")
+            self.leave(eqn, f"it has effects, {', '.join(map(str, jaxpr.effects))}, which must not run twice", frame)
             return plain(values)
         if self.policy == "attention" and not region.cores.inner:
-            self.leave(eqn, "no attention in it, so nothing of it is recomputed")
+            self.leave(eqn, "no attention in it, so nothing of it is recomputed", frame)
             return plain(values)
         for var, moves in zip(jaxpr.invars, movable, strict=True):
             large = moves and region.known[var].kind == "value" and is_large(var.aval)
             if large and self.setting.remat.residuals == "sharded" and not region.leaves(var):
                 lies = region.known[var].dims is not None
                 reason = "already sharded over `model`" if lies else f"no dim of {var.aval.shape} divides"
-                self.leave(eqn, f"a residual is not sharded: {reason}")
+                self.leave(eqn, f"a residual is not sharded: {reason}", frame)
         recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=prevent_cse)
-        self.note(eqn, kind, region, lambda values: recomputed(*values), frame.times)
+        self.note(eqn, kind, region, lambda values: recomputed(*values), frame)
         return recomputed(*values)
 
     # --- loops and branches ----------------------------------------------------------------------------------------
@@ -204,7 +220,8 @@ class Walk:
         traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars]) if is_block else None
         inside = self.carried(jaxpr, inside, parts)
         is_layers = _is_over_layers(eqn, marks)
-        frame = Frame(in_loop=not is_layers, times=frame.times * parts.length)
+        times = frame.times * parts.length
+        frame = dataclasses.replace(frame.inside(eqn), in_loop=not is_layers, times=times)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             arrays = [*consts, *carry, *x]
@@ -234,20 +251,21 @@ class Walk:
 
         def branch(inner: Any) -> Callable[..., list[Any]]:
             jaxpr, consts = jaxprs.open_jaxpr(inner)
-            return lambda *arrays: self.run(jaxpr, consts, arrays, marks[1:], frame)
+            return lambda *arrays: self.run(jaxpr, consts, arrays, marks[1:], frame.inside(eqn))
 
         with jaxprs.source_context(eqn):
             return list(lax.switch(values[0], [branch(inner) for inner in eqn.params["branches"]], *values[1:]))
 
     # --- the report ----------------------------------------------------------------------------------------------
 
-    def leave(self, eqn: Any, reason: str) -> None:
+    def leave(self, eqn: Any, reason: str, frame: Frame) -> None:
         """Notes what is not rematerialized, or not placed."""
-        self.log.left.append(Left(where=jaxprs.source_line(eqn), what=eqn.primitive.name, reason=reason))
+        self.log.left.append(Left(where=frame.inside(eqn).place, what=eqn.primitive.name, reason=reason))
 
-    def note(self, eqn: Any, kind: str, region: Region, function: Callable[..., Any], times: int) -> None:
+    def note(self, eqn: Any, kind: str, region: Region, function: Callable[..., Any], frame: Frame) -> None:
         """Notes a region and its residuals."""
-        row = RegionRow(where=jaxprs.source_line(eqn), kind=kind, times=times)
+        times = frame.times
+        row = RegionRow(where=frame.inside(eqn).place, kind=kind, times=times)
         if self.log.measure:
             plain = functools.partial(evaluate, region.jaxpr, region.consts, unwrap=False)
             row = dataclasses.replace(row, without=residuals_of(plain, region), kept=residuals_of(function, region))
@@ -273,6 +291,13 @@ def _has_blocks(eqn: Any) -> bool:
     """Tells whether there is a loop or a `jax.checkpoint` anywhere in an equation."""
     inner = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs.inner_jaxprs(eqn))
     return any(found.primitive.name in ("scan", *REMAT) for jaxpr in inner for found in equations(jaxpr))
+
+
+def _makes_more(jaxpr: Any, block: Block) -> bool:
+    """Tells whether a block makes anything of activations that is not among its results."""
+    eqns = jaxpr.eqns[block.start : block.stop]
+    num_made = sum(len(eqn.outvars) for eqn in eqns)
+    return num_made > len(block.writes) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)
 
 
 def _num_readers(jaxpr: Any, blocks: dict[int, Any]) -> collections.Counter:

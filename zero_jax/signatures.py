@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,19 @@ def check_callable(what: str, function: Any, *, remedy: str) -> None:
     """Raises `ValueError` for what is no function."""
     if not callable(function):
         raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Returns `file:line (name)` of a function, or its name alone if it is not of Python."""
+    while True:
+        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+        if inner is None:
+            break
+        function = inner
+    if not hasattr(function, "__qualname__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({function.__qualname__})" if code else function.__qualname__
 
 
 def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -> None:

@@ -1,0 +1,83 @@
+"""Compares random loss functions, transformed, with themselves as they are; the generator is tests/fuzzing.py.
+
+    python scripts/fuzz_losses.py --mode gather --seeds 0:500
+
+Prints the program of each seed that differs or fails, and by how much it differs if XLA alone is given sharded params.
+A process that ends in between (XLA aborts) is started again after the seed. Exit status 1 if anything differs.
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import subprocess
+import sys
+import traceback
+
+TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
+CHUNK = 60  # programs of a process: compiled ones are not forgotten
+
+
+def run_here(mode: str, first: int, last: int) -> None:
+    """Compares the programs of some seeds in this process, a line each."""
+    sys.path.insert(0, str(TESTS))
+    import conftest  # noqa: F401 (what JAX runs on is settled before it is imported)
+    import fuzzing
+
+    for seed in range(first, last):
+        print(f"seed {seed}", flush=True)
+        try:
+            found = fuzzing.compare(seed, mode)
+        except Exception:
+            print("outcome failed", flush=True)
+            lines = traceback.format_exc().splitlines()
+            print("\n".join([f"--- seed {seed}, {mode}: fails", *lines[-8:]]), flush=True)
+            continue
+        print(f"outcome {found.outcome}", flush=True)
+        if found.outcome == "differs":
+            print(f"--- seed {seed}, {mode}: differs by {found.apart:.1e}; without zero_jax by {found.naive_apart:.1e}")
+            print(
+                found.program.source,
+                {name: leaf.shape for name, leaf in found.program.params.items()}
+                if isinstance(found.program.params, dict)
+                else len(found.program.params),
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", required=True, help="a key of fuzzing.MODES")
+    parser.add_argument("--seeds", default="0:100", help="first:last, the last not included")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    args = parser.parse_args()
+    seed, last = map(int, args.seeds.split(":"))
+    if args.here:
+        run_here(args.mode, seed, last)
+        return 0
+    outcomes: collections.Counter[str] = collections.Counter()
+    while seed < last:
+        stop = min(seed + CHUNK, last)
+        command = [sys.executable, __file__, "--mode", args.mode, "--seeds", f"{seed}:{stop}", "--here"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(os.environ)
+        ) as process:
+            at = seed
+            for line in process.stdout or ():
+                if line.startswith("seed "):
+                    at = int(line.split()[1])
+                elif line.startswith("outcome "):
+                    outcomes[line.split()[1]] += 1
+                else:
+                    print(line, end="", flush=True)
+        if process.returncode:
+            outcomes["ended"] += 1
+            print(f"--- seed {at}, {args.mode}: the process ended with {process.returncode}", flush=True)
+            stop = at + 1
+        seed = stop
+    print(args.mode, dict(outcomes))
+    return int(any(outcomes[bad] for bad in ("differs", "failed", "ended")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,264 @@
+"""Python loops over layers that are not quite equal: every layer is rematerialized, or the report says why not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import mesh_of
+
+from zero_jax.remat import remat_report, rematerialize
+
+BATCH, TOKENS, WIDTH, EXPERTS = 8, 8, 16, 4
+# Bytes of the residual stream on one of 8 shards of the batch, and of what may be running beside it.
+STREAM_BYTES, SCALAR_BYTES = BATCH * TOKENS * WIDTH * 4 // 8, 32
+
+
+def normal(seed, *shape):
+    return (0.3 * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
+
+
+def dense_params(seed):
+    return {"scale": np.ones(WIDTH, np.float32), "query": normal(seed, WIDTH, WIDTH)} | {
+        "up": normal(seed, WIDTH, 2 * WIDTH),
+        "down": normal(seed, 2 * WIDTH, WIDTH),
+    }
+
+
+def moe_params(seed):
+    shared = {name: dense_params(seed)[name] for name in ("scale", "query")}
+    up, down = normal(seed, EXPERTS, WIDTH, 2 * WIDTH), normal(seed, EXPERTS, 2 * WIDTH, WIDTH)
+    return shared | {"router": normal(seed, WIDTH, EXPERTS), "up": up, "down": down}
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def attention(x, p):
+    return x + jax.nn.softmax((x @ p["query"]) @ jnp.swapaxes(x, -1, -2)) @ x
+
+
+def dense(x, p):
+    x = attention(x, p)
+    return x + jax.nn.gelu(norm(x, p["scale"]) @ p["up"]) @ p["down"]
+
+
+def moe(x, p):
+    """A layer of experts, all of which see all tokens; returns its balance loss, too."""
+    x = attention(x, p)
+    y = norm(x, p["scale"])
+    weights = jax.nn.softmax(y @ p["router"])
+    hidden = jax.nn.gelu(jnp.einsum("btw,ewh->bteh", y, p["up"]))
+    load = weights.mean((0, 1))
+    return x + jnp.einsum("bteh,ehw,bte->btw", hidden, p["down"], weights), EXPERTS * jnp.sum(load * load)
+
+
+def examples():
+    return jnp.asarray(normal(99, BATCH, TOKENS, WIDTH))
+
+
+def model(layers):
+    ends = {"norm": np.ones(WIDTH, np.float32), "head": normal(77, WIDTH, 3 * WIDTH), "embed": normal(78, WIDTH, WIDTH)}
+    return ends | {"layers": layers}
+
+
+def moes(num):
+    return model([moe_params(seed) for seed in range(num)])
+
+
+def finish(params, x, aux):
+    return jnp.mean((norm(x, params["norm"]) @ params["head"]) ** 2) + 0.01 * aux
+
+
+def mixture(add, *, start=0.0, layer=moe, make=moes):
+    """Returns a maker of params and a loss function that carries a sum of the layers' balance losses."""
+
+    def loss_fn(params, x):
+        x, total = x @ params["embed"], start
+        for i, p in enumerate(params["layers"]):
+            x, aux = layer(x, p)
+            total = add(total, aux, i)
+        return finish(params, x, total)
+
+    return make, loss_fn
+
+
+def summed(params, x):
+    x, each = x @ params["embed"], []
+    for p in params["layers"]:
+        x, aux = moe(x, p)
+        each.append(aux)
+    return finish(params, x, sum(each))
+
+
+def of_metrics(params, x):
+    x, metrics = x @ params["embed"], {}
+    for p in params["layers"]:
+        x, aux = moe(x, p)
+        for name, value in {"balance": aux, "size": jnp.mean(x**2)}.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return finish(params, x, metrics["balance"] + metrics["size"])
+
+
+def without_ends(params, x):
+    """Nothing before the first layer, and no params after the last."""
+    total = 0.0
+    for p in params["layers"]:
+        x, aux = moe(x, p)
+        total += aux
+    return jnp.mean(x**2) + total
+
+
+def in_another_order(params, x):
+    """The first layer takes `[features, batch, tokens]`, as of an embedding; those after it another order."""
+    x = jnp.einsum("btw,wv->vbt", x, params["embed"])
+    for p in params["layers"]:
+        square = jnp.mean(x**2, axis=0 if x.shape[0] == WIDTH and x.shape[1] == BATCH else -1)
+        x = x.transpose(1, 2, 0) if x.shape[0] == WIDTH and x.shape[1] == BATCH else x
+        y = x * jax.lax.rsqrt(square + 1e-6)[..., None] * p["scale"]
+        x = x + jnp.einsum("bteh,ehw->btw", jax.nn.gelu(jnp.einsum("btw,ewh->bteh", y, p["up"])), p["down"])
+    return finish(params, x, 0.0)
+
+
+def carried_beside(params, x):
+    """The residual stream is carried beside the last layer's result, and none is there for the first layer."""
+    y, stream = x @ params["embed"], None
+    for p in params["layers"]:
+        stream = y if stream is None else stream + y
+        hidden = norm(stream, p["scale"])
+        y = dense(hidden, p | {"up": p["up"][0], "down": p["down"][0]})
+    return finish(params, stream + y, 0.0)
+
+
+def of_either(params, x):
+    """Layers of two kinds, the dense ones without a balance loss."""
+    x, total = x @ params["embed"], 0.0
+    for p in params["layers"]:
+        if "router" in p:
+            x, aux = moe(x, p)
+            total += aux
+        else:
+            x = dense(x, p)
+    return finish(params, x, total)
+
+
+def kinds(pattern):
+    make = {"d": dense_params, "m": moe_params}
+    return lambda _: model([make[kind](i) for i, kind in enumerate(pattern)])
+
+
+def first_is_none(total, aux, _):
+    return aux if total is None else total + aux
+
+
+def weighted(total, aux, i):
+    return total + aux * (i + 1) / 8
+
+
+LOOPS = {
+    "running sum": mixture(lambda total, aux, _: total + aux),
+    "array": mixture(lambda total, aux, _: total + aux, start=jnp.zeros(())),
+    "integer": mixture(lambda total, aux, _: total + aux, start=0),
+    "none first": mixture(first_is_none, start=None),
+    "schedule": mixture(weighted),
+    "maximum": mixture(lambda total, aux, _: jnp.maximum(total, aux), start=-jnp.inf),
+    "first is weighted otherwise": mixture(lambda total, aux, i: total + (aux * 0.5**i if i else aux)),
+    "last is not added": mixture(lambda total, aux, i: total + aux if i < 2 else total),
+    "jit": mixture(lambda total, aux, _: total + aux, layer=jax.jit(moe)),
+    "jax.checkpoint": mixture(first_is_none, start=None, layer=jax.checkpoint(moe)),
+    "list": (moes, summed),
+    "metrics": (moes, of_metrics),
+    "without ends": (moes, without_ends),
+    "another order": (moes, in_another_order),
+    "carried beside": (moes, carried_beside),
+}
+QUICK = ("running sum", "none first", "metrics", "another order")
+# By the kinds of the layers: what the blocks are. Layers of experts may be alike enough to dense ones to stand alone.
+PATTERNS = {"dmm": 3, "dmmmm": 5, "mdmd": 2, "dmdm": 2, "mdmdm": 3, "ddmmm": 5, "mmmd": 4}
+
+
+def report_of(make, loss_fn, num, policy="full"):
+    return remat_report(loss_fn, make(num), examples(), remat=policy, mesh=mesh_of("8"))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS]
+)
+def test_no_layer_is_left_out(name):
+    for num in (2, 3, 6):
+        report = report_of(*LOOPS[name], num)
+        assert sum(row.times for row in report.regions) == num, report
+        assert not report.left, report
+        # What enters the first layer is the batch where nothing is before it.
+        assert report.kept.device_bytes <= num * (STREAM_BYTES + SCALAR_BYTES), report
+        assert report.without.device_bytes > 10 * report.kept.device_bytes, report
+
+
+@pytest.mark.parametrize("pattern", ["dmm", *(pytest.param(p, marks=pytest.mark.slow) for p in PATTERNS if p != "dmm")])
+def test_layers_of_two_kinds(pattern):
+    report = report_of(kinds(pattern), of_either, 0)
+    assert sum(row.times for row in report.regions) == PATTERNS[pattern], report
+    assert not report.left, report
+    assert report.without.device_bytes > 10 * report.kept.device_bytes, report
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics", *(pytest.param(n, marks=pytest.mark.slow) for n in LOOPS if n != "metrics")]
+)
+def test_values_and_gradients_are_the_same(name):
+    make, loss_fn = LOOPS[name]
+    params, x = make(2), examples()
+    transformed = rematerialize(loss_fn, "full", mesh=mesh_of("8"))
+    both = jax.jit(lambda *args: [jax.value_and_grad(fn)(*args) for fn in (loss_fn, transformed)])(params, x)
+    for want, got in zip(*map(jax.tree.leaves, both), strict=True):
+        # Sums over devices in another order, of numbers of the size of the largest.
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(float(jnp.abs(want).max()), 1e-6), err_msg=name)
+
+
+def test_a_layer_that_is_too_different_is_listed():
+    """It uses params like the others, but begins with its experts, and what it makes is twice as wide."""
+
+    def loss_fn(params, x):
+        x, last = x @ params["embed"], params["last"]
+        for p in params["layers"]:
+            x, _ = moe(x, p)
+        hidden = jnp.einsum("btw,ewh->bteh", jnp.sin(x), last["up"])
+        x = jnp.einsum("bteh,ehv,bte->btv", jnp.tanh(hidden), last["down"], x @ last["router"])
+        return jnp.mean(x**2)
+
+    last = moe_params(9) | {"down": normal(9, EXPERTS, 2 * WIDTH, 2 * WIDTH)}
+    report = report_of(lambda num: moes(num) | {"last": last}, loss_fn, 2)
+    assert sum(row.times for row in report.regions) == 2
+    assert len(report.left) == 1 and "test_remat_loops.py" in report.left[0].where, report
+    assert "differs too much" in str(report)
+
+
+def test_a_model_of_one_layer_is_refused():
+    with pytest.raises(
+        ValueError, match=r"finds nothing to recompute in .*test_remat_loops.py:\d+ \(mixture.*loss_fn\)"
+    ):
+        rematerialize(LOOPS["running sum"][1], "full", mesh=mesh_of("8"))(moes(1), examples())
+
+
+def chunked(params, x):
+    """JAX traces a `jax.checkpoint` that is the body of a scan with no line of the user's."""
+    return jax.lax.scan(jax.checkpoint(lambda total, x: (total + jnp.sum(x @ params["embed"]), None)), 0.0, x)[0]
+
+
+def without_blocks(params, x):
+    return jnp.mean(x @ params["embed"])
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "own_offloaded", "names:a"])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, functools.partial], ids=["plain", "jit", "partial"])
+def test_a_refusal_names_a_line(policy, wrap):
+    with pytest.raises(ValueError, match=r"test_remat_loops\.py:\d+ \(without_blocks\)"):
+        rematerialize(wrap(without_blocks), policy, mesh=mesh_of("8"))(moes(0), examples())
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "none"])
+def test_a_report_names_lines(policy):
+    report = report_of(moes, chunked, 0, policy)
+    assert report.left and all("test_remat_loops.py" in item.where for item in report.left), report

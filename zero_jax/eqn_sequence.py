@@ -1,0 +1,178 @@
+"""The equations of a jaxpr as a sequence of numbers: what each computes, on which params, and what passes between."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax import jaxprs
+
+_TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
+
+
+class EqnSequence:
+    """The equations of a jaxpr that are not on params alone, by their place among each other."""
+
+    def __init__(self, jaxpr: Any, is_param: Sequence[bool]):
+        self.jaxpr = jaxpr
+        self.origins: dict[Any, _Origin] = {}  # of what is made of params and constants alone
+        for i, (var, mark) in enumerate(zip(jaxpr.invars, is_param, strict=True)):
+            if mark:
+                self.origins[var] = _Origin(frozenset((i,)), i)
+        signatures = _Signatures()
+        self.eqns: list[int] = []
+        numbers: list[int] = []
+        users: list[int] = []
+        for i, eqn in enumerate(jaxpr.eqns):
+            inputs = [self.origin(atom) for atom in eqn.invars]
+            known = [origin for origin in inputs if origin is not None]
+            if len(known) == len(inputs) and not eqn.effects:
+                self.origins.update(dict.fromkeys(eqn.outvars, _derived(eqn, known)))
+                continue
+            if any(origin.params for origin in known):
+                users.append(len(self.eqns))
+            self.eqns.append(i)
+            numbers.append(signatures.of(eqn))
+        self.numbers = np.asarray(numbers, np.int64)
+        self.users = np.asarray(users, np.int64)  # places of what takes params and activations
+        self.sizes = np.asarray([1 + signatures.num_inner(jaxpr.eqns[i]) for i in self.eqns], np.int64)
+        self.measure()
+
+    def origin(self, atom: Any) -> _Origin | None:
+        """Returns what params an input is made of; None for what is made of anything else."""
+        return _Origin(frozenset(), str(atom)) if jaxprs.is_literal(atom) else self.origins.get(atom)
+
+    def measure(self) -> None:
+        """Works out how many bytes are made up to each place, and how many of them cross it."""
+        num = len(self.eqns)
+        made, made_at, last_use = np.zeros(num + 1), {}, {}
+        for place, i in enumerate(self.eqns):
+            eqn = self.jaxpr.eqns[i]
+            made_at.update((var, place) for var in eqn.outvars)
+            made[place + 1] = sum(_num_bytes(var.aval) for var in eqn.outvars)
+            last_use.update((atom, place) for atom in eqn.invars if not jaxprs.is_literal(atom))
+        last_use.update((atom, num) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
+        changes = np.zeros(num + 2)
+        for var, place in made_at.items():
+            if var in last_use:
+                changes[place + 1] += _num_bytes(var.aval)
+                changes[last_use[var] + 1] -= _num_bytes(var.aval)
+        self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[: num + 1]
+
+    @functools.cached_property
+    def last_read(self) -> dict[Any, int]:
+        """For each variable the index of the last equation that reads it, past the end for results."""
+        last = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            last.update((atom, i) for atom in eqn.invars if not jaxprs.is_literal(atom))
+        last.update((atom, len(self.jaxpr.eqns)) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
+        return last
+
+    def begin(self, start: int, stop: int) -> int:
+        """Returns the index of a block's first equation: what is made of its params just before it is its own."""
+        eqns, last = self.jaxpr.eqns, self.last_read
+        index, end = self.eqns[start], self.eqns[stop - 1]
+        while index and self.only_params(eqns[index - 1]):
+            if any(last.get(var, -1) > end for var in eqns[index - 1].outvars):
+                break
+            index -= 1
+        return index
+
+    def only_params(self, eqn: Any) -> bool:
+        """Tells whether an equation is on params alone."""
+        return all(var in self.origins for var in eqn.outvars)
+
+    def are_blocks(self, run: Sequence[int]) -> bool:
+        """Tells whether each turn takes something of the turn before and has params that no other turn has."""
+        made: set[Any] = set()
+        params: list[set[Hashable]] = []
+        for start, stop in itertools.pairwise(run):
+            eqns = [self.jaxpr.eqns[i] for i in self.eqns[start:stop]]
+            read = [atom for eqn in eqns for atom in eqn.invars if not jaxprs.is_literal(atom)]
+            if made and made.isdisjoint(read):
+                return False
+            made = {var for eqn in eqns for var in eqn.outvars if _is_float(var.aval)}
+            params.append(
+                {self.origins[atom].part for atom in read if atom in self.origins and self.origins[atom].params}
+            )
+        uses = collections.Counter(key for keys in params for key in keys)
+        return bool(made) and all(any(uses[key] == 1 for key in keys) for keys in params)
+
+    def weights(self, start: int, stop: int) -> collections.Counter[int]:
+        """Returns how often each equation is there between two places, times how many equations are in it."""
+        weights: collections.Counter[int] = collections.Counter()
+        for number, size in zip(self.numbers[start:stop].tolist(), self.sizes[start:stop].tolist(), strict=True):
+            weights[number] += size
+        return weights
+
+    def uses(self, start: int, stop: int) -> np.ndarray:
+        """Returns the places between two where params are used."""
+        return self.users[np.searchsorted(self.users, start) : np.searchsorted(self.users, stop)]
+
+
+class _Signatures:
+    """What equations compute and on which shapes, as numbers: equal for the equations of equal layers.
+
+    The order of an array's dims is left out, and so is its dtype: the first of some layers may have them otherwise.
+    """
+
+    def __init__(self):
+        self.numbers: dict[Hashable, int] = {}
+        self.inner: dict[int, tuple[Any, int, int]] = {}
+
+    def number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def of(self, eqn: Any) -> int:
+        inner = tuple(self.of_jaxpr(jaxpr)[1] for jaxpr in jaxprs.inner_jaxprs(eqn))
+        avals = [tuple(_kind(var.aval) for var in variables) for variables in (eqn.invars, eqn.outvars)]
+        return self.number((eqn.primitive.name, *avals, inner))
+
+    def of_jaxpr(self, jaxpr: Any) -> tuple[Any, int, int]:
+        """Returns the jaxpr (so that its id stays its own), its number, and how many equations it has."""
+        if id(jaxpr) not in self.inner:
+            opened, _ = jaxprs.open_jaxpr(jaxpr)
+            number = self.number(tuple(self.of(eqn) for eqn in opened.eqns))
+            self.inner[id(jaxpr)] = jaxpr, number, sum(1 + self.num_inner(eqn) for eqn in opened.eqns)
+        return self.inner[id(jaxpr)]
+
+    def num_inner(self, eqn: Any) -> int:
+        return sum(self.of_jaxpr(jaxpr)[2] for jaxpr in jaxprs.inner_jaxprs(eqn))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Which params a value is made of, and which parts of them: equal whatever else was done to these parts."""
+
+    params: frozenset[int]
+    part: Hashable
+
+
+def _derived(eqn: Any, inputs: Sequence[_Origin]) -> _Origin:
+    """Returns the origin of what is made of params and constants alone."""
+    params = frozenset().union(*(origin.params for origin in inputs))
+    of_params = [origin.part for origin in inputs if origin.params]
+    inner = jaxprs.inner_jaxprs(eqn)
+    if params and not inner and eqn.primitive.name not in _TAKES_A_PART:
+        return _Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
+    settings = "" if inner else str(eqn.params)
+    return _Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))
+
+
+def _kind(aval: Any) -> Hashable:
+    return tuple(sorted(aval.shape)) if hasattr(aval, "shape") else str(aval)
+
+
+def _num_bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0
+
+
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)

@@ -123,7 +123,7 @@ def test_variables_that_are_passed_on_are_in_the_key(lowered, monkeypatch):
 
 def test_settings_of_jax_are_in_the_key_and_reach_the_compiler(lowered):
     first = key(lowered)
-    for name, value in (("jax_memory_fitting_effort", 0.5), ("jax_default_matmul_precision", "highest")):
+    for name, value in (("jax_compiler_enable_remat_pass", False), ("jax_default_matmul_precision", "highest")):
         before = jax.config.values[name]
         jax.config.update(name, value)
         try:

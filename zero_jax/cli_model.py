@@ -4,10 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +21,7 @@ from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.signatures import check_takes
 from zero_jax.training_run import Model
 from zero_jax.tree import PyTree
+from zero_jax.user_modules import resolve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +209,7 @@ def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callabl
     """Returns a function of the size of the axis `model` that makes the specs which `--param-specs` names."""
     if not reference:
         return lambda model: None
-    found = _resolve("--param-specs", reference)
+    found = resolve("--param-specs", reference)
     if not callable(found):
         return lambda model: found
     takes_params = bool(inspect.signature(found).parameters)
@@ -222,27 +220,7 @@ def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callabl
 
 def _function(option: str, reference: str) -> Callable[..., Any]:
     """Imports a function by `module:function`."""
-    found = _resolve(option, reference)
+    found = resolve(option, reference)
     if not callable(found):
         raise ValueError(f"{option} {reference!r} is of type {type(found).__name__}: name a function")
     return found
-
-
-def _resolve(option: str, reference: str) -> Any:
-    """Imports what `module:name` or `path/to/file.py:name` names."""
-    module_name, _, name = reference.rpartition(":")
-    if not module_name or not name:
-        raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
-    path = pathlib.Path(module_name)
-    folder = path.parent if path.suffix == ".py" else pathlib.Path()
-    sys.path.insert(0, str(folder.resolve()))  # the compiler's process is given the same path
-    try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ValueError(f"{option} {reference!r}: cannot import {module_name!r} ({error})") from error
-    if not hasattr(module, name):
-        names = [one for one in vars(module) if not one.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{option} {reference!r}: {module_name!r} has no function {name!r}{hint}")
-    return getattr(module, name)

@@ -20,6 +20,7 @@ import jax
 
 from zero_jax.plan_errors import explain
 from zero_jax.plan_report import make_report
+from zero_jax.user_modules import install
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -34,6 +35,7 @@ def main(job_path: str, result_path: str, parent: str | None = None) -> int:
         threading.Thread(target=_end_with, args=(int(parent), folder), daemon=True).start()
     # Topologies are compile-only: the one backend that runs anything is the CPU.
     jax.config.update("jax_platforms", "cpu")
+    install()
     try:
         job, options = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
         _take_over(options.pop("settings", {}))

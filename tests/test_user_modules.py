@@ -1,4 +1,4 @@
-"""A file of the user's is the file that was named, whatever else has its name: files, packages, the standard library."""
+"""A file of the user's is the one that was named, whatever else has its name: files, packages, the standard library."""
 
 import copy
 import os

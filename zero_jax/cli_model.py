@@ -16,7 +16,7 @@ from zero_jax.compile_job import batch_of
 from zero_jax.grads import MeshLoss
 from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt
-from zero_jax.options import add_fields, explicit, given, option_fields, refuse
+from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse
 from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.signatures import check_takes
 from zero_jax.training_run import Model
@@ -35,6 +35,11 @@ class ActivationConfig:
 
     sequence_parallel: bool = False
     loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses chunks of nothing."""
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"loss_chunk={self.loss_chunk}: give at least 1, or none for all at once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,12 @@ def add_model_options(group: Any) -> None:
     presets = ", ".join(gpt.PRESETS)
     default = "gpt-tiny"
     group.add_argument(
-        "--model", dest="preset", default=default, metavar="PRESET", help=f"one of {presets} (default: %(default)s)"
+        "--model",
+        dest="preset",
+        type=reader(str),
+        default=default,
+        metavar="PRESET",
+        help=f"one of {presets} (default: %(default)s)",
     )
     add_fields(group, gpt.GPTConfig, default_of=None)
     add_fields(group, ActivationConfig, default_of=ActivationConfig())
@@ -73,15 +83,22 @@ def add_model_options(group: Any) -> None:
 def add_own_model_options(group: Any) -> None:
     """Adds the options that name the user's own functions."""
     where = "as module:function, or path/to/file.py:function"
-    group.add_argument("--loss", metavar="REF", help=f"your own loss function, {where}; it stands for --model")
-    group.add_argument("--init", metavar="REF", help=f"the function that makes its params from a key, {where}")
+    text = reader(str)
+    group.add_argument(
+        "--loss", type=text, metavar="REF", help=f"your own loss function, {where}; it stands for --model"
+    )
+    group.add_argument(
+        "--init", type=text, metavar="REF", help=f"the function that makes its params from a key, {where}"
+    )
     group.add_argument(
         "--batch",
+        type=text,
         metavar="REF",
         help="a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
     )
     group.add_argument(
         "--param-specs",
+        type=text,
         metavar="REF",
         help="how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from regular "
         "expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that returns "
@@ -143,8 +160,10 @@ def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
     """Returns the specs of a reference GPT's params; a vocabulary that does not split stays whole.
 
     Raises:
-      ValueError: heads or hidden features that do not split.
+      ValueError: heads or hidden features that do not split, or no size.
     """
+    if model < 1:
+        raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
     return None if model == 1 else gpt.param_specs(config, vocab=config.vocab_size % model == 0, model_size=model)
 
 

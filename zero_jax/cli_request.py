@@ -154,8 +154,9 @@ def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_pa
     held = tree_bytes(batch) / num_parts
     if held > hardware.usable_bytes:
         raise ValueError(
-            f"batch_size={batch_size}: the batch alone takes {held / 1e9:,.0f} GB of a device, and a {hardware.name} has "
-            f"{hardware.usable_bytes / 1e9:,.0f} GB: give at most {int(batch_size * hardware.usable_bytes / held):,}"
+            f"batch_size={batch_size}: the batch alone takes {held / 1e9:,.0f} GB of a device, and a {hardware.name} "
+            f"has {hardware.usable_bytes / 1e9:,.0f} GB: give at most "
+            f"{int(batch_size * hardware.usable_bytes / held):,}"
         )
 
 

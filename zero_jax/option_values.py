@@ -12,9 +12,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+LARGEST_COUNT = 2**31 - 1  # of int32, which counts steps, tokens and rows on a device
 LARGEST_INTEGER = 2**63 - 1
 LARGEST_NUMBER = 3.4e38  # of float32, which is what becomes of it on a device
-_MAX_CONFIG_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 16
 _MAX_TEXT = 4_000  # Python converts no more digits than 4,300
 # A text that is the place of something: on this machine, or there or in a bucket.
 Place = Literal["local", "anywhere"]
@@ -23,20 +24,21 @@ Place = Literal["local", "anywhere"]
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
 
 
-def check_value(value: Any, *, place: Place | None = None) -> None:
+def check_value(value: Any, *, place: Place | None = None, largest: int = LARGEST_INTEGER) -> None:
     """Refuses a value that no option can have.
 
     Args:
       value: an integer, a number, a text, or anything else, which passes.
       place: where a text may lead, if it is the place of something.
+      largest: the largest integer.
 
     Raises:
       ValueError: not finite, out of range, or a text that leads nowhere; without the option's name.
     """
     if isinstance(value, bool):
         return
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise ValueError(f"{_short(value)} is out of range: give an integer of 64 bits, at most {LARGEST_INTEGER}")
+    if isinstance(value, int) and abs(value) > largest:
+        raise ValueError(f"{_short(value)} is out of range: give an integer of at most {largest}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not finite: give a number")
     if isinstance(value, float) and abs(value) > LARGEST_NUMBER:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
-from zero_jax.option_values import Place, check_value, read_toml
+from zero_jax.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,14 +88,13 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
         option = "--" + name.replace("_", "-")
         destination = f"{config_class.__name__}.{name}"
-        place = PLACES.get(destination)
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
-            parse = reader(kind.base, place=place, is_optional=kind.is_optional)
+            parse = reader(kind.base, is_optional=kind.is_optional, **_limits(destination))
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
@@ -125,6 +124,8 @@ PLACES: Mapping[str, Place] = {
     "TrainConfig.init_from": "anywhere",
     "PlanConfig.cache": "local",
 }
+# Integers of 64 bits, or bounded by the machine; all others are counted in 32 bits on a device.
+_WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -158,7 +159,12 @@ def _kind(hint: Any) -> Kind | None:
 
 
 def reader(
-    base: type, *, place: Place | None = None, is_optional: bool = False, lowest: int | None = None
+    base: type,
+    *,
+    place: Place | None = None,
+    is_optional: bool = False,
+    lowest: int | None = None,
+    largest: int = LARGEST_COUNT,
 ) -> Callable[[str], Any]:
     """Returns what reads the text of an option, for `add_argument(type=...)`.
 
@@ -167,6 +173,7 @@ def reader(
       place: where a text may lead, if it is the place of something.
       is_optional: whether `none` is a value.
       lowest: the smallest number that it takes.
+      largest: the largest integer that it takes.
     """
 
     def parse(text: str) -> Any:
@@ -174,7 +181,7 @@ def reader(
             return None
         _check(text)
         value = base(text)
-        _check(value, place=place)
+        _check(value, place=place, largest=largest)
         if lowest is not None and value < lowest:
             raise argparse.ArgumentTypeError(f"{value}: give at least {lowest}")
         return value
@@ -183,9 +190,15 @@ def reader(
     return parse
 
 
-def _check(value: Any, *, place: Place | None = None) -> None:
+def _limits(destination: str) -> dict[str, Any]:
+    """Returns what `check_value` has to know of an option."""
+    is_wide = destination.rpartition(".")[2] in _WIDE
+    return {"place": PLACES.get(destination), "largest": LARGEST_INTEGER if is_wide else LARGEST_COUNT}
+
+
+def _check(value: Any, **limits: Any) -> None:
     try:
-        check_value(value, place=place)
+        check_value(value, **limits)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -229,7 +242,7 @@ def read_file(
         for name, value in entries.items():
             _check_known(f"{path}: key of [{section}]", name, kinds)
             destination = name if name in own else f"{sections[section].__name__}.{name}"
-            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[name], PLACES.get(destination))
+            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[name], _limits(destination))
     return values
 
 
@@ -240,11 +253,11 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"{what} {name!r} is unknown: {hint}Known are {', '.join(known)}")
 
 
-def _checked(what: str, value: Any, kind: Kind, place: Place | None) -> Any:
+def _checked(what: str, value: Any, kind: Kind, limits: Mapping[str, Any]) -> Any:
     if kind.is_optional and value == "none":
         return None
     try:
-        check_value(value, place=place)
+        check_value(value, **limits)
         if kind.base is float and type(value) is int:
             value = float(value)
     except ValueError as error:

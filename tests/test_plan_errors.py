@@ -148,8 +148,8 @@ def test_plans_of_another_kind(options, message):
 
 def test_a_program_that_cannot_be_kept_is_told_all_the_same(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    assert compile_job._save(tmp_path / "programs" / "one", {"text": ""}) == ""
-    assert "File exists" in compile_job._save(tmp_path / "file" / "one", {"text": ""})
+    assert compile_job._save(tmp_path / "programs" / "one.program", {"text": ""}) == ""
+    assert "File exists" in compile_job._save(tmp_path / "file" / "one.program", {"text": ""})
     report = zero.plan(
         planned.loss_fn, planned.init_fn, optax.adamw(1e-3), batch=planned.batch(), topology=TOPOLOGY, config=CONFIG,
         model=2, cache=tmp_path / "file", own_process=False,

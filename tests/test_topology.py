@@ -1,7 +1,12 @@
 """Names of hardware, and what they lead to."""
 
+import functools
 import importlib.metadata
 import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -93,3 +98,81 @@ def test_unknown_devices_have_no_figures():
     import jax
 
     assert topology.hardware_of(jax.devices()[0]) is None
+
+
+def refused(monkeypatch, said, name="v5e:2x2"):
+    """Returns what is told where the compiler says something."""
+
+    def get_topology_desc(*_, **__):
+        raise said
+
+    monkeypatch.setattr(topology, "missing_compiler", lambda hardware: None)
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", get_topology_desc)
+    with pytest.raises(ValueError) as caught:
+        topology.devices(name)
+    assert len(str(caught.value).splitlines()) == 1 and str(caught.value).startswith(f"topology {name!r}: ")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("ABORTED: Internal error when accessing libtpu multi-process lockfile. Run", "ALLOW_MULTIPLE_LIBTPU_LOAD=1"),
+        ("ABORTED: The TPU is already in use by process with pid 12", "another process of this machine uses libtpu"),
+        ("UNKNOWN: Failed to get TPU metadata (tpu-env) from instance metadata", "TPU_SKIP_MDS_QUERY=1"),
+        ("dlopen failed: libtpu.so: undefined symbol: GetPjrtApi", "cannot be loaded: pip install"),
+        ("/tmp/tpu_logs: No space left on device", "libtpu cannot write on this machine: free space"),
+        ("INTERNAL: something", "the compiler failed (INTERNAL: something): try v5e:4x4; if that fails too, pip"),
+        ("", "the compiler failed (RuntimeError)"),
+    ],
+)
+def test_a_topology_is_not_blamed_for_its_machine(said, message, monkeypatch):
+    told = refused(monkeypatch, RuntimeError(f"{said}\nmore" if said else ""))
+    assert message in told
+    assert "refuses it" not in told
+
+
+def test_a_topology_is_blamed_for_its_shape(monkeypatch):
+    said = 'INVALID_ARGUMENT: Topology layout "v5p:3x3x3" is not divisible by the given chips_per_host_bounds "2x2x1"'
+    told = refused(monkeypatch, RuntimeError(said), "v5p:3x3x3")
+    assert "the compiler refuses it (INVALID_ARGUMENT" in told and "is v5p:2x2x4" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p:1000x1000x1000", "has 1,000,000,000 chips, and plans are for at most 131,072"),
+        ("h100:100000x8", "has 800,000 chips"),
+        ("9999999xv5e:2x2", "chips, and plans are for at most"),
+        ("v5p:" + "9" * 5000, "of 5,004 characters"),
+        ("v5p:2x2x4\0", "unknown topology"),
+    ],
+)
+def test_topologies_beyond_any_hardware(name, message):
+    with pytest.raises(ValueError, match=message):
+        topology.parse(name)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_another_process_that_uses_libtpu_is_named():
+    """Two that JAX lets lock libtpu for themselves: the second names the first, not the topology."""
+    environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    program = "import sys, zero_jax; print(zero_jax.make_mesh(topology='v5e:2x2').size, flush=True); sys.stdin.read()"
+    start = functools.partial(
+        subprocess.Popen, [sys.executable, "-c", program], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    was_there = pathlib.Path("/tmp/libtpu_lockfile").exists()
+    first = start()
+    try:
+        assert first.stdout and first.stdout.readline() == "4\n"
+        second = start()
+        _, err = second.communicate(timeout=120)
+    finally:
+        first.communicate(timeout=120)
+        if not was_there:
+            pathlib.Path("/tmp/libtpu_lockfile").unlink(missing_ok=True)
+    last = err.strip().splitlines()[-1]
+    assert "another process of this machine uses libtpu, whatever the topology: set ALLOW_MULTIPLE_LIBTPU_LOAD" in last

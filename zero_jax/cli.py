@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_jax import cli_checkpoint, cli_data, cli_launch, cli_plan, cli_plot, cli_train
-from zero_jax.options import Parser, read_file
+from zero_jax.options import Kind, Parser, read_file
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
 
@@ -42,7 +42,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if getattr(options, "config", None):
         try:
-            options.parser.set_defaults(**read_file(options.config, cli_train.sections(), extra=("preset",)))
+            options.parser.set_defaults(
+                **read_file(options.config, cli_train.sections(), extra={"preset": Kind(base=str, is_optional=False)})
+            )
         except ValueError as error:
             options.parser.error(str(error))
         options = parser.parse_args(arguments)

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_jax.checkpoint_report import describe
 from zero_jax.export import export, parse_size
-from zero_jax.options import add_fields, given
+from zero_jax.options import add_fields, given, reader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,10 @@ class InspectConfig:
 
     step: int | None = None
     verify: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what is no step."""
+        _check_step(self.step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,16 @@ class ExportConfig:
     ema: bool = False
     force: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuses what is no step, and no size."""
+        _check_step(self.step)
+        parse_size(self.max_shard_size)
+
+
+def _check_step(step: int | None) -> None:
+    if step is not None and step < 0:
+        raise ValueError(f"step={step}: give 0 or more, or none for the newest")
+
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subparsers."""
@@ -57,13 +71,20 @@ def add_commands(commands: Any) -> None:
         description="Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded "
         "memory.",
     )  # fmt: skip
-    two.add_argument("--out", required=True, metavar="FOLDER", help="folder to write into")
+    two.add_argument(
+        "--out", type=reader(str, place="local"), required=True, metavar="FOLDER", help="folder to write into"
+    )
     add_fields(two, ExportConfig, default_of=ExportConfig())
 
 
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
     parser = commands.add_parser(name, usage=f"zero-jax {name} PATH [OPTION ...]", help=help, description=description)
-    parser.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or the folder of one step")
+    parser.add_argument(
+        "path",
+        type=reader(str, place="anywhere"),
+        metavar="PATH",
+        help="a run's folder, its checkpoints, or the folder of one step",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=functools.partial(_guarded, run), parser=parser)
     return parser

@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_jax.data import DataConfig
 from zero_jax.documents import Piece, read_text
-from zero_jax.options import add_fields, given
+from zero_jax.options import add_fields, given, reader
 from zero_jax.sources import Source, find
 from zero_jax.token_cache import make_tokens, source_chunks, told
 from zero_jax.token_files import Tokens, is_token_folder
@@ -70,9 +70,21 @@ def add_commands(commands: Any) -> None:
     without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
     add_fields(parser.add_argument_group("text"), DataConfig, default_of=DataConfig(), without=without)
     group = parser.add_argument_group("what to make")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="train a tokenizer of N tokens on the text")
-    group.add_argument("--out", metavar="FILE", help="where the tokenizer goes (default: tokenizer.json)")
-    group.add_argument("--tokens", metavar="FOLDER", help="write the tokens there; there must be no such folder yet")
+    group.add_argument(
+        "--vocab-size", type=reader(int, lowest=1), metavar="N", help="train a tokenizer of N tokens on the text"
+    )
+    group.add_argument(
+        "--out",
+        type=reader(str, place="local"),
+        metavar="FILE",
+        help="where the tokenizer goes (default: tokenizer.json)",
+    )
+    group.add_argument(
+        "--tokens",
+        type=reader(str, place="local"),
+        metavar="FOLDER",
+        help="write the tokens there; there must be no such folder yet",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
     parser.set_defaults(run=_tokenize, parser=parser)
 

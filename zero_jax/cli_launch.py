@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_jax.cluster import NUM_PROCESSES
 from zero_jax.launch import LaunchConfig, launch
-from zero_jax.options import add_fields, given
+from zero_jax.options import add_fields, given, reader
 
 _PYTHONS = ("python", "python3")
 
@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
     defaults = LaunchConfig()
     group = parser.add_argument_group("processes")
     group.add_argument(
-        "-n", "--num-processes", type=int, metavar="N", default=defaults.num_processes,
+        "-n", "--num-processes", type=reader(int), metavar="N", default=defaults.num_processes,
         dest="LaunchConfig.num_processes",
         help=f"processes to start on this machine (default: {defaults.num_processes})",
     )  # fmt: skip

@@ -4,10 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +16,12 @@ from zero_jax.compile_job import batch_of
 from zero_jax.grads import MeshLoss
 from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt
-from zero_jax.options import add_fields, explicit, given, option_fields, refuse
+from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse
 from zero_jax.sequence_parallel import sequence_parallel
 from zero_jax.signatures import check_takes
 from zero_jax.training_run import Model
 from zero_jax.tree import PyTree
+from zero_jax.user_modules import resolve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,11 @@ class ActivationConfig:
 
     sequence_parallel: bool = False
     loss_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses chunks of nothing."""
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"loss_chunk={self.loss_chunk}: give at least 1, or none for all at once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,12 @@ def add_model_options(group: Any) -> None:
     presets = ", ".join(gpt.PRESETS)
     default = "gpt-tiny"
     group.add_argument(
-        "--model", dest="preset", default=default, metavar="PRESET", help=f"one of {presets} (default: %(default)s)"
+        "--model",
+        dest="preset",
+        type=reader(str),
+        default=default,
+        metavar="PRESET",
+        help=f"one of {presets} (default: %(default)s)",
     )
     add_fields(group, gpt.GPTConfig, default_of=None)
     add_fields(group, ActivationConfig, default_of=ActivationConfig())
@@ -75,15 +83,22 @@ def add_model_options(group: Any) -> None:
 def add_own_model_options(group: Any) -> None:
     """Adds the options that name the user's own functions."""
     where = "as module:function, or path/to/file.py:function"
-    group.add_argument("--loss", metavar="REF", help=f"your own loss function, {where}; it stands for --model")
-    group.add_argument("--init", metavar="REF", help=f"the function that makes its params from a key, {where}")
+    text = reader(str)
+    group.add_argument(
+        "--loss", type=text, metavar="REF", help=f"your own loss function, {where}; it stands for --model"
+    )
+    group.add_argument(
+        "--init", type=text, metavar="REF", help=f"the function that makes its params from a key, {where}"
+    )
     group.add_argument(
         "--batch",
+        type=text,
         metavar="REF",
         help="a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
     )
     group.add_argument(
         "--param-specs",
+        type=text,
         metavar="REF",
         help="how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from regular "
         "expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that returns "
@@ -145,8 +160,10 @@ def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
     """Returns the specs of a reference GPT's params; a vocabulary that does not split stays whole.
 
     Raises:
-      ValueError: heads or hidden features that do not split.
+      ValueError: heads or hidden features that do not split, or no size.
     """
+    if model < 1:
+        raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
     return None if model == 1 else gpt.param_specs(config, vocab=config.vocab_size % model == 0, model_size=model)
 
 
@@ -211,7 +228,7 @@ def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callabl
     """Returns a function of the size of the axis `model` that makes the specs which `--param-specs` names."""
     if not reference:
         return lambda model: None
-    found = _resolve("--param-specs", reference)
+    found = resolve("--param-specs", reference)
     if not callable(found):
         return lambda model: found
     takes_params = bool(inspect.signature(found).parameters)
@@ -222,27 +239,7 @@ def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callabl
 
 def _function(option: str, reference: str) -> Callable[..., Any]:
     """Imports a function by `module:function`."""
-    found = _resolve(option, reference)
+    found = resolve(option, reference)
     if not callable(found):
         raise ValueError(f"{option} {reference!r} is of type {type(found).__name__}: name a function")
     return found
-
-
-def _resolve(option: str, reference: str) -> Any:
-    """Imports what `module:name` or `path/to/file.py:name` names."""
-    module_name, _, name = reference.rpartition(":")
-    if not module_name or not name:
-        raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
-    path = pathlib.Path(module_name)
-    folder = path.parent if path.suffix == ".py" else pathlib.Path()
-    sys.path.insert(0, str(folder.resolve()))  # the compiler's process is given the same path
-    try:
-        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ValueError(f"{option} {reference!r}: cannot import {module_name!r} ({error})") from error
-    if not hasattr(module, name):
-        names = [one for one in vars(module) if not one.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{option} {reference!r}: {module_name!r} has no function {name!r}{hint}")
-    return getattr(module, name)

@@ -17,7 +17,7 @@ from zero_jax.cli_request import PlanConfig, Request, log_line, read_request
 from zero_jax.cli_zero import add_zero_options
 from zero_jax.compile_process import COMPILE_ONLY
 from zero_jax.optimizers import OptimizerConfig
-from zero_jax.options import add_fields, explicit, given, option_fields, refuse, write_file
+from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
 from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_errors import CompilerCrash, ModelError, explain
 from zero_jax.plan_guess import model_sizes
@@ -44,10 +44,15 @@ def add_commands(commands: Any) -> None:
         action="store_true",
         help="choose stage, replica, model axis, microbatches and remat, of which those that are given are kept",
     )
-    auto.add_argument("--max-compiles", type=int, default=4, metavar="N", help="settings to compile (default: 4)")
+    auto.add_argument(
+        "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
+    )
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
     auto.add_argument(
-        "--write-config", metavar="FILE", help="write the result as a config for `zero-jax train --config`"
+        "--write-config",
+        type=reader(str, place="local"),
+        metavar="FILE",
+        help="write the result as a config for `zero-jax train --config`",
     )
     sizes = _command(
         commands, "memory", _memory, help="memory of a train step: by formula and measured",
@@ -55,7 +60,12 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     sizes.add_argument("--paper", action="store_true", help="reprint the paper's tables from its formulas, and end")
     sizes.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-    sizes.add_argument("--plot", metavar="FILE", help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)")
+    sizes.add_argument(
+        "--plot",
+        type=reader(str, place="local"),
+        metavar="FILE",
+        help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)",
+    )
     traffic = _command(
         commands, "comms", _comms, help="communication of a train step: by formula and measured",
         description=compiles + "lists what a device sends, by mesh axis, phase and param, beside the ideal.",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_jax.curves import X_LABELS, RunRecords, plot_runs, read_run
+from zero_jax.options import reader
 
 
 def add_commands(commands: Any) -> None:
@@ -18,18 +19,23 @@ def add_commands(commands: Any) -> None:
         description="Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: "
         "each training step pale, the mean over some steps, and evaluations as dots.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", type=reader(str, place="local"), nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "--out", default="curves.png", metavar="FILE", help="the picture: .png, .svg or .pdf (default: curves.png)"
+        "--out",
+        type=reader(str, place="local"),
+        default="curves.png",
+        metavar="FILE",
+        help="the picture: .png, .svg or .pdf (default: curves.png)",
     )
     parser.add_argument(
         "--metric",
+        type=reader(str),
         default="loss",
         metavar="NAME",
         help="name of a figure in the records, such as grad_norm, learning_rate or mfu (default: loss)",
     )
     parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
-    parser.add_argument("--title", default="", metavar="TEXT", help="what stands above the picture")
+    parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
     parser.set_defaults(run=_plot, parser=parser)
 
 

@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import pathlib
+import re
 import sys
 from collections.abc import Collection
 from typing import Any
 
 import optax
 
+from zero_jax.capacity import tree_bytes
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.compile_job import Job
@@ -19,7 +21,9 @@ from zero_jax.options import given
 from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
 from zero_jax.state import ZeroConfig
+from zero_jax.topology import Hardware, parse
 from zero_jax.training_run import TrainConfig
+from zero_jax.tree import PyTree
 from zero_jax.user_cache import cache_folder
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
@@ -49,6 +53,17 @@ class PlanConfig:
     cache: str | None = "default"
     timeout: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses what no plan can be for, before a model is imported."""
+        parse(self.topology)
+        for name in ("batch_size", "replica", "model_axis"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
+        _sizes(self.data_layout)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
@@ -75,11 +90,13 @@ class Request:
                 f"batch_size={batch_size} does not divide over {parts // zero.num_microbatches} devices and "
                 f"{zero.num_microbatches} microbatches: give a multiple of {parts}"
             )
+        batch = self.model.batch_fn(batch_size)
+        _check_batch_fits(batch, batch_size, parse(self.config.topology).hardware, parts // zero.num_microbatches)
         return Job(
             loss_fn=self.model.loss_fn,
             init_fn=self.model.init_fn,
             tx=self.tx,
-            batch=self.model.batch_fn(batch_size),
+            batch=batch,
             config=self.with_specs(zero),
             **axes,
         )
@@ -132,13 +149,25 @@ def read_request(options: argparse.Namespace) -> Request:
     )
 
 
+def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_parts: int) -> None:
+    """Refuses a batch that is too large by itself: a compiler may take hours to find that out."""
+    held = tree_bytes(batch) / num_parts
+    if held > hardware.usable_bytes:
+        raise ValueError(
+            f"batch_size={batch_size}: the batch alone takes {held / 1e9:,.0f} GB of a device, and a {hardware.name} "
+            f"has {hardware.usable_bytes / 1e9:,.0f} GB: give at most "
+            f"{int(batch_size * hardware.usable_bytes / held):,}"
+        )
+
+
 def _sizes(layout: str | None) -> tuple[int, ...] | None:
     """Reads the sizes of axes written as 8x8x16."""
     if layout is None:
         return None
-    if not all(size.isdigit() for size in layout.split("x")):
+    sizes = layout.split("x")
+    if not all(re.fullmatch(r"[0-9]{1,9}", size) and int(size) for size in sizes):
         raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
-    return tuple(map(int, layout.split("x")))
+    return tuple(map(int, sizes))
 
 
 def log_line(line: str) -> None:

@@ -21,13 +21,14 @@ from zero_jax.cli_model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cli_zero import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.options import add_fields, finite, given, write_file
+from zero_jax.options import add_fields, finite, given, reader, write_file
 from zero_jax.resume import ResumeError
 from zero_jax.run_folder import hold
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import Run, TrainConfig, prepare
 
 _NUM_SIMULATED_DEVICES = 8
+_MAX_SIMULATED_DEVICES = 1024
 _PARTS = {
     "data": "text",
     "optimizer": "optimizer",
@@ -50,6 +51,7 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument(
         "--config",
+        type=reader(str, place="local"),
         metavar="FILE",
         help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
     )
@@ -87,8 +89,8 @@ def _train(options: argparse.Namespace) -> int:
     except NotJoined as error:
         print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
         return 1
-    _choose_platform(config.devices)
     try:
+        _choose_platform(config.devices)
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
         if place.is_first:
             with hold(run.folder):
@@ -144,6 +146,9 @@ def _choose_platform(num_devices: int | None) -> None:
     """Settles what JAX runs on before it looks: simulated devices in case of a CPU, and no search for what is absent.
 
     Where libtpu or a GPU plugin is installed for its compiler alone, JAX would look for a TPU or GPU that is not there.
+
+    Raises:
+      ValueError: more devices than a CPU can stand in for.
     """
     settings = jax.config.values
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
@@ -154,4 +159,9 @@ def _choose_platform(num_devices: int | None) -> None:
         jax.config.update("jax_platforms", "cpu")
     is_told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_told and settings["jax_num_cpu_devices"] < 1:
+        if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:
+            raise ValueError(
+                f"devices={num_devices}: a CPU stands in for 1 to {_MAX_SIMULATED_DEVICES:,}; `zero-jax plan` "
+                "compiles for more"
+            )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)

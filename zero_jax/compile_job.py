@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import hashlib
-import importlib.metadata
 import json
-import os
 import pathlib
 import re
 import tempfile
@@ -22,13 +19,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.compile_key import SCHEMA, compile_key
 from zero_jax.grads import MeshLoss
 from zero_jax.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.mesh import make_mesh
 from zero_jax.state import TrainState, ZeroConfig, abstract_state
 from zero_jax.step import make_train_step
-from zero_jax.topology import parse
 from zero_jax.tree import PyTree, check_arrays
+from zero_jax.user_cache import evict_oldest, has_mark, read_entry, write_entry
 
 _STATS = (
     "argument_size_in_bytes",
@@ -44,8 +42,8 @@ _STATS = (
 )
 # What is saved: a program, or why there is none.
 _SAVED = ({"text", "stats"}, {"message", "needed_bytes"})
-# Of what these packages decide, the lowered program does not tell everything.
-_COMPILERS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
+_SUFFIX = ".program"
+_MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,8 +160,8 @@ def compile_job(
     """
     on_phase("lowering")
     lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(state, job.batch)
-    folder = None if cache is None else cache / _key(lowered, job, mesh)
-    saved = None if folder is None else _load(folder)
+    path = None if cache is None else cache / f"{compile_key(lowered, job, mesh)}{_SUFFIX}"
+    saved = None if path is None else _load(path)
     if saved is None:
         on_phase("compiling")
         start = time.perf_counter()
@@ -182,29 +180,11 @@ def compile_job(
             stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
             saved = {"stats": stats | layout, "text": compiled.as_text()}
         saved["compile_seconds"] = time.perf_counter() - start
-        not_kept = "" if folder is None else _save(folder, saved)
+        not_kept = "" if path is None else _save(path, saved)
         saved |= {"from_cache": False, "not_kept": not_kept}
     if "message" in saved:
         raise OutOfMemory(**saved)
     return CompiledText(**saved)
-
-
-def _key(lowered: Any, job: Job, mesh: Mesh) -> str:
-    """Returns a hash of everything that the compiled program depends on."""
-    digest = hashlib.sha256(lowered.as_text().encode())
-    installed = [f"{one.metadata['Name']}={one.version}" for one in map(_distribution, _COMPILERS) if one]
-    layout = [getattr(device, "coords", device.id) for device in mesh.devices.flat]
-    # Neither kind of option is in the program's text.
-    options = (sorted((job.compiler_options or {}).items()), job.config.combine_bytes)
-    digest.update(repr((parse(job.topology), installed, layout, options, os.environ.get("LIBTPU_INIT_ARGS"))).encode())
-    return digest.hexdigest()[:32]
-
-
-def _distribution(name: str) -> Any:
-    try:
-        return importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _layout(folder: str) -> dict[str, int]:
@@ -223,27 +203,31 @@ def _needed_bytes(message: str) -> int | None:
     return int(float(match[1]) * units[match[2]]) if match else None
 
 
-def _save(folder: pathlib.Path, saved: Mapping[str, Any]) -> str:
-    """Writes a result in one move, so that a process that ends in between leaves nothing half written.
+def _save(path: pathlib.Path, saved: Mapping[str, Any]) -> str:
+    """Keeps a result, and removes those that were not used for longest where the cache outgrows its bound.
 
     Returns:
-      Why it could not be written, or ''. What was compiled is worth telling all the same.
+      Why it could not be written, or ''. What was compiled is worth reporting all the same.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-            path = pathlib.Path(name) / "result.json.gz"
-            path.write_bytes(gzip.compress(json.dumps(saved).encode(), compresslevel=3))
-            path.replace(folder.with_suffix(".json.gz"))
+        write_entry(path, gzip.compress(json.dumps(saved).encode(), compresslevel=3), mark=_MARK)
     except OSError as error:
-        return f"{folder.parent}: {error.strerror or error}"
+        return f"{path.parent}: {error.strerror or error}"
+    evict_oldest(path.parent, is_own=_is_own, keep=path)
     return ""
 
 
-def _load(folder: pathlib.Path) -> dict[str, Any] | None:
-    """Reads a result; one that cannot be read is as good as none."""
+def _is_own(path: pathlib.Path) -> bool:
+    return path.suffix == _SUFFIX and has_mark(path, _MARK[: _MARK.rindex(b" ")])  # of any version
+
+
+def _load(path: pathlib.Path) -> dict[str, Any] | None:
+    """Reads a result; one that cannot be read, or is not what was written, is as good as none."""
+    content = read_entry(path, mark=_MARK)
+    if content is None:
+        return None
     try:
-        saved = json.loads(gzip.decompress(folder.with_suffix(".json.gz").read_bytes()))
+        saved = json.loads(gzip.decompress(content))
     except (OSError, ValueError, EOFError):
         return None
     is_whole = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)

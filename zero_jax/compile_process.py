@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 import cloudpickle
 
 from zero_jax.compile_job import Job
+from zero_jax.compile_key import program_settings
 from zero_jax.plan_errors import CompilerCrash
 from zero_jax.plan_report import PlanReport
 from zero_jax.topology import missing_compiler, parse
@@ -72,7 +73,8 @@ def compile_apart(
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
         files = _Files(pathlib.Path(folder))
-        files.job.write_bytes(cloudpickle.dumps((job, {"name": name, "cache": cache})))
+        options = {"name": name, "cache": cache, "settings": program_settings()}
+        files.job.write_bytes(cloudpickle.dumps((job, options)))
         status = _run(files, _environment(hardware.platform, folder), f"{name} on {job.topology}", timeout_seconds, log)
         if not files.result.exists():
             raise CompilerCrash(_why(status, files, name, timeout_seconds))

@@ -10,11 +10,12 @@ import pathlib
 import re
 import shutil
 import sys
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
+
+from zero_jax.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,7 +94,7 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
-            parse = _optional(kind.base) if kind.is_optional else kind.base
+            parse = reader(kind.base, is_optional=kind.is_optional, **_limits(destination))
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
@@ -112,6 +113,19 @@ _NOT_OPTIONS = frozenset(
         "GPTConfig.remat",
     }
 )
+# The texts that are places of files; `checkpoints` may be in a bucket.
+PLACES: Mapping[str, Place] = {
+    "DataConfig.data": "local",
+    "DataConfig.tokenizer": "local",
+    "DataConfig.token_cache": "local",
+    "TrainConfig.out": "local",
+    "TrainConfig.name": "local",
+    "TrainConfig.checkpoints": "anywhere",
+    "TrainConfig.init_from": "anywhere",
+    "PlanConfig.cache": "local",
+}
+# Integers of 64 bits, or bounded by the machine; all others are counted in 32 bits on a device.
+_WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -144,14 +158,49 @@ def _kind(hint: Any) -> Kind | None:
     return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
-def _optional(base: type) -> Callable[[str], Any]:
-    """Returns what reads a value, or `none`; it has the type's name, which errors tell."""
+def reader(
+    base: type,
+    *,
+    place: Place | None = None,
+    is_optional: bool = False,
+    lowest: int | None = None,
+    largest: int = LARGEST_COUNT,
+) -> Callable[[str], Any]:
+    """Returns what reads the text of an option, for `add_argument(type=...)`.
+
+    Args:
+      base: `int`, `float` or `str`.
+      place: where a text may lead, if it is the place of something.
+      is_optional: whether `none` is a value.
+      lowest: the smallest number that it takes.
+      largest: the largest integer that it takes.
+    """
 
     def parse(text: str) -> Any:
-        return None if text.lower() == "none" else base(text)
+        if is_optional and text.lower() == "none":
+            return None
+        _check(text)
+        value = base(text)
+        _check(value, place=place, largest=largest)
+        if lowest is not None and value < lowest:
+            raise argparse.ArgumentTypeError(f"{value}: give at least {lowest}")
+        return value
 
-    parse.__name__ = base.__name__
+    parse.__name__ = base.__name__  # which argparse's own errors name
     return parse
+
+
+def _limits(destination: str) -> dict[str, Any]:
+    """Returns what `check_value` has to know of an option."""
+    is_wide = destination.rpartition(".")[2] in _WIDE
+    return {"place": PLACES.get(destination), "largest": LARGEST_INTEGER if is_wide else LARGEST_COUNT}
+
+
+def _check(value: Any, **limits: Any) -> None:
+    try:
+        check_value(value, **limits)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @functools.cache
@@ -169,38 +218,31 @@ def given(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
 
 
-def read_file(path: str | pathlib.Path, sections: Mapping[str, type], extra: Collection[str] = ()) -> dict[str, Any]:
+def read_file(
+    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, Kind] = types.MappingProxyType({})
+) -> dict[str, Any]:
     """Reads a config file in TOML; returns its values by the names that the options of the same fields have.
 
     Args:
       path: the file.
       sections: its sections, and the config class that each holds fields of.
-      extra: further keys of the section `model`, returned by their own names.
+      extra: further keys of the section `model` and what they hold, returned by their own names.
 
     Raises:
       ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
     """
-    try:
-        found = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the config file {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the config file {path} is no TOML: {error}") from error
+    found = read_toml(path)
     values: dict[str, Any] = {}
     for section, entries in found.items():
         _check_known(f"{path}: section", section, sections)
         if not isinstance(entries, dict):
             raise ValueError(f"{path}: {section!r} is a value: write a section [{section}] of values")
-        kinds = option_fields(sections[section])
-        own = tuple(extra) if section == "model" else ()
+        own = extra if section == "model" else {}
+        kinds = {**option_fields(sections[section]), **own}
         for name, value in entries.items():
-            _check_known(f"{path}: key of [{section}]", name, [*kinds, *own])
-            if name in own:
-                values[name] = value
-            else:
-                values[f"{sections[section].__name__}.{name}"] = _checked(
-                    f"{path}: {section}.{name}", value, kinds[name]
-                )
+            _check_known(f"{path}: key of [{section}]", name, kinds)
+            destination = name if name in own else f"{sections[section].__name__}.{name}"
+            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[name], _limits(destination))
     return values
 
 
@@ -211,15 +253,24 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"{what} {name!r} is unknown: {hint}Known are {', '.join(known)}")
 
 
-def _checked(what: str, value: Any, kind: Kind) -> Any:
+def _checked(what: str, value: Any, kind: Kind, limits: Mapping[str, Any]) -> Any:
     if kind.is_optional and value == "none":
         return None
-    if kind.base is float and type(value) is int:
-        value = float(value)
+    try:
+        check_value(value, **limits)
+        if kind.base is float and type(value) is int:
+            value = float(value)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     if type(value) is not kind.base or (kind.choices and value not in kind.choices):
         wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
-        raise ValueError(f"{what} = {value!r}: give {wanted}")
+        raise ValueError(f"{what} = {_shown(value)}: give {wanted}")
     return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:

@@ -12,12 +12,15 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import cloudpickle
 import jax
 
 from zero_jax.plan_errors import explain
 from zero_jax.plan_report import make_report
+from zero_jax.user_modules import install
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -32,8 +35,10 @@ def main(job_path: str, result_path: str, parent: str | None = None) -> int:
         threading.Thread(target=_end_with, args=(int(parent), folder), daemon=True).start()
     # Topologies are compile-only: the one backend that runs anything is the CPU.
     jax.config.update("jax_platforms", "cpu")
-    job, options = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
+    install()
     try:
+        job, options = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
+        _take_over(options.pop("settings", {}))
         outcome = make_report(job, **options, on_phase=lambda phase: print(phase, flush=True))
     except Exception as error:
         outcome = explain(error)
@@ -42,6 +47,13 @@ def main(job_path: str, result_path: str, parent: str | None = None) -> int:
     partial.write_bytes(cloudpickle.dumps(outcome))
     partial.replace(path)
     return 0
+
+
+def _take_over(settings: Mapping[str, Any]) -> None:
+    """Sets what the process that wants the result has set of JAX, so that the program is the one it would run."""
+    for name, value in settings.items():
+        if name in jax.config.values and jax.config.values[name] != value:
+            jax.config.update(name, value)
 
 
 def _end_with(parent: int, folder: pathlib.Path) -> None:

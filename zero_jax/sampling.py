@@ -34,7 +34,7 @@ def make_sampler(run: Run) -> Callable[[Any], str] | None:
         return generate(cast_floating(params, compute), prompt, jax.random.key(seed))
 
     def sample(params: Any) -> str:
-        tokens = np.asarray(generate_tokens(params, np.int32(config.seed)))
+        tokens = np.asarray(generate_tokens(params, np.int32(config.seed % 2**31)))
         return tokenizer.decode(tokens[tokens < tokenizer.vocab_size])
 
     return sample

@@ -17,6 +17,7 @@ from typing import Any
 from jax.experimental import topologies
 
 _GIB = 2**30
+MAX_DEVICES = 2**17  # the largest TPU slice has 9,216 chips
 _INSTALL_TPU = 'pip install "jax[tpu]"'
 _INSTALL_GPU = 'pip install "zero-jax[gpu-compiler]"'
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -147,6 +148,8 @@ def parse(name: str) -> Topology:
     """
     if not isinstance(name, str):
         raise ValueError(f"topology={name!r} is no name: give one such as 'v5p:2x2x4' or 'h100:2x8'")
+    if len(name) > 100:
+        raise ValueError(f"topology {name[:40]!r}... of {len(name):,} characters: give a name such as 'v5p:2x2x4'")
     match = _NAME.fullmatch(name.strip().lower())
     kind = match[2] if match else re.split(r"[:\d-]", name.strip().lower().lstrip("0123456789"))[0]
     if not match or match[2] not in HARDWARE:
@@ -164,6 +167,11 @@ def parse(name: str) -> Topology:
         slices, shape = (shape[0] if len(shape) == 2 else 1), shape[-1:]
     if min(*shape, slices, math.prod(shape)) < 1:
         raise ValueError(f"topology {name!r} has no devices: give extents of at least 1, as in {hardware.example}")
+    if slices * math.prod(shape) > MAX_DEVICES:
+        raise ValueError(
+            f"topology {name!r} has {slices * math.prod(shape):,} chips, and plans are for at most {MAX_DEVICES:,}: "
+            f"give a smaller one, such as {hardware.example}"
+        )
     return Topology(name=name, hardware=hardware, num_slices=slices, shape=shape)
 
 
@@ -182,7 +190,10 @@ def _mismatched_libtpu() -> str | None:
     """Tells if libtpu is not the release that jax pins: such a pair compiles, and its programs cannot be read."""
     pins = [one for one in importlib.metadata.requires("jax") or () if one.replace(" ", "").startswith("libtpu==")]
     pinned = re.search(r"==\s*([\d.]+)", pins[0]) if pins else None
-    have = importlib.metadata.version("libtpu")
+    try:
+        have = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:  # a build of one's own
+        return None
     if pinned and not f"{have}.".startswith(pinned[1].rstrip(".") + "."):
         jax_version = importlib.metadata.version("jax")
         return (
@@ -202,23 +213,64 @@ def devices(name: str) -> Sequence[Any]:
     missing = missing_compiler(hardware)
     if missing:
         raise ValueError(f"topology {name!r}: {missing}")
+    shape, options = compiler_target(topology)
     try:
-        if hardware.platform == "tpu":
-            options: dict[str, Any] = dict(hardware.topology_options)
-            if topology.num_slices > 1:
-                options["num_slices"] = topology.num_slices
-            if topology.shape == (1, 1):  # machines of one chip; the compiler's default is a host of four
-                options["chips_per_host_bounds"] = (1, 1, 1)
-            shape = f"{hardware.name}:{'x'.join(map(str, topology.shape))}"
-            return topologies.get_topology_desc(shape, platform="tpu", **options).devices
-        shape = f"1x{topology.num_slices}x{topology.shape[0]}"
-        config = _target_config(hardware)
-        return topologies.get_topology_desc(shape, platform="cuda", topology=shape, target_config=config).devices
+        return topologies.get_topology_desc(shape, platform=hardware.platform, **options).devices
     except Exception as error:
-        raise ValueError(
-            f"topology {name!r}: the compiler refuses it ({str(error).splitlines()[0]}). A shape that it knows is "
-            f"{hardware.example}"
-        ) from error
+        raise ValueError(f"topology {name!r}: {_why_refused(error, hardware)}") from error
+
+
+# What libtpu says of a machine, not of a topology: its error, and what to do.
+_MACHINE_ERRORS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"lockfile|libtpu_lock|already in use|in use by (another )?process|multi-process", re.IGNORECASE),
+        "another process of this machine uses libtpu, whatever the topology: set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before "
+        "JAX is imported, or use zero.plan, which compiles in a process of its own",
+    ),
+    (
+        re.compile(r"metadata|\bMDS\b|TPU_ACCELERATOR_TYPE|TPU_WORKER_HOSTNAMES|worker hostname", re.IGNORECASE),
+        "libtpu asks this machine which TPU it is: set TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE=v5p-16 and "
+        "TPU_WORKER_HOSTNAMES=localhost before JAX is imported, or use zero.plan, which does",
+    ),
+    (
+        re.compile(r"permission denied|no space left|read-only file system", re.IGNORECASE),
+        "libtpu cannot write on this machine: free space in its temporary folder (TMPDIR), or make it writable",
+    ),
+    (
+        re.compile(r"dlopen|cannot open shared object|undefined symbol|failed to open|plugin|pjrt api", re.IGNORECASE),
+        "the compiler's library cannot be loaded: {install} brings the one that goes with this jax",
+    ),
+)
+_SHAPE_ERROR = re.compile(r"INVALID_ARGUMENT|topology|bounds|layout|unsupported|num_slices", re.IGNORECASE)
+
+
+def _why_refused(error: Exception, hardware: Hardware) -> str:
+    """Says why there are no devices of a topology; a shape is blamed only for an error about shapes."""
+    install = _INSTALL_TPU if hardware.platform == "tpu" else _INSTALL_GPU
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    for pattern, remedy in _MACHINE_ERRORS:
+        if pattern.search(str(error)):
+            return f"{remedy.format(install=install)} ({said})"
+    if _SHAPE_ERROR.search(str(error)):
+        return f"the compiler refuses it ({said}). A shape that it knows is {hardware.example}"
+    return (
+        f"the compiler failed ({said}): try {hardware.example}; if that fails too, {install} brings a compiler that "
+        "goes with this jax"
+    )
+
+
+def compiler_target(topology: Topology) -> tuple[str, dict[str, Any]]:
+    """Returns what a compiler is asked for: the topology's name with it, and options; all that it knows of hardware."""
+    hardware = topology.hardware
+    if hardware.platform == "cuda":
+        shape = f"1x{topology.num_slices}x{topology.shape[0]}"
+        return shape, {"topology": shape, "target_config": _target_config(hardware)}
+    options: dict[str, Any] = dict(hardware.topology_options)
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
+    if topology.shape == (1, 1):  # machines of one chip; the compiler's default is a host of four
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return f"{hardware.name}:{'x'.join(map(str, topology.shape))}", options
 
 
 def _target_config(hardware: Hardware) -> str:

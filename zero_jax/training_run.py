@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from zero_jax.agreement import from_first_process
+from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint_files import find
 from zero_jax.data import DataConfig, Dataset, load
@@ -211,6 +212,13 @@ def prepare(
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # refuses a mesh that the policy is not for
+    check_capacity(
+        model.init_fn,
+        batch_size=config.batch_size,
+        seq_len=model.seq_len,
+        prefetch_batches=config.data.prefetch_batches,
+        mesh=mesh,
+    )
     schedule = None
     if tx is None:
         schedule = make_schedule(config.optimizer, num_steps=config.steps)

@@ -25,6 +25,10 @@ TokenLosses = Callable[[Array, Array, Array], Array]
 Place = Callable[[Array, str], Array]
 
 
+_MAX_LAYERS = 100_000
+_MAX_PARAMS = 10**16
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Says the shape of a GPT.
@@ -57,6 +61,9 @@ class GPTConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive: give {name} of at least 1")
+            largest = _MAX_LAYERS if name == "num_layers" else 2**31 - 1
+            if getattr(self, name) > largest:
+                raise ValueError(f"{name}={getattr(self, name)}: give at most {largest}")
         if self.position not in ("rotary", "learned"):
             raise ValueError(f"position={self.position!r} is unknown: use 'rotary' or 'learned'")
         if self.d_model % self.num_heads:
@@ -68,6 +75,12 @@ class GPTConfig:
             raise ValueError(
                 f"rotary positions turn pairs, but d_model/num_heads={self.head_dim} is odd: "
                 "choose an even head size, or position='learned'"
+            )
+
+        if self.num_params > _MAX_PARAMS:
+            raise ValueError(
+                f"d_model={self.d_model}, num_layers={self.num_layers}, mlp_ratio={self.mlp_ratio}, vocab_size="
+                f"{self.vocab_size} are {self.num_params:.2g} params: give sizes of at most {_MAX_PARAMS:.2g} in all"
             )
 
     @property

@@ -1,0 +1,74 @@
+"""Whether a run has room on its machine: what it holds at the least, before any of it is allocated."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zero_jax.tree import PyTree
+
+_BYTES_A_TOKEN = 16  # input, target, weight and segment
+
+
+def check_capacity(
+    init_fn: Callable[[jax.Array], PyTree], *, batch_size: int, seq_len: int, prefetch_batches: int, mesh: Mesh
+) -> None:
+    """Refuses a run that cannot fit, however it is sharded.
+
+    Args:
+      init_fn: what makes the params; it is traced, not run.
+      batch_size: sequences in a step, over all processes.
+      seq_len: tokens in a sequence.
+      prefetch_batches: batches that a process reads ahead.
+      mesh: the devices.
+
+    Raises:
+      ValueError: the batches are larger than this machine's memory, or the params than that of all devices.
+    """
+    host = _host_bytes()
+    batches = batch_size * seq_len * _BYTES_A_TOKEN // jax.process_count() * (1 + prefetch_batches)
+    if batches > host:
+        raise ValueError(
+            f"batch_size={batch_size}: this and prefetch_batches={prefetch_batches} more of {seq_len:,} tokens a "
+            f"sequence take {_gb(batches)}, and this machine has {_gb(host)}: give smaller ones"
+        )
+    params = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    size = tree_bytes(params)
+    here = _device_bytes(mesh)
+    held = size * len(mesh.local_devices) / mesh.size
+    if held > here:
+        raise ValueError(
+            f"the params take {_gb(size)} in all, and the {len(mesh.local_devices)} devices of this machine have "
+            f"{_gb(here)}: give a smaller model, or more machines"
+        )
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Returns the bytes of a tree of arrays or shapes, PRNG keys by their data."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _host_bytes() -> int:
+    """The memory of this machine; without end where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 2**62
+
+
+def _device_bytes(mesh: Mesh) -> int:
+    """The memory of this process's devices, where they say; simulated ones share the machine's."""
+    devices: list[Any] = list(mesh.local_devices)
+    if devices[0].platform == "cpu":
+        return _host_bytes()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 2**62) for device in devices]
+    return sum(limits)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"

@@ -1,0 +1,176 @@
+"""Everything that a compiled program depends on, as one hash: the name of its entry in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from zero_jax.topology import compiler_target, parse
+
+# What changes with the entries' form: another number makes all older ones unknown.
+SCHEMA = 2
+# Variables that XLA, its compilers and their libraries read. JAX's own are in `jax.config`, whoever has set them.
+COMPILER_VARIABLES = re.compile(
+    r"(XLA|TF|LIBTPU|TPU|PJRT|MEGASCALE|CUDA|CUDNN|CUBLAS|NVIDIA|NVVM|PTXAS|LLVM|MLIR|TRITON|ROCM|HIP|HSA|AMD)_.*"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD"
+)
+# Of these, what says how to run, where to write and how much to say, and changes no program.
+IRRELEVANT_VARIABLES = re.compile(
+    r"XLA_PYTHON_CLIENT_.*|TF_CPP_(MIN|MAX)_.*LOG_LEVEL|(TPU|CUDA)_VISIBLE_.*|TPU_.*LOG.*"
+)
+_FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+IRRELEVANT_FLAGS = re.compile(
+    r"--(\w+_)?(log|logging|vmodule|verbose|verbosity|stderrthreshold)(_\w+)?|--xla_force_host_platform_device_count"
+)
+# Where to is no matter; that a user dumps at all decides what the compiler reports of its heap.
+_DUMP_FLAGS = re.compile(r"--xla_(\w+_)?dump(_\w+)?")
+# Settings of JAX that say where it runs, what it checks and prints, and what it keeps; all others are in the key.
+IRRELEVANT_SETTINGS = re.compile(
+    r"jax_(platforms|platform_name|xla_backend|num_cpu_devices|default_device|\w*visible_devices|cpu_\w*|distributed_\w*"
+    r"|enable_recoverability|enable_preemption_service|\w*compilation_cache\w*|\w*persistent_cache\w*"
+    r"|share_binary_\w*|(debug_|compiler_detailed_)?log(ging)?_\w*|dump_\w*|include_debug_info_in_dumps|pprint_\w*|traceback_\w*|tracer_error_\w*"
+    r"|explain_cache_misses|transfer_guard\w*|array_garbage_collection_guard|thread_guard|check_\w*|debug_leaked_\w*"
+    r"|check_proxy_envs|cross_host_\w*|captured_constants_\w*|raise_\w*)|mock_\w*"
+)
+_COMPILERS = re.compile(
+    r"(jax|jaxlib|libtpu|jax[-_.](cuda|rocm)\w*([-_.]\w+)*|nvidia[-_.].*|libtpu[-_.]nightly)", re.IGNORECASE
+)
+_GPU_TOOLS = ("bin/ptxas", "bin/nvlink", "bin/fatbinary", "nvvm/libdevice/*", "nvvm/lib64/*", "nvvm/bin/*")
+
+
+def compile_key(lowered: Any, job: Any, mesh: Any) -> str:
+    """Returns the hash of everything that a job's compiled program depends on."""
+    return digest(compile_inputs(lowered, job, mesh))
+
+
+def digest(inputs: Mapping[str, Any]) -> str:
+    """Returns the hash of what `compile_inputs` returns."""
+    return hashlib.sha256(repr(sorted(inputs.items())).encode()).hexdigest()[:32]
+
+
+def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
+    """Returns everything that a compiled program depends on, by name.
+
+    Args:
+      lowered: the lowered step.
+      job: the job that it was made of, for what its text does not say.
+      mesh: the compile-only devices.
+    """
+    topology = parse(job.topology)
+    platform = topology.hardware.platform
+    return {
+        "schema": SCHEMA,
+        "program": lowered.as_text(),
+        "names": program_names(lowered.as_text(debug_info=True)),
+        "topology": compiler_target(topology),
+        "devices": [getattr(device, "coords", device.id) for device in mesh.devices.flat],
+        "options": [(name, repr(value)) for name, value in sorted((job.compiler_options or {}).items())],
+        "combine_bytes": job.config.combine_bytes,
+        "variables": variables(os.environ),
+        "settings": [(name, str(value)) for name, value in program_settings().items()],
+        "packages": packages(),
+        "tools": tools(platform, os.environ),
+    }
+
+
+def program_names(debug_text: str) -> str:
+    """Returns a hash of the names and source lines that a program carries, which reports show.
+
+    Who called the step is left out: that is another line in each process.
+    """
+    places = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", debug_text, re.MULTILINE))
+
+    def innermost(text: str) -> str:
+        while match := re.match(r"callsite\(#(loc\d*) at ", text):
+            text = places.get(match[1], "")
+        name, _, reference = text.rpartition("(#")
+        return f"{name} {innermost(places.get(reference[:-1], ''))}" if name else text
+
+    known = {name: innermost(text) for name, text in places.items()}
+    used = re.findall(r"loc\(#(loc\d*)\)", debug_text)
+    return hashlib.sha256(repr([known.get(name, "") for name in used]).encode()).hexdigest()
+
+
+def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Returns the variables that compilers read, flags as a list without those that change no program."""
+    return [
+        (name, flags(value) if name in _FLAG_VARIABLES else value)
+        for name, value in sorted(environment.items())
+        if COMPILER_VARIABLES.fullmatch(name) and not IRRELEVANT_VARIABLES.fullmatch(name)
+    ]
+
+
+def flags(text: str) -> list[str]:
+    """Returns the flags of `XLA_FLAGS`, which may be the name of a file of them, in their order."""
+    if text.strip() and not text.strip().startswith("-"):
+        try:
+            text = pathlib.Path(text.strip()).read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError):
+            return [text]
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    names = [word.partition("=")[0] for word in words]
+    dumps = ["--xla_dump"] if any(map(_DUMP_FLAGS.fullmatch, names)) else []
+    rest = zip(words, names, strict=True)
+    return [w for w, name in rest if not (IRRELEVANT_FLAGS.fullmatch(name) or _DUMP_FLAGS.fullmatch(name))] + dumps
+
+
+def program_settings() -> dict[str, Any]:
+    """Returns the settings of JAX that may change a program, or what is compiled of it."""
+    values = sorted(jax.config.values.items())
+    return {name: value for name, value in values if not IRRELEVANT_SETTINGS.fullmatch(name)}
+
+
+def packages() -> list[tuple[str, str, str]]:
+    """Returns the compilers' packages: name, version, and a hash of the list of their files, which has their hashes."""
+    found = set()
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"] or ""
+        if _COMPILERS.fullmatch(name):
+            record = hashlib.sha256((package.read_text("RECORD") or "").encode()).hexdigest()
+            found.add((name.lower(), package.version, record))
+    return sorted(found)
+
+
+def tools(platform: str, environment: Mapping[str, str]) -> list[tuple[str, int, int]]:
+    """Returns the files that a compiler takes from elsewhere than its package: path, bytes and time of change."""
+    return sorted({file for path in _tool_paths(platform, environment) if (file := _fingerprint(path))})
+
+
+def _tool_paths(platform: str, environment: Mapping[str, str]) -> Iterator[pathlib.Path]:
+    if platform == "tpu":
+        library = environment.get("TPU_LIBRARY_PATH")
+        if library:
+            yield pathlib.Path(library)
+        return
+    for folder in _toolkits(environment):
+        for pattern in _GPU_TOOLS:
+            yield from folder.glob(pattern)
+
+
+def _toolkits(environment: Mapping[str, str]) -> Iterable[pathlib.Path]:
+    """The folders in which XLA:GPU looks for NVIDIA's tools."""
+    prefix = "--xla_gpu_cuda_data_dir="
+    named = [flag.removeprefix(prefix) for flag in flags(environment.get("XLA_FLAGS", "")) if flag.startswith(prefix)]
+    ptxas = shutil.which("ptxas", path=environment.get("PATH"))
+    here = [str(pathlib.Path(ptxas).resolve().parent.parent)] if ptxas else []
+    return [pathlib.Path(folder) for folder in (*named, *here, environment.get("CUDA_HOME") or "/usr/local/cuda")]
+
+
+def _fingerprint(path: pathlib.Path) -> tuple[str, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return str(path), status.st_size, status.st_mtime_ns

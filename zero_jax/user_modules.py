@@ -1,0 +1,225 @@
+"""Imports the user's own Python files by path, each as a module of its own, whatever else has its name.
+
+A file's module is called by the folder that its imports start from, so that two files of one name are two modules, and
+any process with `install()` can import it again: what is pickled by reference arrives. What such a file imports is
+looked up beside it first; `sys.path` stays as it is, and nothing of the standard library is replaced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import pathlib
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_PREFIX = "zero_jax_user_"  # and the folder's path in hexadecimal
+_FILE = "file_"  # and the name in hexadecimal, of a file whose name is no Python name
+
+
+def install() -> None:
+    """Lets this process import the modules of users' files, by the names that another process has given them."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def resolve(option: str, reference: str) -> Any:
+    """Imports what `module:name` or `path/to/file.py:name` names.
+
+    Args:
+      option: the option that gave it, for errors.
+      reference: the file or module, and the name in it; a module is looked up in the current folder first.
+
+    Raises:
+      ValueError: a reference that leads nowhere, or a file that cannot be imported; it names the file's own line.
+    """
+    where, _, name = reference.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
+    what = f"{option} {reference!r}"
+    is_path = where.endswith(".py") or "/" in where or "\\" in where
+    try:
+        module = _from_file(what, pathlib.Path(where)) if is_path else _from_name(what, where)
+    except OSError as error:
+        raise ValueError(f"{what}: cannot read {where!r} ({error.strerror})") from error
+    if not hasattr(module, name):
+        names = [one for one in vars(module) if not one.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{what}: {where!r} has no function {name!r}{hint}")
+    return getattr(module, name)
+
+
+def _from_file(what: str, path: pathlib.Path) -> types.ModuleType:
+    path = path.expanduser()
+    if path.is_dir():
+        raise ValueError(f"{what}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
+    if not path.is_file():
+        files = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), files, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        kind = "is no regular file" if path.exists() else "does not exist"
+        raise ValueError(f"{what}: cannot import {str(path)!r}: it {kind}{hint}")
+    if path.suffix != ".py":
+        raise ValueError(f"{what}: {str(path)!r} is no Python file: its name has to end in .py")
+    return _import(what, str(path), _module_name(path.resolve()))
+
+
+def _from_name(what: str, name: str) -> types.ModuleType:
+    """Imports a module by its dotted name: of the current folder, or as Python finds it."""
+    parts = name.split(".")
+    if all(part.isidentifier() for part in parts):
+        here = importlib.machinery.PathFinder.find_spec(parts[0], [str(pathlib.Path.cwd())])
+        if here and not _is_same(here, _ordinary(parts[0])):
+            own = f"{_root(pathlib.Path.cwd())}.{name}"
+            if here.loader or _is_there(own):
+                return _import(what, name, own)
+    return _import(what, name, name)
+
+
+def _is_there(name: str) -> bool:
+    install()
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def _import(what: str, where: str, name: str) -> types.ModuleType:
+    install()
+    try:
+        return importlib.import_module(name)
+    except SystemExit as error:
+        raise ValueError(f"{what}: {where!r} ends the program when it is imported{_at(error)}") from error
+    except Exception as error:
+        told = f"{error}" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: {error}"
+        told = re.sub(rf"{_PREFIX}[0-9a-f]+\.?", "", told.splitlines()[0] if told else type(error).__name__)
+        raise ValueError(f"{what}: cannot import {where!r} ({told}){_at(error)}") from error
+
+
+def _at(error: BaseException) -> str:
+    """Returns the last line of the user's own that an error came through, or ''."""
+    if isinstance(error, SyntaxError):
+        return ""  # it names its own
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not re.search(r"^<frozen|/importlib/|/site-packages/", frame.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def _module_name(path: pathlib.Path) -> str:
+    """Returns the name of a file's module: below the folder that holds its outermost package."""
+    stem = path.stem if path.stem.isidentifier() else f"{_FILE}{path.stem.encode().hex()}"
+    parts, folder = [] if stem == "__init__" else [stem], path.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join([_root(folder), *parts])
+
+
+def _root(folder: pathlib.Path) -> str:
+    return f"{_PREFIX}{str(folder.resolve()).encode().hex()}"
+
+
+def _folder(root: str) -> str:
+    return bytes.fromhex(root.removeprefix(_PREFIX)).decode()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules whose names begin with a folder of the user's, in that folder."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        root, *parts = fullname.split(".")
+        if not root.startswith(_PREFIX):
+            return None
+        if not parts:
+            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [_folder(root)]
+            return spec
+        stem = parts[-1]
+        if stem.startswith(_FILE) and path:
+            file = pathlib.Path(next(iter(path)), bytes.fromhex(stem.removeprefix(_FILE)).decode() + ".py")
+            return importlib.util.spec_from_file_location(fullname, file, loader=_Loader(fullname, str(file)))
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs a file with imports that look beside it first."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(module.__name__)}
+        super().exec_module(module)
+
+
+def _importer(importing: str) -> Callable[..., Any]:
+    """Returns the `__import__` of a user's module."""
+
+    def import_beside(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        package = _beside(importing, name.partition(".")[0]) if level == 0 else None
+        if package is None:
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        module = importlib.import_module(f"{package}.{name}")
+        if fromlist:
+            return builtins.__import__(f"{package}.{name}", globals, locals, fromlist, 0)
+        return sys.modules[f"{package}.{name.partition('.')[0]}"] if "." in name else module
+
+    return import_beside
+
+
+def _beside(importing: str, name: str) -> str | None:
+    """Returns the user's package that a name is to be imported from, or None for what Python itself finds.
+
+    Beside a file come before installed packages, as for a script: but neither before the standard library nor
+    zero_jax, and what Python finds at the same place is imported once. Inside a package, its own folder comes last.
+    """
+    if name in sys.stdlib_module_names or name == "zero_jax":
+        return None
+    root = importing.partition(".")[0]
+    package = importing if hasattr(sys.modules.get(importing), "__path__") else importing.rpartition(".")[0]
+    found = importlib.machinery.PathFinder.find_spec(name, [_folder(root)])
+    ordinary = _ordinary(name)
+    if found and found.loader:
+        return None if _is_same(found, ordinary) else root
+    if ordinary is not None or name in sys.modules:
+        return None
+    while package != root:
+        if importlib.machinery.PathFinder.find_spec(name, list(sys.modules[package].__path__)):
+            return package
+        package = package.rpartition(".")[0]
+    return root if found else None
+
+
+def _ordinary(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Returns what Python itself finds by a name."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def _is_same(one: importlib.machinery.ModuleSpec, other: importlib.machinery.ModuleSpec | None) -> bool:
+    """Whether two specs lead to one file, or to one folder without an `__init__.py`."""
+    return other is not None and bool(_places(one) & _places(other))
+
+
+def _places(spec: importlib.machinery.ModuleSpec) -> set[pathlib.Path]:
+    files = [spec.origin] if spec.origin and spec.has_location else list(spec.submodule_search_locations or ())
+    return {pathlib.Path(file).resolve() for file in files}

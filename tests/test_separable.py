@@ -17,7 +17,7 @@ import zero_jax as zero
 from zero_jax.grads import key_parameter
 from zero_jax.mesh import axes_of
 from zero_jax.models import gpt
-from zero_jax.separable import lays_over, why_inseparable
+from zero_jax.separable import lays_over, separability
 
 MESH = "model2"
 AXES = ("replica", "data")
@@ -209,7 +209,7 @@ def test_what_couples_examples_is_seen(make, separable):
     params, batch = reference.host_params(), reference.make_batch(0)
     loss_fn, params, batch = made if isinstance(made, tuple) else (made, params, batch)
     mesh = mesh_of("replica")
-    found = why_inseparable(
+    found = separability(
         lambda params, batch, key: (loss_fn(params, batch), None),
         params,
         batch,
@@ -218,7 +218,8 @@ def test_what_couples_examples_is_seen(make, separable):
         axes=axes_of(mesh),
         num_microbatches=2,
     )
-    assert (not found) == separable
+    assert (not found.not_local) == separable
+    assert (not found.another_loss) == (separable or loss_fn is pinned_loss)
 
 
 @pytest.mark.parametrize("loss_fn", [contrastive_loss, scaled_loss, pytest.param(root_loss, marks=SLOW)])
@@ -227,9 +228,11 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
     for stage in (1, 2):
         fields = dict(mesh=mesh_of("2"), stage=stage, num_microbatches=2)
         where = rf"test_separable.py:[\d:]+ \({loss_fn.__name__}\)"
-        with pytest.warns(UserWarning, match=where) if stage < 2 else contextlib.nullcontext():
+        with pytest.warns(UserWarning, match=f"the loss on microbatches is another one.*{where}") as warned:
             _, (metrics,) = reference.run_zero(loss_fn, optax.sgd(0.1), [batch], **fields)
         losses.append(float(metrics.loss))
+        assert len(warned) == 1
+        assert ("in each of the 2 microbatches" in str(warned[0].message)) == (stage < 2)
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 

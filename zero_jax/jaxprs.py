@@ -72,7 +72,9 @@ def is_literal(atom: Any) -> bool:
 def source_context(eqn: JaxprEqn) -> Iterator[None]:
     """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    # Within JAX's own jitted functions there is no line of the user's: the one around them stays.
+    traceback = eqn.source_info.traceback if source_line(eqn) else None
+    with source_info_util.user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
 
 

@@ -11,11 +11,14 @@ import jax
 from zero_jax.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.spec import Dims
 
+# `log2` and `one_minus_square` are primitives of JAX 0.12 and not of 0.10.
 ELEMENTWISE = frozenset(
-    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp copy copy_p cos cosh div eq erf erf_inv erfc "
-    "exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul name ne neg not "
-    "one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh xor".split()
+    "abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj copy "
+    "cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag "
+    "integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter "
+    "not one_minus_square or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem "
+    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor zeta".split()
 )
 _MOVES = frozenset(
     "broadcast_in_dim convert_element_type dynamic_slice gather reshape rev slice split squeeze transpose "

@@ -1,12 +1,15 @@
-"""Whether a loss function can be called on each device's own examples, and the results be averaged.
+"""Whether a loss function can be called on parts of a batch, and the results be averaged.
 
-It cannot where examples meet before the loss is a mean over them (batch statistics, in-batch negatives, the load of
-experts), where the loss is no mean, nor where the model itself lays values over the devices of a batch.
+It cannot where examples are mixed before the loss is a mean over them (batch statistics, in-batch negatives, the load
+of experts), or where the loss is no mean. It cannot be called on each device's own examples, either, where the model
+itself shards values over the devices of a batch; that is no other loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +17,29 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax import jaxprs
-from zero_jax.mesh import Axes
+from zero_jax.mesh import Axes, axis_size
+from zero_jax.relation_walk import Comparison
+from zero_jax.relations import SAME, Kind, Relation, rows
 from zero_jax.spec import carries, dims_of
-from zero_jax.spread import Move, spread
-from zero_jax.spread_kinds import Laid
 from zero_jax.tree import PyTree
+from zero_jax.weights import with_weight
 
 
-def why_inseparable(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Separability:
+    """Why a loss function cannot be called on parts of a batch.
+
+    Attributes:
+      another_loss: why its mean over the microbatches is another loss than that of the whole batch, as a sentence;
+        empty if it is not.
+      not_local: why it cannot be called on each device's own examples; empty if it can.
+    """
+
+    another_loss: str
+    not_local: str
+
+
+def separability(
     loss_fn: Callable[..., Any],
     params: PyTree,
     batch: PyTree,
@@ -30,49 +48,121 @@ def why_inseparable(
     mesh: Mesh,
     axes: Axes,
     num_microbatches: int,
-) -> str:
-    """Says, by its trace on a microbatch, why a loss function cannot be mapped over the devices of a batch.
+    loss_weight: str | None = "auto",
+) -> Separability:
+    """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
-    Numbers that are summed over the devices do not count where they end as a mean does: added up, and divided by what
-    does not depend on the params.
+    What is not proven counts as mixing examples: every operation has an exact rule (`relation_rules.py`), or may mix.
+    Random numbers count as each example's own.
 
     Args:
-      loss_fn: `(params, batch, key) -> (loss, aux)`.
-      params: the params.
+      loss_fn: `(variables, batch, key) -> (loss, (aux, model_state))`.
+      params: the params, or `Variables`; model state counts as params.
       batch: the whole batch.
       key: a key.
       mesh: the mesh.
       axes: the roles of its axes.
-      num_microbatches: the parts that the batch is cut into.
-
-    Returns:
-      The reason; empty for a function that can be mapped.
+      num_microbatches: the parts that the batch is split into.
+      loss_weight: as in `ZeroConfig`.
     """
-    cut = lambda x: x[: x.shape[0] // num_microbatches] if x.ndim else x  # noqa: E731
-    micro = jax.eval_shape(lambda batch: jax.tree.map(cut, batch), batch)
-    jaxpr = jaxprs.without_dead_code(jax.make_jaxpr(lambda *args: loss_fn(*args)[0])(params, micro, key))
-    if lays_over(jaxpr, axes.batch):
-        return f"the model itself lays values over {', '.join(axes.batch)}"
-    num_params, num_inputs = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, micro)))
-    inputs = []
-    for i, var in enumerate(jaxpr.invars):
-        dims = ((),) * len(var.aval.shape)
-        of_batch = num_params <= i < num_inputs
-        laid = (axes.batch, *dims[1:]) if of_batch and dims else dims
-        inputs.append(Laid(dims=laid, varies=i >= num_params, of_params=i < num_params))
-    found = spread(jaxpr, inputs, sizes=dict(mesh.shape), counted=axes.batch)
-    meetings = [*(move.source for move in found.moves if _is_array(move, mesh)), *found.meetings]
-    return f"examples of a batch meet at {meetings[0]}" if meetings else ""
+    size = next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), 0)
+    num_devices = axis_size(mesh, axes.batch)
+    if not size:
+        return Separability(another_loss="", not_local="")
+    traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
+    micro = traces.of(size // num_microbatches)
+    placed = lays_over(jaxprs.without_dead_code(micro), axes.batch)
+    not_local = "" if placed else traces.why_no_mean(size, num_microbatches * num_devices, loss_weight)
+    another = traces.why_no_mean(size, num_microbatches, loss_weight, trusted=True) if placed or not_local else ""
+    if placed:
+        not_local = f"the model itself shards values over {', '.join(axes.batch)}"
+    if another:
+        verb = "may be" if "may mix" in another else "is"
+        another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
+    return Separability(another_loss=another, not_local=not_local)
 
 
-def _is_array(move: Move, mesh: Mesh) -> bool:
-    """Tells whether more than a number is summed."""
-    size = np.prod([mesh.shape[axis] for axis in move.axes])
-    return move.kind != "all-reduce" or move.sent_bytes > 2 * (size - 1) / size * np.dtype(move.dtype).itemsize
+class _Traces:
+    """Traces of a loss function with its weight, on batches of several sizes."""
+
+    def __init__(self, weighted: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array):
+        self.weighted, self.params, self.batch, self.key = weighted, params, batch, key
+        self.traced: dict[int, Any] = {}
+
+    def of(self, size: int) -> Any:
+        """Returns the closed jaxpr of loss and weight on so many examples."""
+        if size not in self.traced:
+
+            def loss_and_weight(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
+                loss, (*_, weight) = self.weighted(params, batch, key)
+                return loss, weight
+
+            resize = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if np.ndim(x) else (), x.dtype)  # noqa: E731
+            with warnings.catch_warnings(action="ignore"):  # the step's own trace warns
+                self.traced[size] = jax.make_jaxpr(loss_and_weight)(
+                    self.params, jax.tree.map(resize, self.batch), self.key
+                )
+        return self.traced[size]
+
+    def why_no_mean(self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False) -> str:
+        """Says why the loss is not the mean over so many parts of a batch; empty if it is.
+
+        Args:
+          size: the number of examples of the batch.
+          num_parts: the number of its parts.
+          loss_weight: as in `ZeroConfig`.
+          trusted: whether None as a weight says that parts are averaged as if they weighed the same.
+        """
+        if num_parts == 1:
+            return ""
+        part = size // num_parts
+        # Where a part is a single example, operations differ that only change shapes: larger parts are compared.
+        factor = 2 if part == 1 else 1
+        try:
+            traces = self.of(factor * size), self.of(factor * part)
+            single = _operations(self.of(part)) if factor > 1 else None
+        except Exception as error:
+            return f"loss_fn cannot be traced on {size} examples and on {part} ({type(error).__name__})"
+        if single is not None and single != _operations(traces[1]):
+            return "loss_fn does something else on one example than on several"
+        num_params = len(jax.tree.leaves(self.params))
+        inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
+        inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
+        inputs += [SAME] * len(jax.tree.leaves(self.key))
+        loss, weight = Comparison(num_parts).run(*traces, inputs)
+        return _why_no_mean(
+            loss, weight, named=loss_weight not in ("auto", None), trusted=trusted and loss_weight is None
+        )
+
+
+def _why_no_mean(loss: Relation, weight: Relation, *, named: bool, trusted: bool) -> str:
+    if loss.kind is Kind.UNKNOWN:
+        return loss.why.replace("{}", "a line that is not known")
+    if not loss.is_mean:
+        remedy = "return loss.mean(), or divide it by the number of examples"
+        return f"the loss is a sum over examples, or depends on how many there are: {remedy}"
+    is_weight = loss.divisor is not None and (loss.divisor == weight.root or named or trusted)
+    is_even = loss.divisor is None and (loss.kind is Kind.SAME or (weight.kind is Kind.SAME and not weight.divisor))
+    if is_weight or is_even:
+        return ""
+    return "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"
+
+
+def _operations(jaxpr: Any) -> list[str]:
+    """Returns the names of a jaxpr's operations in their order, inner ones too, but of those that change a shape."""
+    return list(_names(jaxpr))
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"):
+            yield eqn.primitive.name
+        for inner in jaxprs.inner_jaxprs(eqn):
+            yield from _names(inner)
 
 
 def lays_over(jaxpr: Any, axes: Sequence[str]) -> bool:
-    """Tells whether a jaxpr lays values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
+    """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "custom_vmap_call":
             continue  # it says itself what it does when it is mapped

@@ -15,12 +15,10 @@ from typing import Any
 from zero_jax.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
 from zero_jax.spec import Dims, without
 from zero_jax.spread_alive import Alive
-from zero_jax.spread_kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise, is_linear
-from zero_jax.spread_positions import Positions
+from zero_jax.spread_kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
 from zero_jax.spread_rules import RULES, merge
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
-_MARKS = ("varies", "of_params", "summed")
+_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 _MAX_ROUNDS = 4  # after which a loop's carry is taken to lie as it last came out
 
 
@@ -58,8 +56,6 @@ class Spreading:
       peak_bytes: bytes of the values alive at once on one device, inputs and what depends on params alone left out;
         elementwise work counts as fused into what reads it.
       sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
-      meetings: lines at which a sum over the counted axes, or what was compared over them, is used for more than a
-        mean: together with parts of another, or not linearly.
       unknown: why `moves` are not the whole of it; empty where they are.
     """
 
@@ -68,7 +64,6 @@ class Spreading:
     moves: tuple[Move, ...]
     peak_bytes: float
     sliced_param_bytes: float
-    meetings: tuple[str, ...]
     unknown: str
 
 
@@ -98,7 +93,6 @@ def spread(
         moves=tuple(walk.moves),
         peak_bytes=peak,
         sliced_param_bytes=walk.sliced_param_bytes,
-        meetings=tuple(dict.fromkeys(walk.meetings)),
         unknown=walk.unknown,
     )
 
@@ -113,10 +107,8 @@ class _Walk:
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
         self.sizes, self.counted = sizes, counted
         self.moves: list[Move] = []
-        self.meetings: list[str] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.times, self.phase, self.source = 1, "forward", ""
-        self.positions = Positions()
 
     # What rules ask for.
 
@@ -160,7 +152,7 @@ class _Walk:
         if not laid.partial:
             return laid
         self.move("all-reduce", laid.partial, self.local_bytes(aval, laid, itemsize=laid.itemsize), aval)
-        return dataclasses.replace(laid, partial=(), itemsize=0, summed=True)
+        return dataclasses.replace(laid, partial=(), itemsize=0)
 
     def placed(self, laid: Laid, aval: Any, target: Dims) -> Laid:
         """Brings a value to other dims, as a sharding constraint does."""
@@ -176,10 +168,6 @@ class _Walk:
         moved = [a for a in held & wanted if _dim_of(laid.dims, a) != _dim_of(target, a)]
         self.move("all-to-all", moved, self.local_bytes(aval, after), aval)
         return after
-
-    def meet(self) -> None:
-        """Notes that parts over the counted axes are used together."""
-        self.meetings.append(self.source)
 
     def give_up(self, why: str) -> None:
         """Notes the first thing that is not known."""
@@ -200,7 +188,6 @@ class _Walk:
         for i, eqn in enumerate(jaxpr.eqns):
             self.source, self.phase = source_line(eqn) or source, _phase(name_stack(eqn), phase)
             outs, inner_peak = self.equation(eqn, env)
-            self.positions.follow(eqn)
             env.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True))
             made = [
                 (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
@@ -232,16 +219,12 @@ class _Walk:
             # A form of the primitive that its rule does not know is no reason to have no estimate at all.
             self.give_up(f"the primitive {name!r} has a form that is not known: {type(error).__name__}: {error}")
             outs = self.opaque(eqn, inputs)
-        if any(x.summed for x in inputs):
-            has_parts = any(axis in self.counted for out in outs for axis in out.axes)
-            if has_parts or not is_linear(eqn, inputs):
-                self.meet()
         return self.made_of(inputs, outs), 0.0
 
     def made_of(self, inputs: Sequence[Laid], outs: Sequence[Laid]) -> list[Laid]:
         """Marks results by what they were made of."""
-        varies, of_params, summed = (any(getattr(x, name) for x in inputs) for name in _MARKS)
-        return [dataclasses.replace(x, varies=varies, of_params=of_params, summed=summed or x.summed) for x in outs]
+        varies = any(x.varies for x in inputs)
+        return [dataclasses.replace(x, varies=varies) for x in outs]
 
     def settle_inputs(self, eqn: Any, env: dict[Any, Laid]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""
@@ -274,9 +257,7 @@ class _Walk:
         if len(opened.invars) != len(inputs):
             return self.opaque(eqn, inputs), 0.0
         inner: dict[Any, Laid] = {}
-        self.positions.rename(eqn.invars, opened.invars)
         outs, peak = self.run(opened, inputs, env=inner)
-        self.positions.rename(opened.outvars, eqn.outvars)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]
@@ -319,12 +300,7 @@ class _Walk:
         if eqn.primitive.name == "while":
             skipped = eqn.params["cond_nconsts"]
             opened, _ = open_jaxpr(eqn.params["body_jaxpr"])
-            outs, peak = self.run(opened, inputs[skipped:])
-            if any(x.summed or x.partial for x in (*inputs, *outs)):
-                self.meet()  # how often it goes round may depend on that
-            return outs, peak
-        if inputs[0].summed:
-            self.meet()
+            return self.run(opened, inputs[skipped:])
         moves, best = len(self.moves), None
         for branch in eqn.params["branches"]:
             opened, _ = open_jaxpr(branch)
@@ -349,8 +325,7 @@ def _joined(before: Laid, after: Laid) -> Laid:
     dims = tuple(
         new if not old and not taken & set(new) else old for old, new in zip(before.dims, after.dims, strict=True)
     )
-    marks = {name: getattr(before, name) or getattr(after, name) for name in _MARKS}
-    return Laid(dims=dims, **marks)
+    return Laid(dims=dims, varies=before.varies or after.varies)
 
 
 def _phase(stack: str, outer: str) -> str:

@@ -1,4 +1,4 @@
-"""How single primitives carry shardings from their inputs to their results."""
+"""How single primitives carry shardings from their inputs to their results: as XLA decides it mostly, for estimates."""
 
 from __future__ import annotations
 
@@ -129,8 +129,6 @@ def _reduce(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
         laid = inputs[0]
         found = Laid(dims=tuple(dim for i, dim in enumerate(laid.dims) if i not in axes))
         over = tuple(a for i in axes for a in laid.dims[i] if a in walk.counted)
-        if over:
-            walk.meet()
         results.append(walk.settled(dataclasses.replace(found, partial=over), var.aval))
     return results
 
@@ -262,7 +260,6 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     table, index = inputs[0], inputs[1]
     aval = eqn.invars[0].aval
     pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    pairs |= dict(walk.positions.looked_up(eqn))
     if clash := (table.axes & index.axes) - {a for i in pairs for a in table.dims[i]}:
         table = walk.gather(table, aval, sorted(clash))
     rows = [i for i in range(len(sizes)) if sizes[i] != aval.shape[i] and i not in pairs]
@@ -347,7 +344,7 @@ RULES: Mapping[str, Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max"), _scatter),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "sharding_constraint": _constrained,
     "zero_reshard": _reshard,
 }

@@ -22,7 +22,7 @@ from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
 from zero_jax.precision import update_loss_scale
 from zero_jax.remat import rematerialize
-from zero_jax.separable import why_inseparable
+from zero_jax.separable import Separability, separability
 from zero_jax.spec import dims_of
 from zero_jax.state import (
     Placement,
@@ -219,38 +219,59 @@ class _Program:
         inputs = (free, model_state, batch, key, sharded)
         if k == 1:
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
-        elif "grads" in placement.groups:
-            out, grads, parts = accumulator.sharded(placed_grads, *inputs)
         else:
-            why = "its model_state passes from one microbatch to the next" if jax.tree.leaves(model_state) else ""
-            why = why or why_inseparable(
-                self.loss_fn, variables, batch, key, mesh=self.mesh, axes=placement.axes, num_microbatches=k
+            found = separability(
+                self.loss_fn,
+                variables,
+                batch,
+                key,
+                mesh=self.mesh,
+                axes=placement.axes,
+                num_microbatches=k,
+                loss_weight=config.loss_weight,
             )
-            out, grads, parts = self.local_or_sharded(accumulator, own_grads, placed_grads, inputs, why)
+            if jax.tree.leaves(model_state):
+                found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
+            is_local = "grads" not in placement.groups
+            out, grads, parts = self.accumulated(
+                accumulator, own_grads if is_local else None, placed_grads, inputs, found
+            )
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 
-    def local_or_sharded(
+    def accumulated(
         self,
         accumulator: Accumulator,
-        own_grads: Callable[..., Any],
+        own_grads: Callable[..., Any] | None,
         placed_grads: Callable[..., Any],
         inputs: Any,
-        why: str,
+        found: Separability,
     ) -> Any:
-        """Accumulates gradients to be summed across devices once, or tells `why` that is not possible."""
-        if not why:
+        """Accumulates gradients to be summed across devices once, if `own_grads` can be, or in every microbatch.
+
+        Warns where the loss is another one for it, or more is sent.
+        """
+        k, not_local = accumulator.num_microbatches, found.not_local if own_grads else ""
+        results = None
+        if own_grads and not not_local:
             try:
-                return accumulator.local(own_grads, *inputs)
+                results = accumulator.local(own_grads, *inputs)
             except NotImplementedError as error:
-                why = f"jax.vmap has no rule for an operation of loss_fn ({error})"
-        warnings.warn(
-            f"gradients are summed across devices in each of the {accumulator.num_microbatches} microbatches, not once "
-            f"a step, because {why}: the loss needs whole microbatches. Stage 2 sends no more then, and holds less; "
-            "num_microbatches=1 sends the least",
-            stacklevel=2,
-        )
-        return accumulator.sharded(placed_grads, *inputs)
+                not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
+        sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
+        if found.another_loss:
+            warnings.warn(
+                f"{found.another_loss}: it is the mean of the losses of {k} microbatches, each by itself. "
+                f"num_microbatches=1 gives the loss of the whole batch{'; ' + sent if not_local else ''}",
+                stacklevel=2,
+            )
+        elif not_local:
+            warnings.warn(
+                f"{sent}, because {not_local}: the loss needs whole microbatches. Stage 2 sends no more then, and "
+                "holds less; num_microbatches=1 sends the least",
+                stacklevel=2,
+            )
+        return results or accumulator.sharded(placed_grads, *inputs)
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""

@@ -7,7 +7,6 @@ uneven, such as the tokens that a mask leaves, ends in a division by a value of 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,17 @@ from jax import lax
 from zero_jax import jaxprs
 from zero_jax.tree import PyTree
 
-# After these a quotient is still that quotient, up to a constant factor.
-_KEEP_WEIGHT = frozenset({"convert_element_type", "neg", "reshape", "squeeze", "copy", "copy_p", "mul", "name"})
+# After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
+_KEEP_WEIGHT = frozenset(
+    {"convert_element_type", "neg", "reshape", "squeeze", "copy", "mul", "name", "add", "sub", "stop_gradient"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
     """A value, what it depends on, and the divisor if it is a quotient by a scalar of the batch.
 
-    `divided_at` is the source line of such a division anywhere in its making. `unbounded` is what a value is but for a
+    `unbounded` is what a value is but for a
     constant bound, as in `jnp.maximum(mask.sum(), 1)`: an empty microbatch weighs nothing, whatever it divides by.
     """
 
@@ -34,7 +35,6 @@ class _Traced:
     of_params: bool = False
     of_batch: bool = False
     divisor: Any = None
-    divided_at: str | None = None
     unbounded: Any = None
 
 
@@ -77,13 +77,6 @@ def _find(loss_fn: Callable[..., Any], variables: PyTree, batch: PyTree, key: ja
     ]
     outs = _run(jaxpr, [_Traced(c) for c in consts], ins)
     loss, rest = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
-    if outs[0].divisor is None and outs[0].divided_at:
-        warnings.warn(
-            f"loss_fn divides by a value of the batch at {outs[0].divided_at}, but does not end there, so microbatches "
-            "are averaged as if they weighed the same. If the loss is a mean over something uneven, return its weight "
-            "in aux and name it: ZeroConfig(loss_weight='name'); if not, say ZeroConfig(loss_weight=None)",
-            stacklevel=2,
-        )
     return loss, rest, 1 if outs[0].divisor is None else outs[0].divisor
 
 
@@ -110,16 +103,14 @@ def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[
 def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
     of_params = any(value.of_params for value in values)
     of_batch = any(value.of_batch for value in values)
-    divisor, divided_at = None, next((value.divided_at for value in values if value.divided_at), None)
+    divisor = None
     if eqn.primitive.name == "div" and eqn.outvars[0].aval.ndim == 0:
         above, below = values
         if above.of_params and below.of_batch and not below.of_params:
             divisor = below.array if below.unbounded is None else below.unbounded
-            divided_at = jaxprs.source_line(eqn)
     elif eqn.primitive.name in _KEEP_WEIGHT:
         quotients = [value for value in values if value.divisor is not None]
-        constants = [value for value in values if not value.of_params and not value.of_batch]
-        if len(quotients) == 1 and len(constants) == len(values) - 1:
+        if len(quotients) == 1 and sum(value.of_batch for value in values) == 1:
             divisor = quotients[0].divisor
     unbounded = None
     if eqn.primitive.name == "max" and sum(value.of_batch for value in values) == 1:
@@ -127,4 +118,4 @@ def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
     elif eqn.primitive.name == "convert_element_type":
         unbounded = values[0].unbounded
     arrays = jaxprs.bind(eqn, [value.array for value in values])
-    return [_Traced(array, of_params, of_batch, divisor, divided_at, unbounded) for array in arrays]
+    return [_Traced(array, of_params, of_batch, divisor, unbounded) for array in arrays]

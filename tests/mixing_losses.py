@@ -1,0 +1,322 @@
+"""Small losses of a batch `{"x": [N, 8], "label": [N], "mask": [N]}` and params `{"w": [8, 6], "b": [6]}`.
+
+Those of `MIXING` are another loss on parts of the batch than on the whole; those of `SEPARABLE` are not.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def out_of(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"])
+
+
+def error_of(params, batch):
+    return jnp.square(out_of(params, batch) - batch["x"][:, :6]).mean(-1)
+
+
+def nuclear(out):
+    return np.linalg.svd(out, compute_uv=False).sum().astype(np.float32)
+
+
+@jax.custom_vjp
+def centred_backward(x):
+    return x
+
+
+centred_backward.defvjp(lambda x: (x, None), lambda _, g: (g - g.mean(0),))
+
+
+@jax.custom_vjp
+def clipped_backward(x):
+    return x
+
+
+clipped_backward.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e-3, 1e-3),))
+
+
+@jax.custom_jvp
+def mixed_tangent(x):
+    return x
+
+
+mixed_tangent.defjvp(lambda x, t: (x[0], t[0][::-1]))
+
+
+@jax.custom_vjp
+def doubled_backward(x):
+    return jnp.sin(x)
+
+
+doubled_backward.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+
+def callback(params, batch):
+    out = lax.stop_gradient(out_of(params, batch))
+    centre = jax.pure_callback(lambda x: x - x.mean(0), jax.ShapeDtypeStruct(out.shape, out.dtype), out)
+    return error_of(params, batch).mean() + (centre * out_of(params, batch)).mean()
+
+
+def callback_nuclear(params, batch):
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    norm = jax.pure_callback(nuclear, number, lax.stop_gradient(out_of(params, batch)), vmap_method="sequential")
+    return error_of(params, batch).mean() - norm / len(batch["x"])
+
+
+def running(combine):
+    def loss(params, batch):
+        return jnp.square(lax.associative_scan(combine, out_of(params, batch))).mean()
+
+    return loss
+
+
+def each(fn):
+    """A loss of what a function makes of the outputs `[N, 6]`."""
+
+    def loss(params, batch):
+        return jnp.square(fn(out_of(params, batch))).mean()
+
+    return loss
+
+
+def gram(out):
+    return out @ out.T + jnp.eye(len(out))
+
+
+def conv(out, lhs, rhs):
+    numbers = lax.ConvDimensionNumbers(lhs, (0, 1, 2), (0, 1, 2))
+    return lax.conv_general_dilated(out, rhs, (1,), "SAME", dimension_numbers=numbers)
+
+
+def keyed(params, batch):
+    order = jax.random.permutation(jax.random.key(0), len(batch["x"]))
+    return jnp.square(out_of(params, batch) - batch["x"][order, :6]).mean()
+
+
+def counted(total, x):
+    return total + 1, x * total
+
+
+def ragged(params, batch):
+    experts = jnp.stack([params["w"], 2 * params["w"]])
+    sizes = jnp.array([3, len(batch["x"]) - 3])
+    return jnp.square(lax.ragged_dot(batch["x"], experts, sizes)).mean()
+
+
+def while_loop(params, batch):
+    error = error_of(params, batch)
+    again = lax.while_loop(lambda x: x.max() < 1, lambda x: 2 * x, lax.stop_gradient(error))
+    return (error * again).mean()
+
+
+def either(params, batch):
+    error = error_of(params, batch)
+    return lax.cond(error.max() > 0.7, lambda x: 2 * x, lambda x: x, error).mean()
+
+
+def learnt_weights(params, batch):
+    weights = jax.nn.sigmoid(out_of(params, batch)[:, 0])
+    return (weights * error_of(params, batch)).sum() / weights.sum()
+
+
+def two_means(params, batch):
+    error, mask = error_of(params, batch), batch["mask"]
+    return (error * mask).sum() / mask.sum() + (error * (1 - mask)).sum() / (1 - mask).sum()
+
+
+MIXING = {
+    # The six that were taken for separable.
+    "svd": lambda p, b: error_of(p, b).mean() - jnp.linalg.svd(out_of(p, b), compute_uv=False).sum() / len(b["x"]),
+    "qr": each(lambda out: jnp.tril(jnp.linalg.qr(jnp.concatenate([out, out], 1) + 1, mode="complete")[0], 2)),
+    "fft": each(lambda out: jnp.fft.fft(out, axis=0).real * jnp.arange(6)),
+    "reduce_window": each(lambda out: lax.reduce_window(out, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME")),
+    "segment_max": lambda p, b: jnp.square(jax.ops.segment_max(out_of(p, b), b["label"], 3)).mean(),
+    "pure_callback": callback,
+    "pure_callback to a number": callback_nuclear,
+    # Along the batch.
+    **{
+        name: each(functools.partial(getattr(lax, name), axis=0))
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    },
+    "associative_scan": running(jnp.add),
+    "sort": lambda p, b: jnp.square(jnp.sort(out_of(p, b), 0) - b["x"][:, :6]).mean(),
+    "argsort": each(lambda out: jnp.argsort(out, 0) * out),
+    "argmax": each(lambda out: out - out[out.argmax(0), jnp.arange(6)]),
+    "top_k": lambda p, b: lax.top_k(error_of(p, b), 2)[0].mean(),
+    "approx_max_k": lambda p, b: lax.approx_max_k(error_of(p, b), 2)[0].mean(),
+    "rev": lambda p, b: jnp.square(out_of(p, b) - b["x"][::-1, :6]).mean(),
+    "roll": lambda p, b: jnp.square(out_of(p, b) - jnp.roll(b["x"], 1, 0)[:, :6]).mean(),
+    "first example": each(lambda out: out - out[0]),
+    "dynamic_slice": each(lambda out: out - lax.dynamic_slice_in_dim(out, 1, 1)),
+    "every other example": each(lambda out: out[::2] - out[1::2]),
+    "median": lambda p, b: jnp.median(error_of(p, b)),
+    "scan over examples": lambda p, b: lax.scan(lambda c, x: (0.5 * c + x, c), 0.0, error_of(p, b))[1].mean(),
+    "count over examples": lambda p, b: lax.scan(counted, 0.0, error_of(p, b))[1].mean(),
+    "scatter": each(lambda out: out.at[1].set(0.0)),
+    "scatter-mul": lambda p, b: jnp.ones((3, 6)).at[b["label"]].multiply(out_of(p, b)).mean(),
+    "scatter in another order": lambda p, b: jnp.zeros((99, 6)).at[b["label"]].set(out_of(p, b)).mean(),
+    "rows of others": lambda p, b: jnp.square(out_of(p, b) - b["x"][b["label"], :6]).mean(),
+    # The batch as a dim of matrices.
+    "cholesky": each(lambda out: jnp.linalg.cholesky(gram(out)) @ out),
+    "eigh": lambda p, b: jnp.square(jnp.linalg.eigvalsh(gram(out_of(p, b)))).mean(),
+    "solve": each(lambda out: jnp.linalg.solve(gram(out), out)),
+    "triangular_solve": each(lambda out: lax.linalg.triangular_solve(gram(out), out, left_side=True, lower=True)),
+    "lu": each(lambda out: lax.linalg.lu(gram(out))[0] @ out),
+    "slogdet": lambda p, b: jnp.linalg.slogdet(gram(out_of(p, b)))[1] / len(b["x"]),
+    "conv over examples": each(lambda out: conv(out.T[:, None], (0, 1, 2), jnp.ones((1, 1, 3)))),
+    "conv of features": each(lambda out: conv(out.T[None], (0, 1, 2), jnp.ones((1, 6, 3)))),
+    "contrastive": each(lambda out: out @ out.T),
+    "ragged_dot": ragged,
+    # Statistics of the batch.
+    "normalized": each(lambda out: (out - out.mean(0)) / (out.std(0) + 1)),
+    "divided by the largest": lambda p, b: (error_of(p, b) / error_of(p, b).max()).mean(),
+    "divided by the largest, stopped": lambda p, b: (error_of(p, b) / lax.stop_gradient(error_of(p, b).max())).mean(),
+    "divided by the largest input": lambda p, b: (error_of(p, b) / b["x"].max()).mean(),
+    "divided by a deviation": lambda p, b: error_of(p, b).mean() / b["x"].std(),
+    "while": while_loop,
+    "cond": either,
+    # No mean.
+    "sum": lambda p, b: error_of(p, b).sum(),
+    "sum by a number": lambda p, b: error_of(p, b).sum() / 100,
+    "sum of the batch by its root": lambda p, b: error_of(p, b).sum() / len(b["x"]) ** 0.5,
+    "sum and a regularizer": lambda p, b: error_of(p, b).sum() + jnp.square(p["w"]).sum(),
+    "max": lambda p, b: error_of(p, b).max(),
+    "prod": lambda p, b: error_of(p, b).prod(),
+    "logsumexp": lambda p, b: jax.nn.logsumexp(error_of(p, b)),
+    "norm": lambda p, b: jnp.linalg.norm(error_of(p, b)),
+    "square of a mean": lambda p, b: jnp.mean(error_of(p, b)) ** 2,
+    "square by itself": lambda p, b: jnp.mean(error_of(p, b)) * jnp.mean(error_of(p, b)),
+    "log of a mean": lambda p, b: jnp.log(jnp.mean(error_of(p, b))),
+    "sqrt of a mean": lambda p, b: jnp.sqrt(jnp.mean(error_of(p, b))),
+    "relu of a mean": lambda p, b: jax.nn.relu(jnp.mean(out_of(p, b))),
+    "learnt weights": learnt_weights,
+    "two means": two_means,
+    # The number and the places of examples.
+    "positions": lambda p, b: (error_of(p, b) * jnp.arange(len(b["x"]))).mean(),
+    "numpy positions": lambda p, b: (error_of(p, b) * np.linspace(0, 1, len(b["x"]), dtype=np.float32)).mean(),
+    "first half": lambda p, b: (error_of(p, b) * (jnp.arange(len(b["x"])) < 3)).mean(),
+    "eye": lambda p, b: (error_of(p, b)[:, None] * (1 - jnp.eye(len(b["x"])))).mean(),
+    "number of examples": lambda p, b: error_of(p, b).mean() * len(b["x"]),
+    "log of the number": lambda p, b: error_of(p, b).mean() * np.log(len(b["x"])),
+    "other operations": lambda p, b: error_of(p, b).mean() if len(b["x"]) > 8 else error_of(p, b).mean() * 2,
+    "first half by places": each(lambda out: out[jnp.arange(len(out) // 2), 0]),
+    "random order": keyed,
+    # Gradients that mix what values do not.
+    "custom_vjp that centres": each(centred_backward),
+    "custom_vjp that clips": each(clipped_backward),
+    "custom_jvp that reverses": each(mixed_tangent),
+}
+
+
+def folded(params, batch):
+    return lax.scan(lambda total, column: (total + column.sum(), None), 0.0, out_of(params, batch).T)[0] / len(
+        batch["x"]
+    )
+
+
+def dropped(params, batch, rate=0.0):
+    kept = jax.random.bernoulli(jax.random.key(0), 1 - rate, (len(batch["x"]), 6))
+    return jnp.square(jnp.where(kept, out_of(params, batch), 0)).mean()
+
+
+def squares(out):
+    return jnp.einsum("ni,nj->nij", out, out) + jnp.eye(6)
+
+
+def masked(params, batch):
+    return (error_of(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+
+def labelled(params, batch):
+    scores = jax.nn.log_softmax(out_of(params, batch))
+    return -jnp.take_along_axis(scores, batch["label"][:, None], -1).mean()
+
+
+def nhwc(params, batch):
+    image = batch["x"].reshape(-1, 2, 2, 2)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    hidden = jax.nn.gelu(
+        lax.conv_general_dilated(
+            image, params["w"][:4, :4].reshape(2, 2, 2, 2), (1, 1), "SAME", dimension_numbers=numbers
+        )
+    )
+    pooled = lax.reduce_window(hidden, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.square(pooled).mean()
+
+
+def recurrent(params, batch):
+    def cell(state, x):
+        state = jnp.tanh(state @ params["w"][:6] + x[:, None] * params["b"])
+        return state, state
+
+    states = lax.scan(cell, jnp.zeros((len(batch["x"]), 6)), batch["x"].T)[1]
+    return jnp.square(states).mean()
+
+
+def attention(params, batch):
+    x = batch["x"].reshape(-1, 4, 2) @ params["w"][:2]
+    same = batch["label"][:, None, None] == jnp.arange(4)
+    scores = jnp.where(same, -1e9, jnp.einsum("nqd,nkd->nqk", x, x))
+    return jnp.square(jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(scores), x)).mean()
+
+
+SEPARABLE = {
+    "mean": lambda p, b: error_of(p, b).mean(),
+    "sum by their number": lambda p, b: error_of(p, b).sum() / len(b["x"]),
+    "by its reciprocal": lambda p, b: (1 / len(b["x"])) * error_of(p, b).sum(),
+    "with a regularizer": lambda p, b: error_of(p, b).mean() + 0.1 * jnp.square(p["w"]).sum(),
+    "masked": masked,
+    "masked, moved by an epsilon": lambda p, b: (error_of(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8),
+    "masked, with a regularizer": lambda p, b: masked(p, b) + 0.1 * jnp.square(p["w"]).sum(),
+    "masked by where": lambda p, b: jnp.mean(error_of(p, b), where=b["mask"] > 0),
+    "labelled": labelled,
+    "looked up": lambda p, b: -jax.nn.log_softmax(out_of(p, b))[jnp.arange(len(b["x"])), b["label"]].mean(),
+    "one hot": lambda p, b: (out_of(p, b) * jax.nn.one_hot(b["label"], 6)).mean(),
+    "set at a place": lambda p, b: jnp.square(out_of(p, b).at[jnp.arange(len(b["x"])), b["label"]].set(2.0)).mean(),
+    "embedded": lambda p, b: jnp.square(p["w"][b["label"]]).mean(),
+    "vmap": lambda p, b: jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 2))(out_of(p, b), b["label"]).mean(),
+    "map": lambda p, b: lax.map(lambda x: jnp.square(jnp.tanh(x @ p["w"]).sum()), b["x"]).mean(),
+    "remat": lambda p, b: jax.checkpoint(error_of)(p, b).mean(),
+    "scan over features": folded,
+    "recurrent": recurrent,
+    "attention": attention,
+    "convolution": nhwc,
+    "dropout": dropped,
+    "custom_vjp": each(doubled_backward),
+    "relu": each(lambda out: jax.nn.relu(out) + jax.nn.silu(out) + jax.nn.softplus(out)),
+    "layer norm": each(lambda out: (out - out.mean(-1, keepdims=True)) * lax.rsqrt(out.var(-1, keepdims=True) + 1e-5)),
+    "logsumexp": lambda p, b: jax.nn.logsumexp(out_of(p, b), -1).mean(),
+    "sort": each(lambda out: jnp.sort(out, -1) * jnp.argsort(out, -1)),
+    "top_k": each(lambda out: lax.top_k(out, 2)[0]),
+    "cumsum": each(lambda out: jnp.cumsum(out, -1) + lax.associative_scan(jnp.multiply, out, axis=1)),
+    "fft": each(lambda out: jnp.fft.fft(out, axis=1).real),
+    "cholesky": each(lambda out: jnp.linalg.cholesky(squares(out))),
+    "eigh": each(lambda out: jnp.linalg.eigvalsh(squares(out))),
+    "svd": each(lambda out: jnp.linalg.svd(squares(out), compute_uv=False)),
+    "qr": each(lambda out: jnp.linalg.qr(squares(out))[1]),
+    "solve": each(lambda out: jnp.linalg.solve(squares(out), out[..., None])),
+    "slogdet": each(lambda out: jnp.linalg.slogdet(squares(out))[1]),
+    "pad and slice": each(lambda out: jnp.roll(jnp.pad(out, ((0, 0), (1, 2))), 1, -1)[:, 1:]),
+    "cond on params": lambda p, b: lax.cond(p["b"].sum() > 0, lambda x: 2 * x, jnp.sin, error_of(p, b)).mean(),
+    "debug print": lambda p, b: (jax.debug.callback(lambda x: None, p["b"].sum()), error_of(p, b).mean())[1],
+    "reversed features": each(lambda out: out[:, ::-1]),
+    "sum of products": lambda p, b: jnp.vdot(error_of(p, b), b["mask"]) / len(b["x"]),
+    "no examples": lambda p, b: jnp.square(p["w"]).sum(),
+}
+
+
+def make_inputs(size, seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
+    batch = {
+        "x": normal(size, 8),
+        "label": rng.integers(0, 3, size, dtype=np.int32),
+        "mask": (rng.random(size) < 0.7).astype(np.float32),
+    }
+    batch["mask"][::2] = 1  # some of each part
+    batch["mask"][1] = 0
+    return {"w": normal(8, 6) / 2, "b": normal(6)}, batch

@@ -1,0 +1,187 @@
+"""What is proven of a primitive holds by value; what is not known of one counts as mixing examples."""
+
+import importlib
+import itertools
+import pkgutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from relation_cases import PROGRAMS, random_programs
+
+from zero_jax import jaxprs, passthrough, spread, spread_kinds, spread_rules, weights
+from zero_jax.relation_pair import Pair
+from zero_jax.relation_rules import KEEPS, RULES, SIZED
+from zero_jax.relation_walk import _CALLS, _SPECIAL, Comparison
+from zero_jax.relations import SAME, Kind, rows
+
+PARTS, SMALL, LARGE = 2, 4, 8
+# Primitives of one supported release only.
+OF_ONE_RELEASE = {"log2", "one_minus_square", "closed_call"}
+# Those that no program here reaches, and why a rule is right all the same.
+NOT_REACHED = {
+    "reshard": "of meshes with explicit axes: a value, elsewhere",
+    "pvary": "inside of shard_map: a value as it is",
+    "zero_reshard": "of this library: a value, elsewhere",
+    "zero_order": "of this library: values in an order",
+    "zero_join": "of this library: its first input",
+    "sharding_constraint": "a value, elsewhere",
+    "custom_vmap_call": "a call",
+    "closed_call": "a call",
+    "select_and_gather_add": "of second derivatives",
+}
+
+
+def modules():
+    import jax._src.lax
+
+    names = [m.name for m in pkgutil.walk_packages(jax._src.lax.__path__, "jax._src.lax.")]
+    return [importlib.import_module(name) for name in names]
+
+
+def primitives():
+    """Returns the names of all primitives of `jax.lax`."""
+    return {x.name for module in modules() for x in vars(module).values() if isinstance(x, Primitive)}
+
+
+def all_primitives():
+    """Returns the names of all primitives that any module of JAX or of this library has."""
+    import gc
+
+    importlib.import_module("jax.experimental.pallas")
+    importlib.import_module("jax._src.shard_map")
+    return {x.name for x in gc.get_objects() if isinstance(x, Primitive)} | {"pallas_call"}
+
+
+def names_in(jaxpr):
+    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn.primitive.name
+        for inner in jaxprs.inner_jaxprs(eqn):
+            yield from names_in(inner)
+
+
+def test_names_in_lists_are_primitives():
+    lists = {
+        "passthrough": passthrough.ELEMENTWISE | passthrough._MOVES | passthrough.REDUCTIONS | set(passthrough._RULES),
+        "spread": set(spread._CALLS) | set(spread_rules.RULES) | spread_kinds.HEAVY | spread_kinds.KEEPS_PARTIAL,
+        "weights": weights._KEEP_WEIGHT,
+        "relations": set(RULES) | KEEPS | set(SIZED) | _CALLS | set(_SPECIAL),
+    }
+    known = all_primitives() | OF_ONE_RELEASE
+    assert not {name: sorted(names - known) for name, names in lists.items() if names - known}
+
+
+def array(shape, what, seed):
+    rng = np.random.default_rng(seed)
+    if what == "k":
+        return jax.random.key(0)
+    if what == "m":
+        x = rng.uniform(0.1, 0.9, shape)
+        if shape[-1] != shape[-2]:
+            return x.astype(np.float32)
+        return (x @ np.swapaxes(x, -1, -2) + 2 * np.eye(shape[-1])).astype(np.float32)
+    kinds = {"f": lambda: rng.uniform(0.1, 0.9, shape).astype(np.float32), "b": lambda: rng.random(shape) < 0.5}
+    kinds |= {
+        "i": lambda: rng.integers(0, 3, shape, dtype=np.int32),
+        "u": lambda: rng.integers(0, 9, shape, dtype=np.uint32),
+    }
+    return kinds[what]()
+
+
+def block(x, dim, i):
+    return x if dim is None else np.split(x, PARTS, dim)[i]
+
+
+def placements(specs):
+    """Yields for each operand the dim that is the dim of examples, or None, in all ways."""
+    choices = [[None, *(d for d, size in enumerate(shape) if size == SMALL)] for shape, _ in specs]
+    return (dims for dims in itertools.product(*choices) if any(d is not None for d in dims))
+
+
+def cases(program):
+    """Yields `(inputs, parts of them, relations of the results)` for each place of the dim of examples."""
+    fn, *specs = program
+    for dims in placements(specs):
+        grown = [[LARGE if i == d else n for i, n in enumerate(s)] for (s, _), d in zip(specs, dims, strict=True)]
+        whole = [array(shape, what, i) for i, (shape, (_, what)) in enumerate(zip(grown, specs, strict=True))]
+        parts = [[block(x, d, i) for x, d in zip(whole, dims, strict=True)] for i in range(PARTS)]
+        try:
+            traces = [jax.make_jaxpr(fn)(*args) for args in (whole, parts[0])]
+        except (TypeError, ValueError, AssertionError, IndexError):
+            continue  # shapes that do not go together
+        inputs = [SAME if d is None else rows(d) for d in dims]
+        yield dims, whole, parts, traces, Comparison(PARTS).run(*traces, inputs)
+
+
+def check(relation, whole, parts, divisors, label):
+    """Checks a relation by values."""
+    if relation.kind in (Kind.UNKNOWN, Kind.POSITIONS, Kind.COLUMNS) or relation.bounded:
+        return
+    if relation.divisor is not None:
+        total, own = divisors[relation.divisor]
+        whole, parts = whole * total, [x * c for x, c in zip(parts, own, strict=True)]
+    scale = float(PARTS**relation.power)
+    if relation.kind is Kind.SUM:
+        parts, wanted = [sum(parts)], [scale * whole]
+    else:
+        blocks = [block(whole, relation.dim, i) for i in range(PARTS)]
+        wanted = blocks if scale == 1 else [scale * x for x in blocks]
+    for x, y in zip(parts, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2 if x.dtype.itemsize < 4 else 1e-4, atol=1e-5, err_msg=label)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_proven_holds(name):
+    fn = jax.jit(lambda *args: jax.tree.leaves(PROGRAMS[name][0](*args)))
+    seen = 0
+    for dims, whole, parts, _, relations in cases(PROGRAMS[name]):
+        seen += 1
+        if all(x.kind is Kind.UNKNOWN for x in relations):
+            assert all(x.why for x in relations)
+            continue
+        results, of_parts = fn(*whole), [fn(*part) for part in parts]
+        divisors = {}
+        if name == "quotient of sums":  # all are divided by the sum of the second input
+            total, own = whole[1].sum(), [part[1].sum() for part in parts]
+            divisors = {x.divisor: (total, own) for x in relations if x.divisor is not None}
+        for i, relation in enumerate(relations):
+            values = [np.asarray(x[i]) for x in of_parts]
+            check(relation, np.asarray(results[i]), values, divisors, f"{name} {dims} result {i}: {relation}")
+    assert seen
+
+
+def exercised():
+    """Returns the primitives of the programs."""
+    found = set()
+    for program in (*PROGRAMS.values(), *random_programs().values()):
+        for _, _, _, traces, _ in itertools.islice(cases(program), 1):
+            found |= set(names_in(traces[0]))
+    return found
+
+
+def test_every_primitive_is_exercised_or_refused():
+    """A primitive that a new release brings is refused until it has a rule, and no rule is without a program."""
+    ruled = set(RULES) | _CALLS | set(_SPECIAL)
+    known = all_primitives() | OF_ONE_RELEASE
+    assert ruled - exercised() - set(NOT_REACHED) - (OF_ONE_RELEASE - all_primitives()) == set()
+    assert set(NOT_REACHED) <= ruled & known
+    aval = [types.SimpleNamespace(aval=jax.ShapeDtypeStruct((n, 3), jnp.float32)) for n in (LARGE, SMALL)]
+    for name in sorted(primitives() - ruled):
+        pair = [
+            types.SimpleNamespace(
+                primitive=types.SimpleNamespace(name=name), invars=[x], outvars=[x], params={}, effects=frozenset()
+            )
+            for x in aval
+        ]
+        (found,) = Comparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
+        assert found.kind is Kind.UNKNOWN and repr(name) in found.why
+
+
+@pytest.mark.parametrize("name", random_programs())
+def test_draws_are_each_example_s_own(name):
+    relations = [relation for *_, found in cases(random_programs()[name]) for relation in found]
+    assert any(x.kind is Kind.ROWS for x in relations)
+    assert all(x.kind in (Kind.ROWS, Kind.UNKNOWN) for x in relations)

@@ -1,0 +1,56 @@
+"""An operation as traced on a whole batch and on a part of it, which the rules of relations look at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax.relations import Refused, Relation
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An equation as traced on the whole batch, and the same one as traced on a part."""
+
+    whole: Any
+    part: Any
+
+    @property
+    def params(self) -> Any:
+        """The parameters on the whole batch; those that differ on a part are compared by the rules (`SIZED`)."""
+        return self.whole.params
+
+    def shapes(self, i: int) -> tuple[Shape, Shape]:
+        """The shapes of an input, on the whole batch and on a part."""
+        return self.whole.invars[i].aval.shape, self.part.invars[i].aval.shape
+
+    def results(self, i: int = 0) -> tuple[Shape, Shape]:
+        """The shapes of a result, on the whole batch and on a part."""
+        return self.whole.outvars[i].aval.shape, self.part.outvars[i].aval.shape
+
+    def growing(self) -> int | None:
+        """Returns the dim of the result that is larger on the whole batch; None if there is none."""
+        found = [i for i, (a, b) in enumerate(zip(*self.results(), strict=True)) if a != b]
+        if len(found) > 1:
+            raise Refused("sized")
+        return found[0] if found else None
+
+
+Rule = Callable[[Pair, Sequence[Relation]], list[Relation]]
+
+
+def check(holds: bool, why: str = "mixed") -> None:
+    """Refuses what does not hold."""
+    if not holds:
+        raise Refused(why)
+
+
+def without_dims(x: Relation, gone: Sequence[int]) -> Relation:
+    """Returns the relation of a value without some of its dims, none of them of examples."""
+    if x.dim is None:
+        return x
+    check(x.dim not in gone)
+    return x.at(x.dim - sum(i < x.dim for i in gone))

@@ -1,0 +1,358 @@
+"""The relations of all values of a loss function, by its traces on a batch and on a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax import jaxprs
+from zero_jax.relation_pair import Pair
+from zero_jax.relation_rules import KEEPS, RULES, SIZED
+from zero_jax.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
+
+_CALLS = frozenset({"jit", "closed_call", "remat2", "custom_vmap_call"})
+_MAX_ROUNDS = 8  # after which what a loop carries is not known
+_WHY = {
+    "mixed": "examples of a batch are mixed at {}",
+    "sized": "what is computed at {} depends on the number of examples",
+    "placed": "what is computed at {} depends on the places of examples in a batch",
+}
+# Errors of a rule, for a form of its primitive that it does not know.
+_ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration)
+
+
+class Comparison:
+    """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it."""
+
+    def __init__(self, num_parts: int):
+        self.num_parts = num_parts
+        self.source = ""
+        self.roots = itertools.count()
+        self.in_derivative = False
+
+    def run(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs."""
+        (whole, whole_consts), (part, part_consts) = jaxprs.open_jaxpr(whole), jaxprs.open_jaxpr(part)
+        source = self.source
+        names = [[eqn.primitive.name for eqn in jaxpr.eqns] for jaxpr in (whole, part)]
+        consts = [self.constant(a, b) for a, b in zip(whole_consts, part_consts, strict=False)]
+        known = zip(whole.constvars, part.constvars, consts, strict=False) if len(consts) else ()
+        env = {var: (other, relation) for var, other, relation in known}
+        env |= {a: (b, x) for a, b, x in zip(whole.invars, part.invars, inputs, strict=True)}
+        if names[0] != names[1] or len(whole.constvars) != len(part.constvars):
+            differs = next((i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b), None)
+            if differs is not None:
+                self.source = jaxprs.source_line(whole.eqns[differs]) or source
+            return [self.refused("sized")] * len(whole.outvars)
+        for pair in (Pair(whole=a, part=b) for a, b in zip(whole.eqns, part.eqns, strict=True)):
+            self.source = jaxprs.source_line(pair.whole) or source
+            values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]
+            results = self.equation(pair, values) if pair.whole.outvars else []
+            env |= {a: (b, x) for a, b, x in zip(pair.whole.outvars, pair.part.outvars, results, strict=True)}
+        self.source = source
+        return [self.read(env, a, b) for a, b in zip(whole.outvars, part.outvars, strict=True)]
+
+    def read(self, env: dict[Any, tuple[Any, Relation]], whole: Any, part: Any) -> Relation:
+        """Returns the relation of an input of an equation: the same one in both traces."""
+        if jaxprs.is_literal(whole) and jaxprs.is_literal(part):
+            return self.constant(whole.val, part.val)
+        if jaxprs.is_literal(whole) or whole not in env or env[whole][0] is not part:
+            return self.refused("sized")
+        return env[whole][1]
+
+    def refused(self, why: str) -> Relation:
+        """Returns the relation of what is not known, with the line that it comes from."""
+        why = _WHY.get(why, why + " at {}")
+        return unknown(why.format(self.source) if self.source else why)
+
+    def constant(self, whole: Any, part: Any) -> Relation:
+        """Returns the relation of constants: the same, or one divided by a power of the number of examples."""
+        if whole is part and np.shape(whole):
+            return SAME
+        try:
+            with jax.transfer_guard("allow"):
+                a, b = np.asarray(whole), np.asarray(part)
+            if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+                return dataclasses.replace(SAME, number=float(a) if not a.shape and a.dtype.kind in "biuf" else None)
+            if a.shape or b.shape or not float(a) or not float(b) / float(a) > 0:
+                return self.refused("sized")
+        except (TypeError, ValueError, RuntimeError):  # keys, and values of an outer trace
+            return SAME if whole is part else self.refused("sized")
+        ratio = float(b) / float(a)
+        power = Fraction(round(2 * math.log(ratio) / math.log(self.num_parts)), 2)
+        near = power and math.isclose(ratio, self.num_parts ** float(power), rel_tol=1e-6)
+        return Relation(kind=Kind.SAME, power=power) if near else self.refused("sized")
+
+    # Equations.
+
+    def equation(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results of an equation."""
+        try:
+            results = self.by_rule(pair, inputs)
+        except Refused as refused:
+            placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
+            results = [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
+        except _ERRORS as error:
+            why = f"the primitive {pair.whole.primitive.name!r} may mix examples of a batch ({type(error).__name__})"
+            results = [self.refused(why)] * len(pair.whole.outvars)
+        of_params = any(x.of_params for x in inputs)
+        return [self.checked(pair, i, x, of_params) for i, x in enumerate(results)]
+
+    def by_rule(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results, by the rule of the primitive."""
+        name = pair.whole.primitive.name
+        if name in _CALLS:
+            return self.called(pair, inputs)
+        if special := _SPECIAL.get(name):
+            return special(self, pair, inputs)
+        if not (name == "select_n" and inputs[0].is_false):
+            for x in inputs:
+                if x.kind is Kind.UNKNOWN:
+                    return [unknown(x.why.replace("{}", self.source))] * len(pair.whole.outvars)
+        if any(x.bounded for x in inputs) and name not in (*KEEPS, "div", "max", "add"):
+            raise Refused("mixed")
+        if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
+            raise Refused("mixed")
+        rule = RULES.get(name)
+        if not self.same_params(pair) or pair.whole.effects:
+            raise Refused("sized" if rule else f"the primitive {name!r} may mix examples of a batch")
+        if rule:
+            return rule(pair, inputs)
+        if all(x.kind is Kind.SAME and x.is_plain for x in inputs):
+            return [SAME] * len(pair.whole.outvars)
+        raise Refused(f"the primitive {name!r} may mix examples of a batch")
+
+    def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a call."""
+        return self.run(jaxprs.inner_jaxprs(pair.whole)[0], jaxprs.inner_jaxprs(pair.part)[0], inputs)
+
+    def same_params(self, pair: Pair) -> bool:
+        """Tells whether an equation does the same on the whole as on a part."""
+        differ = SIZED.get(pair.whole.primitive.name, set()) | {"sharding", "out_sharding"}
+        whole, part = pair.whole.params, pair.part.params
+        return whole.keys() == part.keys() and all(
+            _equal(whole[name], part[name]) for name in whole if name not in differ
+        )
+
+    def checked(self, pair: Pair, i: int, x: Relation, of_params: bool) -> Relation:
+        """Returns the relation of a result, if it fits the shapes; sums get a name that a division can refer to."""
+        whole, part = (getattr(eqn.outvars[i].aval, "shape", ()) for eqn in (pair.whole, pair.part))
+        if x.kind in (Kind.UNKNOWN, Kind.COLUMNS):
+            return x
+        sizes = [
+            a == b * (self.num_parts if i == x.dim else 1) for i, (a, b) in enumerate(zip(whole, part, strict=True))
+        ]
+        if not all(sizes):
+            return self.refused("sized")
+        root = next(self.roots) if x.kind is Kind.SUM and x.root is None and not whole else x.root
+        return dataclasses.replace(x, of_params=of_params or x.of_params, root=root)
+
+    # Loops and branches.
+
+    def loop(self, bodies: tuple[Any, Any], consts: Sequence[Relation], carry: list[Relation], slices: Any = ()) -> Any:
+        """Returns what a loop carries, from its start on, and the other results of its body."""
+        first = next(self.roots)
+        for _ in range(_MAX_ROUNDS):
+            results = [self.left(x, first) for x in self.run(*bodies, [*consts, *carry, *slices])]
+            after = [self.either(x, y) for x, y in zip(carry, results, strict=False)]
+            if all(
+                x.agrees(y) and (x.number, x.of_params) == (y.number, y.of_params)
+                for x, y in zip(carry, after, strict=True)
+            ):
+                return carry, results[len(carry) :]
+            carry = after
+        raise Refused("mixed")
+
+    def left(self, x: Relation, first: int) -> Relation:
+        """Returns the relation of what comes out of a loop or a branch: its sums are others each time."""
+        if x.kind in (Kind.COLUMNS, Kind.POSITIONS) or x.bounded or (x.divisor is not None and x.divisor >= first):
+            return self.refused("mixed")
+        return dataclasses.replace(x, root=None, is_false=False)
+
+    def either(self, one: Relation, other: Relation) -> Relation:
+        """Returns the relation of a value that is one or the other."""
+        for x in (one, other):
+            if x.kind is Kind.UNKNOWN:
+                return x
+        of_params = one.of_params or other.of_params
+        if one.agrees(other) and one.number == other.number:
+            return dataclasses.replace(one, of_params=of_params, root=None)
+        try:
+            return dataclasses.replace(joined(one, other), of_params=of_params)
+        except Refused as refused:
+            return self.refused(str(refused))
+
+    def scan(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A loop over slices, or a function of each example."""
+        parts = [jaxprs.scan_parts(eqn) for eqn in (pair.whole, pair.part)]
+        first = parts[0].num_consts + parts[0].num_carry
+        consts, carry, slices = inputs[: parts[0].num_consts], inputs[parts[0].num_consts : first], inputs[first:]
+        bodies = parts[0].jaxpr, parts[1].jaxpr
+        if (parts[0].num_consts, parts[0].num_carry, parts[0].reverse) != (
+            parts[1].num_consts, parts[1].num_carry, parts[1].reverse,
+        ):  # fmt: skip
+            raise Refused("sized")
+        if parts[0].length != parts[1].length:
+            if carry or not all(x.is_plain and x.dim == 0 for x in slices) or not all(_is_same(x) for x in consts):
+                raise Refused("mixed")
+            results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
+            return [rows(0) if _is_same(x) else x if x.kind is Kind.UNKNOWN else self.refused("mixed") for x in results]
+        if any(x.dim == 0 for x in slices):
+            raise Refused("mixed")
+        slices = [dataclasses.replace(x, dim=None if x.dim is None else x.dim - 1, root=None) for x in slices]
+        carry, results = self.loop(bodies, consts, [dataclasses.replace(x, root=None) for x in carry], slices)
+        return [*carry, *(x if x.dim is None else x.at(x.dim + 1) for x in results)]
+
+    def while_loop(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A loop that goes on as long as something holds, which has to be the same for all examples."""
+        num_cond, num_body = (pair.params[name] for name in ("cond_nconsts", "body_nconsts"))
+        conds, consts, carry = inputs[:num_cond], inputs[num_cond : num_cond + num_body], inputs[num_cond + num_body :]
+        bodies, tests = ((pair.params[x], pair.part.params[x]) for x in ("body_jaxpr", "cond_jaxpr"))
+        carry, _ = self.loop(bodies, consts, [dataclasses.replace(x, root=None, is_false=False) for x in carry])
+        (goes_on,) = self.run(*tests, [*conds, *carry])
+        if goes_on.kind is Kind.UNKNOWN:
+            return [goes_on] * len(carry)
+        return carry if _is_same(goes_on) else [self.refused("mixed")] * len(carry)
+
+    def cond(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Branches, of which all examples take the same."""
+        index, *values = inputs
+        if index.kind is Kind.UNKNOWN:
+            return [index] * len(pair.whole.outvars)
+        if not _is_same(index):
+            raise Refused("mixed")
+        first = next(self.roots)
+        branches = zip(pair.whole.params["branches"], pair.part.params["branches"], strict=True)
+        found = [[self.left(x, first) for x in self.run(*branch, values)] for branch in branches]
+        results = found[0]
+        for other in found[1:]:
+            results = [self.either(x, y) for x, y in zip(results, other, strict=True)]
+        return results
+
+    # Functions with derivatives of their own.
+
+    def custom_jvp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function whose tangents are to relate as its values do."""
+        results = self.called(pair, inputs)
+        if self.in_derivative or _unknown(inputs) or not any(x.of_params for x in inputs):
+            return results
+        tangents = [dataclasses.replace(x, number=None, root=None) for x in inputs]
+        moves = [_floating(eqn.invars) for eqn in (pair.whole, pair.part)]
+
+        def tangent(eqn: Any, which: Sequence[int]) -> Any:
+            avals = [_aval(x) for x in eqn.invars]
+            free = [avals[i] for i in which]
+
+            def function(values: list[Any], tangents: list[Any]) -> list[Any]:
+                call = _of_some(eqn, values, which)
+                return jax.jvp(call, [values[i] for i in which], tangents)[1]
+
+            return jax.make_jaxpr(function)(avals, free)
+
+        traces = tangent(pair.whole, moves[0]), tangent(pair.part, moves[1])
+        found = self.derivative(*traces, [*inputs, *(tangents[i] for i in moves[0])])
+        wanted = [results[i] for i in _floating(pair.whole.outvars)]
+        return self.if_they_agree(results, found, wanted)
+
+    def custom_vjp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function whose cotangents are to relate as those of a mean over examples do."""
+        results = self.called(pair, inputs)
+        if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
+            return results
+        which, outs = _floating(pair.whole.invars), _floating(pair.whole.outvars)
+
+        def cotangents(eqn: Any) -> Any:
+            def function(values: list[Any], cotangents: list[Any]) -> Any:
+                return jax.vjp(_of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
+
+            return jax.make_jaxpr(function)([_aval(x) for x in eqn.invars], [_aval(eqn.outvars[i]) for i in outs])
+
+        traces = cotangents(pair.whole), cotangents(pair.part)
+        found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
+        asked = [(x, dual(inputs[i])) for x, i in zip(found, which, strict=True) if inputs[i].of_params]
+        return self.if_they_agree(results, [x for x, _ in asked], [x for _, x in asked])
+
+    def derivative(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
+        """Returns the relations of the results of a derivative, which is not differentiated again."""
+        self.in_derivative = True
+        try:
+            return self.run(whole, part, inputs)
+        finally:
+            self.in_derivative = False
+
+    def if_they_agree(
+        self, results: list[Relation], found: Sequence[Relation], wanted: Sequence[Relation]
+    ) -> list[Relation]:
+        """Returns the results of a function, if its derivatives relate as they should."""
+        for x, y in zip(found, wanted, strict=True):
+            if y.kind is not Kind.UNKNOWN and not (x.agrees(y) or x.number == 0):
+                return [x if x.kind is Kind.UNKNOWN else self.refused("mixed")] * len(results)
+        return results
+
+    def linear_solve(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A solution of linear equations, of each example or of none."""
+        lengths, solved = pair.params["const_lengths"], inputs[sum(pair.params["const_lengths"]) :]
+        if _unknown(inputs):
+            return [_unknown(inputs)[0]] * len(pair.whole.outvars)
+        starts = dict(zip(lengths._fields, itertools.accumulate((0, *lengths)), strict=False))
+        for name in ("solve", "transpose_solve", "matvec", "vecmat"):
+            whole, part = (getattr(eqn.params["jaxprs"], name) for eqn in (pair.whole, pair.part))
+            if whole is None:
+                continue
+            consts = inputs[starts[name] : starts[name] + getattr(lengths, name)]
+            found = self.run(whole, part, [*consts, *solved])
+            if not all(x.agrees(y) for x, y in zip(found, solved, strict=True)):
+                raise Refused("mixed")
+        return [x.of_elements() for x in solved]
+
+
+_SPECIAL: dict[str, Callable[[Comparison, Pair, list[Relation]], list[Relation]]] = {
+    "scan": Comparison.scan,
+    "while": Comparison.while_loop,
+    "cond": Comparison.cond,
+    "custom_jvp_call": Comparison.custom_jvp,
+    "custom_vjp_call": Comparison.custom_vjp,
+    "custom_linear_solve": Comparison.linear_solve,
+}
+
+
+def _is_same(x: Relation) -> bool:
+    return x.kind is Kind.SAME and x.is_plain
+
+
+def _unknown(relations: Sequence[Relation]) -> list[Relation]:
+    return [x for x in relations if x.kind is Kind.UNKNOWN]
+
+
+def _aval(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def _floating(atoms: Sequence[Any]) -> list[int]:
+    return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+
+
+def _of_some(eqn: Any, values: Sequence[Any], which: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns an equation as a function of some of its inputs, to its floating results."""
+
+    def call(*some: Any) -> list[Any]:
+        full = dict(enumerate(values)) | dict(zip(which, some, strict=True))
+        results = jaxprs.bind(eqn, list(full.values()))
+        return [results[i] for i in _floating(eqn.outvars)]
+
+    return call
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other) or (hasattr(one, "eqns") and str(one) == str(other))
+    except (TypeError, ValueError):  # arrays
+        return False

@@ -1,0 +1,212 @@
+"""How a value that is computed from a whole batch relates to the values computed from equal parts of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+# Added to a sum that something is divided by, a number up to this is there to avoid 0 / 0.
+_EPSILON = 1e-5
+
+
+class Refused(Exception):
+    """Says why the relation of a result is not known."""
+
+
+class Kind(enum.Enum):
+    """The relations."""
+
+    SAME = "each part has the value of the whole"
+    ROWS = "each part has its block of the whole, along a dim"
+    SUM = "the values of the parts add up to the value of the whole"
+    POSITIONS = "counts from 0 along a dim, in a part as in the whole"
+    COLUMNS = "indices whose columns have relations of their own"
+    UNKNOWN = "not known, or none of these"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relation:
+    """The relation of one value on the whole batch to its values on the parts.
+
+    With n parts, it holds after a part's value is divided by `n ** power` (for SUM: the sum of them). With a `divisor`
+    it holds after the values are multiplied by that sum, of the whole or of the part, and divided by `n ** power`.
+
+    Attributes:
+      kind: the relation.
+      dim: the dim of examples, for ROWS and POSITIONS.
+      power: the exponent of the number of parts.
+      divisor: the `root` of a sum over examples that the value was divided by.
+      root: which sum this is, for SUM; casts and reshapes of a sum have the same.
+      of_params: whether the value depends on the params.
+      is_false: whether a ROWS value is False everywhere.
+      bounded: whether a SUM has a bound that avoids a division by zero: such a one may only be a divisor.
+      number: the number that the value is everywhere, if known.
+      columns: the relations of the columns, for COLUMNS.
+      why: why it is UNKNOWN.
+    """
+
+    kind: Kind
+    dim: Any = None  # int | None
+    power: Fraction = Fraction(0)
+    divisor: int | None = None
+    root: int | None = None
+    of_params: bool = False
+    is_false: bool = False
+    bounded: bool = False
+    number: float | None = None
+    columns: tuple[Relation, ...] = ()
+    why: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether a part has exactly what the whole has, there where it has it: any function may be applied."""
+        return self.kind in (Kind.SAME, Kind.ROWS) and not self.power and self.divisor is None
+
+    @property
+    def is_mean(self) -> bool:
+        """Tells whether the mean over the parts is the value of the whole, weighted by the divisor if there is one."""
+        if self.bounded:
+            return False
+        return self.power == (self.kind is Kind.SUM and self.divisor is None) and self.kind in (Kind.SAME, Kind.SUM)
+
+    def agrees(self, other: Relation) -> bool:
+        """Tells whether another relation says the same of a value, but for what it was made of."""
+        same = (self.kind, self.dim, self.power, self.divisor, self.bounded)
+        return same == (other.kind, other.dim, other.power, other.divisor, other.bounded)
+
+    def of_elements(self) -> Relation:
+        """Returns the relation of something made of the elements of this value, each by itself."""
+        return Relation(kind=self.kind, dim=self.dim, power=self.power, divisor=self.divisor)
+
+    def at(self, dim: int | None) -> Relation:
+        """Returns the relation with the examples along another dim."""
+        return dataclasses.replace(self, dim=dim)
+
+
+SAME = Relation(kind=Kind.SAME)
+
+
+def rows(dim: int, power: Fraction = Fraction(0)) -> Relation:
+    """Returns the relation of a value with examples along a dim."""
+    return Relation(kind=Kind.ROWS, dim=dim, power=power)
+
+
+def unknown(why: str) -> Relation:
+    """Returns the relation of a value that is not known."""
+    return Relation(kind=Kind.UNKNOWN, why=why)
+
+
+def applied(inputs: Sequence[Relation]) -> Relation:
+    """Returns the relation of any function of single elements.
+
+    Raises:
+      Refused: the inputs are more than plain values of one example.
+    """
+    if not all(x.is_plain for x in inputs):
+        raise Refused("mixed")
+    dims = {x.dim for x in inputs if x.kind is Kind.ROWS}
+    if len(dims) > 1:
+        raise Refused("mixed")
+    return rows(dims.pop()) if dims else SAME
+
+
+def joined(one: Relation, other: Relation) -> Relation:
+    """Returns the relation of a sum of two values, or of a value that is either of them by a choice that is the same.
+
+    Raises:
+      Refused: there is none.
+    """
+    if one.agrees(other) and one.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not one.bounded:
+        return one.of_elements()
+    for x, y in ((one, other), (other, one)):
+        if x.number == 0 and y.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not y.bounded:
+            spread = x.kind is Kind.ROWS and y.kind is Kind.SAME
+            return dataclasses.replace(y.of_elements(), kind=Kind.ROWS, dim=x.dim) if spread else y.of_elements()
+        if x.kind is Kind.SAME and x.is_plain:
+            if y.is_plain or (y.is_mean and y.kind in (Kind.SAME, Kind.SUM)):
+                return y.of_elements()
+            if _is_count(y) and x.number is not None and abs(x.number) <= _EPSILON:
+                return dataclasses.replace(y, bounded=True)
+    raise Refused("mixed")
+
+
+def multiplied(one: Relation, other: Relation) -> Relation:
+    """Returns the relation of a product.
+
+    Raises:
+      Refused: there is none.
+    """
+    kinds = {one.kind, other.kind}
+    if kinds == {Kind.SUM} or not kinds <= {Kind.SAME, Kind.ROWS, Kind.SUM} or kinds == {Kind.SUM, Kind.ROWS}:
+        raise Refused("mixed")
+    if one.bounded or other.bounded or (one.divisor is not None and other.divisor is not None):
+        raise Refused("mixed")
+    if kinds == {Kind.ROWS} and one.dim != other.dim:
+        raise Refused("mixed")
+    main = other if one.kind is Kind.SAME else one
+    return Relation(
+        kind=main.kind,
+        dim=main.dim,
+        power=one.power + other.power,
+        divisor=one.divisor if other.divisor is None else other.divisor,
+        number=0 if 0 in (one.number, other.number) else None,
+    )
+
+
+def divided(above: Relation, below: Relation) -> Relation:
+    """Returns the relation of a quotient.
+
+    Raises:
+      Refused: there is none, or the divisor depends on the params, and so is no weight.
+    """
+    if below.kind is Kind.SUM:
+        if not _is_count(below) or above.divisor is not None or above.kind not in (Kind.SAME, Kind.ROWS, Kind.SUM):
+            raise Refused("mixed")
+        if above.bounded:
+            raise Refused("mixed")
+        return dataclasses.replace(above.of_elements(), power=above.power - below.power, divisor=below.root)
+    if below.divisor is not None:
+        raise Refused("mixed")
+    return multiplied(above, dataclasses.replace(below, power=-below.power, number=None))
+
+
+def bounded(inputs: Sequence[Relation]) -> Relation:
+    """Returns the relation of the larger of two values: of a number of examples or tokens and of 1, still that sum.
+
+    Raises:
+      Refused: there is none.
+    """
+    counts = [x for x in inputs if _is_count(x)]
+    if len(counts) == 1 and sum(x.number is not None and x.number <= 1 for x in inputs) == len(inputs) - 1:
+        return dataclasses.replace(counts[0], bounded=True)
+    return applied(inputs)
+
+
+def _is_count(x: Relation) -> bool:
+    """Tells whether a value is a sum over examples that the params have no part in, such as a number of tokens."""
+    return x.kind is Kind.SUM and x.root is not None and not x.of_params and x.divisor is None
+
+
+def all_joined(inputs: Sequence[Relation]) -> Relation:
+    """Returns the relation of a value whose elements are of several values."""
+    return functools.reduce(joined, inputs)
+
+
+def dual(x: Relation) -> Relation:
+    """Returns the relation of the cotangent of a value, where the mean over the parts is what is differentiated.
+
+    Raises:
+      Refused: it is not known.
+    """
+    if x.divisor is not None or x.bounded:
+        raise Refused("mixed")
+    power = 1 - x.power
+    if x.kind is Kind.ROWS:
+        return Relation(kind=Kind.ROWS, dim=x.dim, power=power)
+    if x.kind in (Kind.SAME, Kind.SUM):
+        return Relation(kind=Kind.SUM if x.kind is Kind.SAME else Kind.SAME, power=power)
+    raise Refused("mixed")

@@ -23,11 +23,14 @@ from zero_jax.spec import Dims, named
 SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})
 
 
-def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes) -> jax.Array:
+def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: Any = None) -> jax.Array:
     """Returns `[devices of the batch axes, ...]` copies of an array whose cotangent goes to the shards `dims`.
 
-    The array is whole over the batch axes; what `dims` cuts over other axes stays cut.
+    The array is whole over the batch axes; what `dims` cuts over other axes stays cut. The cotangent moves and is
+    summed in `dtype` (None: the array's own).
     """
+    own_dtype = x.dtype
+    x = x.astype(dtype or own_dtype)
     data = [axis for axis in axes.data if mesh.shape[axis] > 1]
     shape, lead = x.shape, [axis for axis in axes.replica if mesh.shape[axis] > 1]
 
@@ -50,7 +53,7 @@ def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes) -> jax.
     for i in reversed(range(len(data))):  # the first axis is copied last, and so summed first
         lead.insert(num_replicas, data[i])
         x = copy(x, num_replicas, data[i], lead, placed(data[:i]), placed(data[: i + 1]))
-    return x.reshape(axis_size(mesh, lead), *shape)
+    return x.reshape(axis_size(mesh, lead), *shape).astype(own_dtype)
 
 
 def split_dim(x: jax.Array, dim: int, num_blocks: int) -> jax.Array:

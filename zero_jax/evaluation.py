@@ -132,7 +132,7 @@ def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroC
             replica_axes=placement.axes.replica,
             **common,
         )
-    if "master" in placement.groups:
+    if "master" in placement.groups or placement.precision.reduce is not None:
         return scatter_grads(loss_fn, specs, axes=placement.axes, **common)
     return loss_fn
 

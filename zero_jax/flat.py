@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.jaxprs import bind, source_context
+from zero_jax.jaxprs import source_context
 from zero_jax.lazy import Lazy, Value
 from zero_jax.spec import Dims
 
-Evaluate = Callable[[Sequence[Any]], list[Any]]
+Bind = Callable[[Any, Sequence[Any]], list[Any]]
+Evaluate = Callable[[Sequence[Any], Bind], list[Any]]
 
 
 def flat_product(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[list[Lazy | Value], Evaluate]:
@@ -27,18 +28,19 @@ def flat_product(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[list[Lazy | 
       values: its inputs.
 
     Returns:
-      The inputs, and a function from their arrays (params gathered) to the equation's results.
+      The inputs, and a function from their arrays (params gathered) and from what evaluates an equation, to the
+      equation's results.
     """
     places = [i for i, value in enumerate(values) if isinstance(value, Lazy)]
     flat = None
     if eqn.primitive.name == "dot_general" and len(places) == 1 and eqn.params.get("out_sharding") is None:
         flat = _plan(eqn, values[places[0]], places[0])
     if flat is None:
-        return list(values), lambda inputs: bind(eqn, inputs)
+        return list(values), lambda inputs, bind: bind(eqn, inputs)
     weight, other_shape, product = flat
     out_shape = eqn.outvars[0].aval.shape
 
-    def evaluate(inputs: Sequence[Any]) -> list[Any]:
+    def evaluate(inputs: Sequence[Any], bind: Bind) -> list[Any]:
         with source_context(eqn):
             factors = [x if i in places else x.reshape(other_shape) for i, x in enumerate(inputs)]
             return [bind(product, factors)[0].reshape(out_shape)]

@@ -8,7 +8,6 @@ docs/gather_on_use.md tells why each rule is as it is.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax import jaxprs
+from zero_jax.gather_events import GatherEvent, GatherReport, WideUse
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
 from zero_jax.mesh import Axes, axes_of
@@ -28,31 +28,10 @@ from zero_jax.signatures import check_callable
 from zero_jax.spec import carries, named
 from zero_jax.tree import PyTree, eval_shapes
 from zero_jax.variables import variable_names
-from zero_jax.walk import Frame, GatherEvent, Options, Walk
+from zero_jax.walk import Frame, Options, Walk
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
 MAX_HOISTED_BYTES = 1 << 28
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherReport:
-    """What gather-on-use did with a function; prints as a table with the early gathers first."""
-
-    events: tuple[GatherEvent, ...]
-
-    @property
-    def early(self) -> tuple[GatherEvent, ...]:
-        """The gathers made before the param's use, because the walk could not see through what uses it."""
-        return tuple(event for event in self.events if event.early)
-
-    def __str__(self) -> str:
-        rows = [f"{len(self.events)} gathers, {len(self.early)} of them early"]
-        for event in sorted(self.events, key=lambda event: not event.early):
-            mark = "EARLY" if event.early else "     "
-            rows.append(
-                f"{mark} {event.gathered_bytes / 2**20:9.2f} MiB  {event.path}: {event.reason} at {event.where}"
-            )
-        return "\n".join(rows)
 
 
 def gather_on_use(
@@ -121,14 +100,17 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
       mesh: the mesh of the specs.
       **options: further options of `gather_on_use`.
     """
-    events: list[GatherEvent] = []
+    events: list[GatherEvent | WideUse] = []
     transformed = gather_on_use(fn, specs, mesh=mesh, **options)
     eval_shapes(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
-    return GatherReport(events=tuple(events))
+    return GatherReport(
+        events=tuple(event for event in events if isinstance(event, GatherEvent)),
+        wide=tuple(dict.fromkeys(event for event in events if isinstance(event, WideUse))),
+    )
 
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
-    def run(events: list[GatherEvent], params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def run(events: list[GatherEvent | WideUse], params: PyTree, *args: Any, **kwargs: Any) -> Any:
         closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
         walk = Walk(options, _batch_sizes(values), events)
         marked = _mark(params, specs, options)
@@ -154,7 +136,7 @@ def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
 
 
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:
-    """Marks the params that are (or whose gradients are) sharded over `data`."""
+    """Marks the params that are (or whose gradients are) sharded over `data`; with a reduce dtype, whole ones too."""
     marked: list[Lazy | Value] = []
     each = dims_of_each(params, specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
@@ -165,6 +147,8 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
             with gather_scope(name):
                 root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
             marked.append(Lazy((root,), lambda x: x, aval, name, dims))
+        elif options.reduce_dtype is not None and is_float(aval) and aval.ndim > 1:
+            marked.append(Lazy((leaf,), lambda x: x, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, pure=True))
     return marked

@@ -13,8 +13,9 @@ from zero_jax.spec import Dims
 class Lazy:
     """A param, or what was made of params alone: rebuilt from `roots` at each use rather than kept.
 
-    `dims` is its sharding while it is still a shard, None once the recipe gathers. `depth` counts the equations of the
-    recipe that follow one another.
+    `dims` is its sharding while it is still a shard (of no axes, if the param is whole), None once the recipe gathers.
+    `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
+    `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather.
     """
 
     roots: tuple[Any, ...]
@@ -23,6 +24,16 @@ class Lazy:
     path: str
     dims: Dims | None
     depth: int = 0
+    cast: Any = None
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is to be gathered at its use."""
+        return self.dims is not None and any(self.dims)
+
+    def widened(self, array: Any) -> Any:
+        """Returns what was built, gathered or not, in the dtype that it is used in."""
+        return array if self.cast is None else array.astype(self.cast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,4 +81,4 @@ class Roots:
 
 def as_array(value: Lazy | Value) -> Any:
     """Returns the array of a value, a shard where it is one."""
-    return value.build(*value.roots) if isinstance(value, Lazy) else value.array
+    return value.widened(value.build(*value.roots)) if isinstance(value, Lazy) else value.array

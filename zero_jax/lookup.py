@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.copies import copy_per_device, split_dim
+from zero_jax.copies import split_dim
 from zero_jax.jaxprs import Chain, bind, reshard
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.spec import Dims, carries, move_steps, named, without
@@ -141,9 +141,8 @@ def _look_up_own(
     return look_up(table, indices)
 
 
-def move_table(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array) -> jax.Array:
+def move_table(eqn: Any, plan: LookupPlan, copies: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks each device's indices up in its own copy of the whole table; gradients are summed shard by shard."""
-    copies = copy_per_device(table, plan.dims, mesh=plan.mesh, axes=plan.axes)
     split = split_dim(indices, plan.row, copies.shape[0])
     lookup = jax.vmap(lambda t, i: bind(eqn, [t, i])[0], in_axes=(0, plan.row), out_axes=plan.out_row)
     return lookup(copies, split).reshape(eqn.outvars[0].aval.shape)

@@ -46,7 +46,7 @@ class Ordering:
         self.jaxpr = jaxpr
         self.evaluated: set[int] = set()
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
-        if not any(isinstance(value, Lazy) for value in values):
+        if not any(isinstance(value, Lazy) and value.is_shard for value in values):
             return
         blocks = find_blocks(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
         if not blocks:

@@ -16,8 +16,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax import jaxprs
+from zero_jax.casts import pending, put_off
 from zero_jax.copies import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
 from zero_jax.flat import flat_product
+from zero_jax.gather_events import GatherEvent, Notes, WideUse
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
@@ -28,20 +30,10 @@ from zero_jax.scopes import gather_scope
 from zero_jax.spec import Dims, named
 from zero_jax.torus import gather_shardings, scattering
 from zero_jax.uses import last_use, used_whole
+from zero_jax.weight_grads import needs_dtype, product
 
 # Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
 MAX_RECIPE_DEPTH = 50
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherEvent:
-    """One gather of a param: where, why there, and how many bytes it makes whole."""
-
-    path: str
-    where: str
-    reason: str
-    early: bool
-    gathered_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +60,10 @@ class Options:
 class Walk:
     """One walk over one trace of a function."""
 
-    def __init__(self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent]):
+    def __init__(self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent | WideUse]):
         self.options = options
         self.batch_sizes = batch_sizes
-        self.events = events
+        self.notes = Notes(events, gathers=not options.stored_whole)
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
@@ -94,7 +86,8 @@ class Walk:
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
 
-        last = last_use(jaxpr, [isinstance(value, Lazy) for value in ins]) if frame.ends_forward else None
+        shards = [isinstance(value, Lazy) and value.is_shard for value in ins]
+        last = last_use(jaxpr, shards) if frame.ends_forward else None
         within = dataclasses.replace(frame, ends_forward=False)
 
         def evaluate(eqn: Any) -> None:
@@ -118,15 +111,17 @@ class Walk:
 
     # --- uses ----------------------------------------------------------------------------------------------------
 
-    def whole(self, value: Lazy, *roots: Any) -> Any:
-        """Rebuilds a value from its roots and gathers it if it is a shard."""
+    def whole(self, value: Lazy, *roots: Any, dtype: Any = None) -> Any:
+        """Rebuilds a value from its roots and gathers it if it is a shard; in a dtype, if not in that of its use."""
         array = value.build(*roots)
-        if value.dims is None:
-            return array
-        options = self.options
-        backward = scattering(options.mesh, value.dims, options.axes.data, dtype=options.reduce_dtype)
-        with gather_scope(value.path):
-            return jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
+        array = array if dtype is None else array.astype(dtype)
+        if value.is_shard:
+            assert value.dims is not None
+            options = self.options
+            backward = scattering(options.mesh, value.dims, options.axes.data, dtype=options.reduce_dtype)
+            with gather_scope(value.path):
+                array = jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
+        return value.widened(array) if dtype is None else array
 
     def gathering(self, dims: Dims) -> Chain:
         """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
@@ -134,21 +129,15 @@ class Walk:
         steps = () if options.stored_whole else gather_shardings(options.mesh, dims, options.axes.data)
         return Chain(steps, barrier=bool(steps))
 
-    def note(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
-        """Notes a gather for the report."""
-        if (value.dims is not None or early) and not self.options.stored_whole:
-            num_bytes = value.aval.size * value.aval.dtype.itemsize
-            where = jaxprs.source_line(eqn)
-            self.events.append(
-                GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
-            )
-
     def first_order(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
+        if (widened := put_off(eqn, values)) is not None:
+            return [widened]
         inner = jaxprs.inner_jaxprs(eqn)
-        dims_in = [value.dims if isinstance(value, Lazy) else None for value in values]
+        dims_in = [value.dims if isinstance(value, Lazy) and value.is_shard else None for value in values]
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
-        out_dims = None if inner else passthrough(eqn, dims_in, shards)
+        passes, _ = pending(eqn, values)
+        out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         # A product with a constant is an activation of a model whose input is a constant: worth keeping.
         lazy = pure and not (inner or is_local_reduction(eqn) or eqn.effects)
@@ -161,19 +150,29 @@ class Walk:
         for value in values:
             if isinstance(value, Lazy):
                 reason = f"before {eqn.primitive.name}, which is not looked into" if opaque else eqn.primitive.name
-                self.note(value, eqn, reason, early=opaque)
+                self.notes.gather(value, eqn, reason, early=opaque)
+                self.notes.wide(value, eqn)
         return self.use(eqn, values, frame)
 
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         inputs, evaluate = flat_product(eqn, values)
-        split = Roots(inputs)
+        split, dtype = Roots(inputs), self.options.reduce_dtype
+        lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
+        weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
 
         def region(*arrays: Any) -> list[Any]:
             pairs = split.assign(arrays)
-            return evaluate([self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in pairs])
+            made = [self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in pairs]
+            if not weights:
+                return evaluate(made, jaxprs.bind)
+            (place,) = weights
+            value, roots = pairs[place]
+            weight = self.whole(value, *roots, dtype=dtype)
+            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight)])
 
-        if frame.regather and not frame.ends_forward and not eqn.effects:
+        gathers = any(value.is_shard or value.dims is None for _, value in lazy)
+        if gathers and frame.regather and not frame.ends_forward and not eqn.effects:
             region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         return [Value(out, pure) for out in region(*split.arrays)]
@@ -200,6 +199,8 @@ class Walk:
     def derive(self, eqn: Any, values: Sequence[Any], out_dims: Dims | None) -> list[Lazy | Value]:
         """Makes the results of an equation on params alone lazy: on shards if `out_dims`, else on gathered params."""
         split = Roots(values)
+        lazy = [value for value in values if isinstance(value, Lazy)]
+        cast = pending(eqn, values)[1] if out_dims is not None else None
 
         def make_all(arrays: Sequence[Any]) -> list[Any]:
             make = (lambda v, *roots: v.build(*roots)) if out_dims is not None else self.whole
@@ -218,25 +219,29 @@ class Walk:
                     self.building = False
                     self.made.clear()
 
-        depth = 1 + max(value.depth for value in values if isinstance(value, Lazy))
-        path = " and ".join(dict.fromkeys(value.path for value in values if isinstance(value, Lazy)))
+        depth = 1 + max(value.depth for value in lazy)
+        path = " and ".join(dict.fromkeys(value.path for value in lazy))
         if out_dims is None:
-            for value in values:
-                if isinstance(value, Lazy):
-                    reason = f"{eqn.primitive.name} of params"
-                    if eqn.primitive.name == "convert_element_type":
-                        wide = eqn.outvars[0].aval.dtype
-                        reason = f"cast to {wide} after the gather, so its gradient is reduced in {wide}"
-                    self.note(value, eqn, reason, early=False)
-        lazy = [
-            Lazy(tuple(split.arrays), functools.partial(build, i), var.aval, path, out_dims, depth)
+            for value in lazy:
+                self.notes.gather(value, eqn, f"{eqn.primitive.name} of params", early=False)
+        all_whole = all(value.dims is not None and not value.is_shard for value in lazy)
+        made = [
+            Lazy(
+                roots=tuple(split.arrays),
+                build=functools.partial(build, i),
+                aval=var.aval if cast is None else var.aval.update(dtype=lazy[0].aval.dtype),
+                path=path,
+                dims=((),) * var.aval.ndim if all_whole else out_dims,
+                depth=depth,
+                cast=cast,
+            )
             for i, var in enumerate(eqn.outvars)
         ]
         if depth < MAX_RECIPE_DEPTH:
-            return [*lazy]
-        if out_dims is None:
-            return [Value(as_array(value), pure=True) for value in lazy]
-        return [dataclasses.replace(v, roots=(as_array(v),), build=lambda x: x, depth=0) for v in lazy]
+            return [*made]
+        if made[0].dims is None:
+            return [Value(as_array(value), pure=True) for value in made]
+        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=lambda x: x, depth=0) for v in made]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
@@ -321,7 +326,8 @@ class Walk:
         for value, var in zip(values, variables, strict=True):
             if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
                 arrays.append(value.build(*value.roots))
-                slices.append(Lazy((), lambda x: x, var.aval, value.path, value.dims[1:]))
+                aval = var.aval.update(dtype=value.aval.dtype)
+                slices.append(Lazy((), lambda x: x, aval, value.path, value.dims[1:], cast=value.cast))
             else:
                 whole = self.before(value, eqn, "scan over its sharded dim")
                 arrays.append(whole.array)
@@ -331,58 +337,64 @@ class Walk:
     def hoist(self, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int) -> list[Lazy | Value]:
         """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
         invariant = [
-            isinstance(value, Lazy) and value.dims is not None and used_whole(jaxpr, var)
+            isinstance(value, Lazy) and value.is_shard and used_whole(jaxpr, var)
             for value, var in zip(values, jaxpr.invars, strict=False)
         ]
         num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
         hoisted = length > 1 and (num_bytes <= self.options.max_hoisted_bytes or self.options.stored_whole)
-        mesh, axes = self.options.mesh, self.options.axes
-        num_blocks = axis_size(mesh, axes.batch)
+        num_blocks = axis_size(self.options.mesh, self.options.axes.batch)
         consts: list[Lazy | Value] = []
         for value, used, var in zip(values, invariant, jaxpr.invars, strict=False):
             if not (used and hoisted):
                 consts.append(value)
                 continue
-            self.note(value, eqn, f"once before {length} iterations that use it", early=False)
+            self.notes.gather(value, eqn, f"once before {length} iterations that use it", early=False)
             if only_multiplied(jaxpr, var, self.batch_sizes, num_blocks):
-                with gather_scope(value.path):
-                    array = jaxprs.reshard(
-                        value.build(*value.roots),
-                        forward=self.gathering(value.dims),
-                        backward=Chain((named(mesh, value.dims),)),
-                    )
-                    consts.append(Copies(copy_per_device(array, value.dims, mesh=mesh, axes=axes), pure=True))
-            else:
+                consts.append(Copies(value.widened(self.copies(value)), pure=True))
+            elif self.options.reduce_dtype is None:
                 consts.append(Value(self.whole(value, *value.roots), pure=True))
+            else:
+                # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
+                aval = value.aval.update(dtype=value.cast or value.aval.dtype)
+                root = self.whole(value, *value.roots)
+                consts.append(Lazy((root,), lambda x: x, aval, value.path, ((),) * aval.ndim))
         return consts
+
+    def copies(self, value: Lazy) -> jax.Array:
+        """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
+        mesh, axes, dims = self.options.mesh, self.options.axes, value.dims
+        assert dims is not None
+        array = value.build(*value.roots)
+        with gather_scope(value.path):
+            array = jaxprs.reshard(array, forward=self.gathering(dims), backward=Chain((named(mesh, dims),)))
+            return copy_per_device(array, dims, mesh=mesh, axes=axes, dtype=self.options.reduce_dtype)
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
         """Gathers a value before an equation that cannot take a shard."""
         if isinstance(value, Value):
             return value
-        self.note(value, eqn, reason, early=True)
+        self.notes.gather(value, eqn, reason, early=True)
         return Value(self.whole(value, *value.roots), pure=True)
 
     def lookup(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Looks rows of examples up in a sharded table."""
         table, indices = values[0], values[1]
+        if isinstance(table, Lazy) and table.cast is not None and isinstance(indices, Value) and not indices.pure:
+            self.notes.wide(table, eqn)
+            (rows,) = self.lookup(eqn, [dataclasses.replace(table, cast=None), *values[1:]], frame)
+            return [Value(table.widened(as_array(rows)), pure=False)]
         plan = None
-        if isinstance(table, Lazy) and table.dims is not None and isinstance(indices, Value):
+        if isinstance(table, Lazy) and table.dims is not None and table.is_shard and isinstance(indices, Value):
             mesh, axes = self.options.mesh, self.options.axes
             plan = plan_lookup(eqn, table.dims, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
         if plan is None or indices.pure:
             return self.first_order(eqn, values, frame)
         assert isinstance(table, Lazy)
-        stored_whole = self.options.stored_whole
-        if plan.feature is not None:
-            array = table.build(*table.roots)
+        if plan.feature is None:
+            self.notes.gather(table, eqn, "lookup", early=False)
+            copies = self.copies(table)
             with gather_scope(table.path):
-                return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]
-        self.note(table, eqn, "lookup", early=False)
+                return [Value(move_table(eqn, plan, copies, indices.array), pure=False)]
+        array, stored_whole = table.build(*table.roots), self.options.stored_whole
         with gather_scope(table.path):
-            whole = jaxprs.reshard(
-                table.build(*table.roots),
-                forward=self.gathering(plan.dims),
-                backward=Chain((named(plan.mesh, plan.dims),)),
-            )
-            return [Value(move_table(eqn, plan, whole, indices.array), pure=False)]
+            return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]

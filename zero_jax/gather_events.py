@@ -1,0 +1,100 @@
+"""What a walk notes: gathers, and params that are computed with in a wider dtype than their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from zero_jax.jaxprs import source_line
+from zero_jax.lazy import Lazy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherEvent:
+    """One gather of a param: where, why there, and how many bytes it makes whole."""
+
+    path: str
+    where: str
+    reason: str
+    early: bool
+    gathered_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideUse:
+    """A use of a param that computes in a wider dtype than the param has, which is that of the precision policy.
+
+    Attributes:
+      path: the param.
+      where: `file:line (function)`.
+      operation: what it is used in.
+      dtype: what it is computed in.
+      param_dtype: what the param is in.
+    """
+
+    path: str
+    where: str
+    operation: str
+    dtype: str
+    param_dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherReport:
+    """What gather-on-use did with a function; prints as a table with the early gathers first, wide uses last.
+
+    Attributes:
+      events: the gathers.
+      wide: the uses that compute wider than the params are.
+    """
+
+    events: tuple[GatherEvent, ...]
+    wide: tuple[WideUse, ...] = ()
+
+    @property
+    def early(self) -> tuple[GatherEvent, ...]:
+        """The gathers made before the param's use, because the walk could not see through what uses it."""
+        return tuple(event for event in self.events if event.early)
+
+    def __str__(self) -> str:
+        rows = [f"{len(self.events)} gathers, {len(self.early)} of them early; {len(self.wide)} uses in a wider dtype"]
+        for event in sorted(self.events, key=lambda event: not event.early):
+            mark = "EARLY" if event.early else "     "
+            rows.append(
+                f"{mark} {event.gathered_bytes / 2**20:9.2f} MiB  {event.path}: {event.reason} at {event.where}"
+            )
+        for use in self.wide:
+            rows.append(f"WIDE  {use.path}: {use.operation} in {use.dtype}, param in {use.param_dtype}, at {use.where}")
+        return "\n".join(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """Where a walk notes its events; `gathers` tells whether the params are sharded at all."""
+
+    events: list[GatherEvent | WideUse]
+    gathers: bool
+
+    def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
+        """Notes a gather."""
+        if self.gathers and (value.is_shard or (early and value.dims is None)):
+            num_bytes = value.aval.size * value.aval.dtype.itemsize
+            where = source_line(eqn)
+            event = GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
+            self.events.append(event)
+
+    def wide(self, value: Lazy, eqn: Any) -> None:
+        """Notes a use if it computes in a wider dtype than the param's."""
+        dtypes = [atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")]
+        used = max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=_size, default=None)
+        own = min((root.dtype for root in value.roots), key=_size, default=value.aval.dtype)
+        if used is not None and _size(used) > _size(own):
+            operation, where = eqn.primitive.name, source_line(eqn)
+            use = WideUse(path=value.path, where=where, operation=operation, dtype=str(used), param_dtype=str(own))
+            self.events.append(use)
+
+
+def _size(dtype: Any) -> int:
+    return dtype.itemsize

@@ -1,0 +1,146 @@
+"""Products whose weight's gradient has a dtype of its own, whatever the product is computed in.
+
+XLA sums a gradient across devices where the product that makes it stands, in that product's dtype: a cast after it
+comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from zero_jax.jaxprs import bind, is_literal, open_jaxpr
+from zero_jax.passthrough import is_contraction, is_float
+
+
+def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
+    """Tells whether a factor of dtype `own` has its gradient summed in another dtype than `dtype` if left alone."""
+    if not is_contraction(eqn) or place > 1:
+        return False
+    dtypes = [eqn.invars[1 - place].aval.dtype, eqn.outvars[0].aval.dtype]
+    real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
+    return real and {own, jnp.promote_types(*dtypes)} != {jnp.dtype(dtype)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Product:
+    """A product as a function of one of its inputs, the weight, which it is linear in."""
+
+    eqn: Any
+    place: int
+    aval: Any
+
+    def __call__(self, weight: jax.Array, *others: jax.Array) -> jax.Array:
+        dtype = self.eqn.invars[self.place].aval.dtype
+        inputs = [*others[: self.place], weight.astype(dtype), *others[self.place :]]
+        return bind(self.eqn, inputs)[0]
+
+    def gradient(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
+        """Returns the gradient of the weight, with its products in the dtype of `aval`."""
+        wide = self.eqn.invars[self.place].aval
+        shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
+        transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
+        jaxpr, consts = open_jaxpr(jax.make_jaxpr(transpose)(cotangent))
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, cotangent), strict=True))
+        for eqn in jaxpr.eqns:
+            values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+            if is_contraction(eqn):
+                if eqn.primitive is not lax.dot_general_p:  # others refuse to give less than they take
+                    values = [_no_wider(x, aval.dtype) for x in values]
+                eqn = eqn.replace(params={**eqn.params, "preferred_element_type": aval.dtype})
+            is_cast = eqn.primitive is lax.convert_element_type_p  # it is of that dtype already
+            env.update(zip(eqn.outvars, values if is_cast else bind(eqn, values), strict=True))
+        (out,) = jaxpr.outvars
+        return env[out]
+
+
+def _no_wider(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype) if is_float(x) and x.dtype.itemsize > dtype.itemsize else x
+
+
+def product(eqn: Any, inputs: Sequence[jax.Array], place: int, weight: jax.Array) -> jax.Array:
+    """Evaluates a product; the gradient of the factor at `place` goes to `weight`, and is computed in its dtype.
+
+    Args:
+      eqn: the equation of the product.
+      inputs: its inputs.
+      place: the place of the weight among them.
+      weight: the weight in another dtype, which is there for its gradient only.
+    """
+    # The product is an ordinary one, by which remat policies know it.
+    (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
+    others = [x for i, x in enumerate(inputs) if i != place]
+    return attach_p.bind(out, weight, inputs[place], *others, function=_Product(eqn, place, jax.typeof(out)))
+
+
+# `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,
+# where the weight and the factor are the same in two dtypes. `tangent` is the linear function of the weight that the
+# product is: `weight, *others -> out`.
+
+attach_p = jex_core.Primitive("zero_weight_grad")
+tangent_p = jex_core.Primitive("zero_weight_tangent")
+
+
+def _attach_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
+    _, _, factor, *others = primals
+    _, weight_dot, _, *other_dots = tangents  # the factor's are the weight's
+    out_dot = _by_others(function, factor, others, other_dots)
+    if not isinstance(weight_dot, ad.Zero):
+        out_dot = ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
+    return attach_p.bind(*primals, function=function), out_dot
+
+
+def _by_others(function: _Product, weight: Any, others: Sequence[Any], dots: Sequence[Any]) -> Any:
+    """Returns the derivative of a product by its inputs beside the weight."""
+    moving = [i for i, dot in enumerate(dots) if not isinstance(dot, ad.Zero)]
+    if not moving:
+        return ad.Zero(function.aval.to_tangent_aval())
+
+    def call(*values: Any) -> jax.Array:
+        given = dict(zip(moving, values, strict=True))
+        return function(weight, *(given.get(i, x) for i, x in enumerate(others)))
+
+    return jax.jvp(call, [others[i] for i in moving], [dots[i] for i in moving])[1]
+
+
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: _Product) -> tuple[Any, Any]:
+    weight, *others = primals
+    weight_dot, *other_dots = tangents
+    out_dot = _by_others(function, weight, others, other_dots)
+    if not isinstance(weight_dot, ad.Zero):
+        out_dot = ad.add_tangents(out_dot, tangent_p.bind(weight_dot, *others, function=function))
+    return tangent_p.bind(*primals, function=function), out_dot
+
+
+def _tangent_transpose(cotangent: Any, weight: Any, *others: Any, function: _Product) -> list[Any]:
+    zero = isinstance(cotangent, ad.Zero)
+    gradient = ad.Zero(weight.aval) if zero else function.gradient(cotangent, others, weight.aval)
+    return [gradient, *[None] * len(others)]
+
+
+def _attach_batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
+    return jax.vmap(function, in_axes=dims[2:])(*args[2:]), 0  # an ordinary product again
+
+
+def _tangent_batch(args: Any, dims: Any, *, function: _Product) -> tuple[Any, int]:
+    return jax.vmap(function, in_axes=dims)(*args), 0
+
+
+attach_p.def_abstract_eval(lambda out, *_, **__: out)
+attach_p.def_impl(lambda out, *_, **__: out)
+ad.primitive_jvps[attach_p] = _attach_jvp
+batching.primitive_batchers[attach_p] = _attach_batch
+mlir.register_lowering(attach_p, lambda ctx, out, *_, **__: [out])
+tangent_p.def_abstract_eval(lambda weight, *_, function: function.aval)
+tangent_p.def_impl(lambda *args, function: jax.jit(function)(*args))
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+batching.primitive_batchers[tangent_p] = _tangent_batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(lambda *args, function: function(*args), multiple_results=False))

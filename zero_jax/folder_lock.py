@@ -11,7 +11,6 @@ import re
 import secrets
 import socket
 import stat
-import weakref
 from typing import Any
 
 from etils import epath
@@ -43,7 +42,6 @@ class FolderLock:
         """
         self.file, self._run, self._token = file, run, secrets.token_hex(8)
         self._descriptor: int | None = None
-        self._closes: weakref.finalize | None = None
         self._pid = 0  # of the process that took it; a fork of it has not
 
     def __enter__(self) -> FolderLock:
@@ -52,6 +50,9 @@ class FolderLock:
 
     def __exit__(self, *_: Any) -> None:
         self.release()
+
+    def __del__(self) -> None:  # a Checkpointer that nobody closed does not keep the folder
+        self._close()
 
     def take(self) -> None:
         """Takes the lock, or makes sure that it is still this one's.
@@ -101,8 +102,6 @@ class FolderLock:
                 os.close(descriptor)
                 continue
             self._descriptor = descriptor
-            self._closes = weakref.finalize(self, os.close, descriptor)
-            self._closes.atexit = False
             with contextlib.suppress(OSError):  # on a full disk the lock has no name, and is one
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, self._content().encode(), 0)
@@ -168,9 +167,9 @@ class FolderLock:
         )
 
     def _close(self) -> None:
-        if self._closes is not None:
-            self._closes()
-        self._descriptor = self._closes = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
 
 
 def _is_file(descriptor: int, path: epath.Path) -> bool:

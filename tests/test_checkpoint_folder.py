@@ -409,3 +409,74 @@ def test_a_checkpoint_that_no_training_run_saved_is_not_resumed(tmp_path, saved)
 
 def _refuse(_):
     raise CheckpointError("not this one")
+
+
+class Killed(BaseException):
+    """The end of a process, at a place of a test's choice."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Ends a save before its nth change of the folder of checkpoints; in the middle of it where it has a middle."""
+
+    def start(place):
+        num_done = 0
+
+        def ending(change, half=None):
+            def changed(*args, **options):
+                nonlocal num_done
+                num_done += 1
+                if num_done == place and half:
+                    half(*args)
+                if num_done >= place:
+                    raise Killed
+                return change(*args, **options)
+
+            return changed
+
+        def half_removed(path):
+            for file in sorted(pathlib.Path(path).rglob("*"))[::2]:
+                if file.is_file():
+                    file.unlink()
+
+        patches = monkeypatch.context()
+        patch = patches.__enter__()
+        module = checkpoint_folder
+        patch.setattr(module, "_write", ending(module._write, lambda path, content: path.write_bytes(content[:3])))
+        patch.setattr(module.os, "rename", ending(os.rename))
+        patch.setattr(module.os, "rmdir", ending(os.rmdir))
+        patch.setattr(module.shutil, "rmtree", ending(shutil.rmtree, half_removed))
+        patch.setattr(module.CheckpointFolder, "abandon", lambda self: None)
+        return lambda: (patches.__exit__(None, None, None), num_done)[1]
+
+    return start
+
+
+@pytest.mark.parametrize(("step", "least"), [(3, {1, 2}), (2, {1})], ids=["a new step", "a step again"])
+def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(step, least, tmp_path, state, killed_at):
+    """Whatever a kill leaves can be resumed from, and the next save puts in order."""
+    place = 0
+    while True:
+        place += 1
+        folder = tmp_path / str(place)
+        save(folder, [1, 2], state)
+        revive, checkpointer = killed_at(place), Checkpointer(folder, config=CheckpointConfig(keep_last=2, keep_best=0))
+        try:
+            checkpointer.save(step, state)
+            checkpointer.wait()
+            is_done = True
+        except (Killed, RuntimeError):
+            is_done = False
+        num_done = revive()
+        checkpointer._lock._close()  # as the system does
+        whole = set(checkpoint_files.list_steps(folder))
+        newest = 2 if step == 2 else 3
+        assert (whole >= least or whole == {newest, newest - 1}) and reload(folder).step == max(whole)
+        save(folder, [4], state, log=lambda _: None)
+        after = {int(path.name.removeprefix("step_")) for path in folder.iterdir()}
+        assert after >= {2, 4} and after >= whole and set(checkpoint_files.list_steps(folder)) == after, place
+        for kept in after:
+            assert describe(folder, step=kept, verify_leaves=True).problems == ()
+        if is_done:
+            break
+    assert num_done == place - 1 and place > 4

@@ -105,7 +105,7 @@ class CheckpointFolder:
             reason = _not_removable(final, step)
             if reason:
                 raise InTheWay(f"{final} is in the way: {reason}. Move it away")
-            _write(final / MARK, _mark(step))
+            _mark_it(final, step)
             os.rename(final, old)
         os.rename(place, final)
         _sync(self.directory)
@@ -135,8 +135,8 @@ class CheckpointFolder:
         return [step for step in candidates(self.directory) if _is_whole(self.directory, step)]
 
     def _discard(self, path: epath.Path, step: int) -> None:
-        with contextlib.suppress(OSError):  # a disk that is full: the record is proof enough until it is deleted
-            _write(path / MARK, _mark(step))
+        with contextlib.suppress(OSError):  # on a full disk it is deleted all the same, to make room
+            _mark_it(path, step)
         doomed = _part(step_path(self.directory, step), "deleted")
         os.rename(path, doomed)
         _remove(doomed)
@@ -150,7 +150,7 @@ class CheckpointFolder:
                 step = next((step for step in _unfinished(path)), -1)
             if step < 0 or (match and path.name != _part(step_path(self.directory, step), kind).name):
                 continue
-            if not (is_marked(path, step) or _is_bare(path)) or _foreign(path):
+            if not (is_marked(path, step) or _is_bare(path, step)) or _foreign(path):
                 continue
             final = step_path(self.directory, step)
             if kind == "replaced" and not _is_there(final):
@@ -177,12 +177,17 @@ def is_marked(path: epath.Path, step: int) -> bool:
         return False
 
 
-def _is_bare(path: epath.Path) -> bool:
-    """Tells whether a folder was made for a save that has not even written its mark."""
+def _is_bare(path: epath.Path, step: int) -> bool:
+    """Tells whether a folder was made for a save that was ended before it had written its mark."""
     if is_bucket(path) or os.path.islink(path) or not path.is_dir():
         return False
     found = list(path.iterdir())
-    return not found or (found == [path / MARK] and os.lstat(path / MARK).st_size == 0)
+    if found != [path / MARK]:
+        return not found
+    try:
+        return _mark(step).startswith(read_file(path / MARK, limit_bytes=_MAX_MARK_BYTES))
+    except (OSError, ValueError):
+        return False
 
 
 def _not_removable(path: epath.Path, step: int) -> str:
@@ -251,6 +256,12 @@ def _part(final: epath.Path, kind: str) -> epath.Path:
 
 def _mark(step: int) -> bytes:
     return json.dumps({"zero_jax": "checkpoint", "step": step}).encode()
+
+
+def _mark_it(path: epath.Path, step: int) -> None:
+    """Marks a checkpoint of an earlier release."""
+    if not is_marked(path, step):
+        _write(path / MARK, _mark(step))
 
 
 def _write(path: epath.Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -29,6 +30,8 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
       OSError: it cannot be read.
     """
     if "://" in os.fspath(path):
+        if not path.exists():  # not every backend says so by an error that is known here
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         if (size := path.stat().length) > limit_bytes:
             raise ValueError(f"it has {size:,} bytes, more than the {limit_bytes:,} that are read")
         return path.read_bytes()

@@ -19,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig
+from zero_jax.checkpoint_folder import CheckpointFolder
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
@@ -211,19 +212,17 @@ def at(step, what, *, saved=True, only=0):
 
 
 def at_commit(step, what):
-    """Returns a fault that happens when all files of a step's checkpoint are written, and it gets its name."""
+    """Returns a fault that happens when all arrays of a step's checkpoint are written, and it gets its name."""
 
-    def inject(folder):
-        from orbax.checkpoint._src.path import atomicity
+    def inject(_):
+        publish = CheckpointFolder.publish
 
-        finalize = atomicity.AtomicRenameTemporaryPath.finalize
-
-        async def broken(self, *args, **options):
-            if str(self.get_final()) == str(step_folder(folder, step)):
+        def broken(self, at, record):
+            if at == step:
                 what()
-            return await finalize(self, *args, **options)
+            publish(self, at, record)
 
-        atomicity.AtomicRenameTemporaryPath.finalize = broken
+        CheckpointFolder.publish = broken
 
     return inject
 

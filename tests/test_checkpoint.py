@@ -61,6 +61,10 @@ def folder(two_steps, tmp_path):
     return shutil.copytree(two_steps, tmp_path / "checkpoints")
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def assert_equal(state, expected):
     actual, expected = (reference.to_host(saved_leaves(x)) for x in (state, expected))
     assert list(actual) == list(expected)
@@ -173,14 +177,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         for step, loss in enumerate(losses[4:], 5):  # which is best is known from the files
             checkpointer.save(step, state, loss=loss)
     assert checkpointer.steps() == [2, 6, 7] and latest_step(tmp_path) == 7
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_0000000{i}" for i in (2, 6, 7)]
+    assert names(tmp_path) == [f"step_0000000{i}" for i in (2, 6, 7)]
 
 
 def test_a_step_can_be_saved_again(tmp_path):
     save_steps(tmp_path, (1, 2))
     lines = save_steps(tmp_path, (2,), precision="bf16")
     assert not lines and describe(tmp_path).step == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
 def test_when_a_checkpoint_is_due(tmp_path):
@@ -193,23 +197,24 @@ def test_when_a_checkpoint_is_due(tmp_path):
 
 
 def test_remains_of_a_save_that_was_cut_off_are_no_checkpoint(folder):
-    partial = folder / f"step_00000003{ocp.path.step.TMP_DIR_SUFFIX}17"
+    partial, replaced = folder / "step_00000003.zero_jax-tmp", folder / "step_00000001.zero_jax-replaced"
     shutil.copytree(folder / "step_00000002", partial)
-    (folder / "step_00000001").rename(folder / "step_00000001.replaced")  # cut off while it was being saved again
+    (partial / "zero_jax.json").write_text('{"zero_jax": "checkpoint", "step": 3}')
+    (folder / "step_00000001").rename(replaced)  # cut off while it was being saved again
     assert reload(folder).step == 2
     lines = []
-    with Checkpointer(folder, log=lines.append) as checkpointer:
-        assert checkpointer.steps() == [1, 2]
-    assert not partial.exists() and len(lines) == 1 and str(partial) in lines[0]
+    with Checkpointer(folder, config=CheckpointConfig(keep_last=9), log=lines.append) as checkpointer:
+        assert checkpointer.steps() == [2] and partial.exists() and replaced.exists(), "who only reads removes nothing"
+        checkpointer.save(4, make_state(4))
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2, 4]
+    assert lines == [f"removed {partial}: a save or a deletion that was cut off"]
+    assert names(folder) == ["step_00000001", "step_00000002", "step_00000004"]
 
 
 def test_a_full_disk_costs_no_older_checkpoint(folder):
     lines, state = [], make_state(3)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def names():
-        # Writes that were under way when a save failed may make a part of it anew; the next save removes that.
-        return sorted(path.name for path in folder.iterdir() if not path.name.endswith("-tmp"))
 
     with Checkpointer(folder, config=CheckpointConfig(keep_last=1, keep_best=0), log=lines.append) as checkpointer:
         try:
@@ -221,14 +226,14 @@ def test_a_full_disk_costs_no_older_checkpoint(folder):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert checkpointer.num_failed == 2 and checkpointer.steps() == [1, 2]
-        assert names() == ["step_00000001", "step_00000002"]
+        assert names(folder) == ["step_00000001", "step_00000002", "zero_jax.lock"]
         for line, step in zip(lines, (3, 2), strict=True):
             assert f"checkpoint of step {step} NOT saved" in line and "File too large" in line and "ulimit" in line
             assert "whole and kept: step 1, 2" in line and "\n" not in line
         assert_equal(reload(folder).state, make_state(2))
         checkpointer.save(3, state)
     assert checkpointer.num_saved == 1 and checkpointer.steps() == [3]
-    assert [path.name for path in folder.iterdir()] == ["step_00000003"]
+    assert names(folder) == ["step_00000003"]
 
 
 def test_a_folder_that_cannot_be_written_stops_no_run(tmp_path, capfd):

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import threading
 
 import faults
 import jax
@@ -13,10 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
-from orbax.checkpoint._src.metadata import checkpoint as metadata
-from orbax.checkpoint._src.path import atomicity
 
-from zero_jax import checkpoint_save, trainer
+from zero_jax import checkpoint_folder, checkpoint_save, trainer
 from zero_jax.metrics import device_memory_bytes
 from zero_jax.optimizers import OptimizerConfig
 
@@ -128,8 +127,9 @@ def test_where_all_are_damaged_each_is_named_and_nothing_is_touched(cut_off):
 
 
 def test_what_a_save_that_was_cut_off_left_is_removed_and_told(cut_off, unbroken):
-    partial = cut_off / f"runs/run/checkpoints/step_00000012{ocp.path.step.TMP_DIR_SUFFIX}17"
+    partial = cut_off / "runs/run/checkpoints/step_00000012.zero_jax-tmp"
     shutil.copytree(step_folder(cut_off, 8), partial)
+    (partial / "zero_jax.json").write_text('{"zero_jax": "checkpoint", "step": 12}')
     (partial / RECORD).unlink()
     lines = []
     train(cut_off, lines=lines)
@@ -193,8 +193,15 @@ def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step
     """The save of step 8 fails, the run goes on, that of step 12 is whole."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit, lines = (lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))), []
+
+    def lift():
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint of step 8":
+                thread.join()
+        limit(soft)
+
     try:
-        at_step({8: lambda: limit(6000), 11: lambda: limit(soft)})
+        at_step({8: lambda: limit(6000), 11: lift})
         result = train(tmp_path, lines=lines)
     finally:
         limit(soft)
@@ -210,20 +217,13 @@ def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step
 def test_a_save_of_which_nothing_can_be_written_is_one_that_failed_and_no_later_one(
     full, tmp_path, monkeypatch, unbroken
 ):
-    def refusing(write):
-        def refuse(self, path, *args, **options):
-            if f"step_{full:08d}" in str(path):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return write(self, path, *args, **options)
+    def refuse(path, content):
+        if f"step_{full:08d}" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
 
-        return refuse
-
-    async def refuse_name(self, *args, **options):
-        return await refusing(lambda self, *_: finalize(self, *args, **options))(self, self.get_final())
-
-    finalize = atomicity.AtomicRenameTemporaryPath.finalize
-    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse_name)
-    monkeypatch.setattr(metadata._MetadataStoreImpl, "write", refusing(metadata._MetadataStoreImpl.write))
+    write = checkpoint_folder._write
+    monkeypatch.setattr(checkpoint_folder, "_write", refuse)
     result = train(tmp_path)
     assert (result.status, result.num_failed_saves) == ("unsaved" if full == 12 else "done", 1)
     assert checkpoints(tmp_path) == ["step_00000004", f"step_{20 - full:08d}"]
@@ -232,14 +232,14 @@ def test_a_save_of_which_nothing_can_be_written_is_one_that_failed_and_no_later_
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path, monkeypatch, unbroken):
-    finalize, lines = atomicity.AtomicRenameTemporaryPath.finalize, []
+    publish, lines = checkpoint_folder.CheckpointFolder.publish, []
 
-    async def refuse(self, *args, **options):
-        if "step_00000008" in str(self.get_final()):
-            raise OSError(number, os.strerror(number), str(self.get_final()))
-        return await finalize(self, *args, **options)
+    def refuse(self, step, record):
+        if step == 8:
+            raise OSError(number, os.strerror(number), str(self.writing(step)))
+        publish(self, step, record)
 
-    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse)
+    monkeypatch.setattr(checkpoint_folder.CheckpointFolder, "publish", refuse)
     result = train(tmp_path, lines=lines)
     assert (result.status, result.num_failed_saves) == ("done", 1)
     (told,) = [line for line in lines if "NOT saved" in line]
@@ -302,10 +302,10 @@ def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_run_whose_saves_all_fail_tells_that_there_is_nothing_to_go_on_from(tmp_path, monkeypatch, at_step):
-    async def refuse(self, *args, **options):
+    def refuse(self, step, record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", refuse)
+    monkeypatch.setattr(checkpoint_folder.CheckpointFolder, "publish", refuse)
     lines = []
     result = train(tmp_path, lines=lines)
     assert (result.status, result.num_failed_saves) == ("unsaved", 3)

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_LONGEST_TEXT = 1024
+
+class FirstProcessFailed(ValueError):
+    """What the other processes raise where the first one raised."""
 
 
 class Agreement:
@@ -30,11 +32,34 @@ class Agreement:
             raise self._failure(", ".join(map(str, np.flatnonzero(failed))))
 
 
-def from_first_process(text: str) -> str:
-    """Returns the text that the first process gave, of at most 1,024 bytes."""
+def from_first_process(text: str | Callable[[], str]) -> str:
+    """Returns a text of the first process, of any length.
+
+    Args:
+      text: the text, or a function that returns it, which the first process alone calls.
+
+    Raises:
+      FirstProcessFailed: in the other processes, with the message of the error that the function raised in the first.
+    """
     if jax.process_count() == 1:
-        return text
-    padded = np.zeros(_LONGEST_TEXT, np.uint8)
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    padded[: encoded.size] = encoded
-    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes().rstrip(b"\0").decode()
+        return text() if callable(text) else text
+    error, encoded = None, b""
+    if jax.process_index() == 0:
+        try:
+            encoded = (text() if callable(text) else text).encode(errors="surrogateescape")
+        except Exception as caught:
+            error, encoded = caught, str(caught).encode(errors="replace")
+    # The length first: all processes have to send arrays of one shape.
+    size, failed = _from_first(np.array([len(encoded), error is not None], np.int32)).tolist()
+    sent = np.zeros(size, np.uint8)
+    sent[:] = np.frombuffer(encoded, np.uint8) if jax.process_index() == 0 else 0
+    said = _from_first(sent).astype(np.uint8).tobytes().decode(errors="surrogateescape") if size else ""
+    if error is not None:
+        raise error
+    if failed:
+        raise FirstProcessFailed(f"process 0 failed: {said}")
+    return said
+
+
+def _from_first(numbers: np.ndarray) -> np.ndarray:
+    return np.asarray(multihost_utils.broadcast_one_to_all(numbers))

@@ -2,67 +2,89 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
-import json
 import os
-import pathlib
 import re
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from etils import epath
-from orbax.checkpoint import path as orbax_path
 
+from zero_jax import ocdbt
+from zero_jax.checkpoint_record import (
+    RECORD_FILE,
+    STATE,
+    STEP,
+    CheckpointError,
+    Record,
+    held_in,
+    is_bucket,
+    read_record,
+    resolve,
+    step_path,
+)
 from zero_jax.fingerprint import host_fingerprint
-from zero_jax.saved_state import SavedLeaf, leaves_from_json, leaves_to_json
+from zero_jax.untrusted import irregular
 
-FORMAT = "zero_jax 1"
-STATE, RECORD = "state", "record"  # the two items of a step's folder
-_RECORD_FILE = f"{RECORD}/metadata"
-_STEP = re.compile(r"step_(\d+)")
+COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
+_MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27
 _SLICE_BYTES = 1 << 26
 _HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is hashed
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that is absent, cut off, damaged, or none of zero_jax's."""
+def candidates(directory: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps that a folder has checkpoints of, going by names, in order; none if there is no such folder.
+
+    What a name promises is not looked at, but for saves to buckets that were cut off.
+
+    Raises:
+      CheckpointError: the folder cannot be read.
+    """
+    directory = resolve(directory)
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        steps = [int(match[1]) for match in map(STEP.fullmatch, names) if match]
+        paths = {step: step_path(directory, step) for step in steps}
+        return sorted(step for step, path in paths.items() if path.name in names and _is_finished(path))
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
 
 
-def resolve(directory: str | os.PathLike[str]) -> epath.Path:
-    """Returns a folder as an absolute path, or as the URL that it is."""
-    if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory={directory!r} is no path: give the folder of the checkpoints")
-    path = epath.Path(directory).expanduser()
-    return path if "://" in os.fspath(directory) else epath.Path(pathlib.Path(path).absolute())
+def _is_finished(path: epath.Path) -> bool:
+    return path.is_dir() and (not is_bucket(path) or (path / COMMITTED).exists())
 
 
-def step_path(directory: epath.Path, step: int) -> epath.Path:
-    """Returns the folder of a step's checkpoint."""
-    return directory / f"step_{step:08d}"
+def newest(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
+    """Returns the record of the newest checkpoint that says what its folder says, and why newer ones do not."""
+    directory, problems = resolve(directory), []
+    for step in reversed(candidates(directory)):
+        try:
+            return read_record(step_path(directory, step)), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder holds complete saves of, in order; none if there is no such folder."""
-    directory = resolve(directory)
-    if not directory.is_dir():
-        return []
-    found = {path: _STEP.fullmatch(path.name) for path in directory.iterdir()}
-    return sorted(int(match[1]) for path, match in found.items() if match and _is_whole(path))
+    """Returns the steps that a folder holds complete saves of, in order; none if there is no such folder.
 
-
-def _is_whole(path: epath.Path) -> bool:
-    return path.is_dir() and orbax_path.step.is_checkpoint_finalized(path)
+    Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
+    """
+    directory, steps = resolve(directory), []
+    for step in candidates(directory):
+        with contextlib.suppress(CheckpointError):
+            steps.append(read_record(step_path(directory, step)).step)
+    return steps
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the newest step that a folder holds a complete save of, or None."""
-    return max(list_steps(directory), default=None)
+    """Returns the newest step that a folder holds a complete save of, or None; see `list_steps`."""
+    record, _ = newest(directory)
+    return record.step if record else None
 
 
 def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
@@ -71,28 +93,41 @@ def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
     return inner if inner.is_dir() else resolve(path)
 
 
-def find(path: str | os.PathLike[str], step: int | None = None) -> epath.Path:
-    """Finds a step's folder from a run's folder, its folder of checkpoints or the step's folder itself.
+def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[Record, list[str]]:
+    """Finds a checkpoint from a run's folder, its folder of checkpoints or the step's folder itself.
 
     Args:
       path: one of these.
-      step: the step; None takes the newest.
+      step: the step; None takes the newest whose record is whole and says what its folder says.
+
+    Returns:
+      Its record, and why newer ones were passed over.
 
     Raises:
       CheckpointError: there is none.
     """
     folder = resolve(path)
-    if step is None and (folder / _RECORD_FILE).exists():
-        return folder
-    if _STEP.fullmatch(folder.name) and folder.is_dir() and not list_steps(folder):
+    if step is None and (folder / RECORD_FILE).exists():
+        return read_record(folder), []
+    if STEP.fullmatch(folder.name) and folder.is_dir() and not candidates(folder):
         if step not in (None, int(folder.name.removeprefix("step_"))):
             raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
-        return folder
+        return read_record(folder), []
     folder = steps_folder(folder)
-    steps = list_steps(folder)
+    steps = candidates(folder)
     if not steps or step not in (None, *steps):
         raise CheckpointError(f"{missing(folder, steps, step)}: give a run's folder, or another step")
-    return step_path(folder, steps[-1] if step is None else step)
+    if step is not None:
+        return read_record(step_path(folder, step)), []
+    record, problems = newest(folder)
+    if record is None:
+        raise CheckpointError(none_whole(folder, problems))
+    return record, problems
+
+
+def none_whole(folder: epath.Path, problems: Sequence[str]) -> str:
+    """Says that all checkpoints of a folder are damaged."""
+    return f"no whole checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
 
 
 def missing(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
@@ -101,66 +136,41 @@ def missing(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
         return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    names = sorted(path.name for path in folder.iterdir())
-    held = f"it holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "it is empty"
-    return f"no checkpoint in {folder} ({held})"
+    held = held_in(folder)
+    return f"no checkpoint in {folder} ({f'it holds {held}' if held else 'it is empty'})"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """What lies beside the arrays of a checkpoint.
+def check_files(record: Record) -> None:
+    """Raises a `CheckpointError` where reading a local checkpoint could take for ever, or all memory.
 
-    Attributes:
-      path: the step's folder.
-      step: steps done.
-      loss: validation loss at that step, or None.
-      leaves: the leaves by name.
-      extra: what the run itself recorded: config, data position, and so on.
+    It has anything but files, or the index, which is read whole, is far too large.
     """
-
-    path: epath.Path
-    step: int
-    loss: float | None
-    leaves: Mapping[str, SavedLeaf]
-    extra: Mapping[str, Any]
-
-
-def record_to_json(
-    *, step: int, loss: float | None, leaves: Mapping[str, SavedLeaf], extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the record as it is saved, with a checksum of its own."""
-    record = {"format": FORMAT, "step": step, "loss": loss, "leaves": leaves_to_json(leaves), "extra": dict(extra)}
-    record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
-    return {**record, "checksum": _checksum(record)}
+    if is_bucket(record.path):
+        return
+    problems = irregular(record.path)
+    index = record.path / STATE / "manifest.ocdbt"
+    if not problems and index.exists() and index.stat().length > _MAX_INDEX_BYTES:
+        problems = [f"{STATE}/{index.name} has {index.stat().length:,} bytes"]
+    if problems:
+        raise CheckpointError(f"{record.path} is damaged: {'; '.join(problems[:5])}")
 
 
-def _checksum(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+def check_index(record: Record) -> None:
+    """Raises a `CheckpointError` where the files hold other leaves than the record says, or of another shape or dtype.
 
-
-def read_record(path: epath.Path) -> Record:
-    """Reads the record of a step's folder.
-
-    Raises:
-      CheckpointError: no record, one that is damaged, or one of another program.
+    Values are not read.
     """
-    file = path / _RECORD_FILE
-    try:
-        found = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        names = sorted(x.name for x in path.iterdir()) if path.is_dir() else []
-        held = f"; the folder holds {', '.join(names[:5])}" if names else ""
-        raise CheckpointError(f"{file} is missing{held}: this is no checkpoint of zero_jax, or part of one") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        named = found.get("format") if isinstance(found, dict) else None
-        raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
-    checksum = found.pop("checksum", None)
-    if checksum != _checksum(found):
-        raise CheckpointError(f"{file} does not have the checksum that it says: the file is damaged")
-    leaves = leaves_from_json(found["leaves"])
-    return Record(path=path, step=found["step"], loss=found["loss"], leaves=leaves, extra=found["extra"])
+    stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
+    held = ocdbt.names(record.path / STATE, "/.zarray")
+    if held is not None and held != stored:
+        odd = sorted(held ^ stored)
+        raise CheckpointError(
+            f"{record.path} is damaged: of {', '.join(map(repr, odd[:5]))}{', ...' if odd[5:] else ''} there are "
+            "values or a record, not both"
+        )
+    context = make_context(0)
+    for name in stored:
+        open_leaf(record, name, context)
 
 
 def make_context(cache_bytes: int = _CACHE_BYTES) -> tensorstore.Context:
@@ -175,7 +185,7 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
       CheckpointError: the leaf is not there, or not as the record says.
     """
     leaf = record.leaves[name]
-    kvstore = {"driver": "ocdbt", "base": _base(record.path), "path": f"{name}/"}
+    kvstore = {"driver": "ocdbt", "base": ocdbt.base(record.path / STATE), "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
@@ -188,11 +198,6 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
     return store
 
 
-def _base(path: epath.Path) -> str | dict[str, str]:
-    folder = os.fspath(path / STATE) + "/"
-    return folder if "://" in folder else {"driver": "file", "path": folder}
-
-
 def damaged(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read: the leaf, its files, and what went wrong."""
     files = ", ".join(data_files(record, name)) or "not to be found out"
@@ -202,32 +207,7 @@ def damaged(record: Record, name: str, why: object) -> CheckpointError:
 
 def data_files(record: Record, name: str) -> list[str]:
     """Returns the files, inside the checkpoint's folder, that hold a leaf; none if the index itself is damaged."""
-    try:
-        base = tensorstore.KvStore.open(_base(record.path)).result()
-        version = tensorstore.ocdbt.dump(base).result()["versions"][-1]
-        return sorted(f"{STATE}/{file}" for file in _files_of(base, version["root"]["location"], f"{name}/".encode()))
-    except (ValueError, KeyError, IndexError):
-        return []
-
-
-def _files_of(base: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
-    """Walks a B-tree of OCDBT; returns the files of the values below a prefix, the node itself for those inside it."""
-    found: set[str] = set()
-    node = tensorstore.ocdbt.dump(base, location).result()
-    for entry in node["entries"]:
-        key = before + entry["key"]
-        if node["height"]:
-            below = before + entry.get("subtree_common_prefix", b"")
-            if key[: len(prefix)] <= prefix:
-                found |= _files_of(base, entry["location"], prefix, below)
-        elif key.startswith(prefix):
-            found.add(_file(entry.get("indirect_value", location)))
-    return found
-
-
-def _file(location: str) -> str:
-    """Takes the file out of `kind:folder:file:offset:length`."""
-    return location.split(":", 1)[1].rsplit(":", 2)[0].replace(":", "")
+    return [f"{STATE}/{file}" for file in ocdbt.data_files(record.path / STATE, f"{name}/".encode())]
 
 
 def slices(
@@ -282,11 +262,19 @@ def check_fingerprint(record: Record, name: str, found: int) -> None:
 
 def verify(record: Record) -> list[str]:
     """Reads every leaf on the host, in bounded memory; returns what is wrong, leaf by leaf."""
+    try:
+        check_files(record)
+    except CheckpointError as error:
+        return [str(error)]
     problems, context = [], make_context(0)
+    try:
+        check_index(record)
+    except CheckpointError as error:
+        problems.append(str(error))
     for name in record.leaves:
         try:
             for _ in read_slices(record, name, context):
                 pass
         except CheckpointError as error:
             problems.append(str(error))
-    return problems
+    return list(dict.fromkeys(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,10 +14,12 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.agreement import Agreement
-from zero_jax.checkpoint_files import CheckpointError, Record, check_fingerprint, damaged, make_context, open_leaf
-from zero_jax.saved_state import SavedLeaf, decode, fingerprints
+from zero_jax.checkpoint_files import check_fingerprint, damaged, make_context, open_leaf
+from zero_jax.checkpoint_record import CheckpointError, Record
+from zero_jax.saved_leaf import SavedLeaf
+from zero_jax.saved_state import decode, fingerprints
 
-# Bytes that are being read ahead of what has been moved to the devices.
+# Bytes of this process's shards that are read ahead of what has been moved to the devices.
 _PENDING_BYTES = 1 << 30
 
 
@@ -50,12 +53,12 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
     """Yields the leaves in their stored form, while the next ones are being read."""
     context, pending, pending_bytes = make_context(), collections.deque(), 0
     for name, sharding in shardings.items():
-        leaf = record.leaves[name]
-        pending_bytes += leaf.nbytes
-        pending.append((name, _ShardReads(record, name, _stored_sharding(sharding, leaf), context)))
-        while pending_bytes > _PENDING_BYTES:
+        reads = _ShardReads(record, name, _stored_sharding(sharding, record.leaves[name]), context)
+        pending_bytes += reads.nbytes
+        pending.append((name, reads))
+        while pending_bytes > _PENDING_BYTES and len(pending) > 1:
             done, reads = pending.popleft()
-            pending_bytes -= record.leaves[done].nbytes
+            pending_bytes -= reads.nbytes
             yield done, reads.result()
     for name, reads in pending:
         yield name, reads.result()
@@ -70,6 +73,8 @@ class _ShardReads:
         self.indices = sharding.addressable_devices_indices_map(self.leaf.stored_shape)
         store = None if 0 in self.leaf.stored_shape else open_leaf(record, name, context)
         self.reads = {str(index): store[index].read() for index in self.indices.values()} if store else {}
+        shard_size = math.prod(sharding.shard_shape(self.leaf.stored_shape))
+        self.nbytes = len(self.reads) * shard_size * jnp.dtype(self.leaf.stored_dtype).itemsize
 
     def result(self) -> Array:
         """Returns the array once its shards are there."""

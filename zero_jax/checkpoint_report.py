@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint_files import Record, find, read_record, verify
-from zero_jax.saved_state import SavedLeaf
+from zero_jax.checkpoint_files import find, verify
+from zero_jax.saved_leaf import SavedLeaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Description:
       leaves: the leaves by name.
       extra: what the run itself recorded, such as its config and the position in the data.
       problems: leaves that are damaged, if they were asked for; None if not.
+      passed_over: why newer checkpoints than this one cannot be taken.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Description:
     leaves: Mapping[str, SavedLeaf]
     extra: Mapping[str, Any]
     problems: tuple[str, ...] | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,7 @@ class Description:
             "leaves": rows,
             "extra": dict(self.extra),
             "problems": None if self.problems is None else list(self.problems),
+            "passed_over": list(self.passed_over),
         }
 
     def __str__(self) -> str:
@@ -85,6 +88,7 @@ class Description:
         if self.problems is not None:
             lines += ["all leaves have the fingerprints that they were saved with"] if not self.problems else []
             lines += [f"DAMAGED: {problem}" for problem in self.problems]
+        lines += [f"PASSED OVER: {reason}" for reason in self.passed_over]
         return "\n".join(lines)
 
 
@@ -101,13 +105,13 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of one step.
-      step: the step; None takes the newest.
+      step: the step; None takes the newest whose record is whole, and tells which ones it passed over.
       verify_leaves: read every leaf, in bounded memory, and compare it with its fingerprint.
 
     Raises:
       CheckpointError: there is none, or its record is damaged.
     """
-    record: Record = read_record(find(path, step))
+    record, passed_over = find(path, step)
     return Description(
         path=os.fspath(record.path),
         step=record.step,
@@ -115,4 +119,5 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
         leaves=record.leaves,
         extra=record.extra,
         problems=tuple(verify(record)) if verify_leaves else None,
+        passed_over=tuple(passed_over),
     )

@@ -23,18 +23,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.agreement import Agreement, from_first_process
-from zero_jax.checkpoint_files import CheckpointError, Record, list_steps, missing, read_record, step_path, steps_folder
+from zero_jax.checkpoint_files import candidates, check_files, check_index, missing, none_whole, steps_folder
 from zero_jax.checkpoint_read import read_arrays, unread
+from zero_jax.checkpoint_record import CheckpointError, Record, read_record, step_path
 from zero_jax.placing import move, place
 from zero_jax.precision import init_loss_scale, resolve_precision
-from zero_jax.saved_state import SavedLeaf, dtype_name, saved_leaves
+from zero_jax.saved_leaf import SavedLeaf
+from zero_jax.saved_state import dtype_name, saved_leaves
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
 from zero_jax.tree import PyTree
 from zero_jax.variables import MODEL_STATE, Variables
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
-_MAX_CANDIDATES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ def restore(
     params_only: bool = False,
     key: Array | None = None,
     log: Callable[[str], None] | None = None,
+    accept: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Restored:
     """Reloads a checkpoint; the mesh, stage, precision and number of processes may differ from those that saved it.
 
@@ -87,6 +89,8 @@ def restore(
         `init_state`.
       key: the key of the new state with `params_only`; None stands for `jax.random.key(0)`.
       log: is told of every warning as it comes up.
+      accept: raises a `CheckpointError` for what the run itself had recorded (`extra`) where that cannot be gone on
+        from: the checkpoint is then passed over like a damaged one.
 
     Raises:
       CheckpointError: there is no whole checkpoint.
@@ -103,7 +107,16 @@ def restore(
         if log:
             log(line)
 
-    task = _Task(init_fn=init_fn, tx=tx, mesh=mesh, config=config, params_only=params_only, key=key, warn=warn)
+    task = _Task(
+        init_fn=init_fn,
+        tx=tx,
+        mesh=mesh,
+        config=config,
+        params_only=params_only,
+        key=key,
+        warn=warn,
+        accept=accept or (lambda _: None),
+    )
     problems = []
     for candidate in reversed(steps) if step is None else [step]:
         try:
@@ -117,13 +130,12 @@ def restore(
         return Restored(state=state, warnings=tuple(warnings), **found)
     if step is not None:
         raise CheckpointError(f"{problems[0]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
-    raise CheckpointError(f"no whole checkpoint in {directory}:\n" + "\n".join(f"- {line}" for line in problems))
+    raise CheckpointError(none_whole(directory, problems))
 
 
 def _agreed_steps(directory: epath.Path) -> list[int]:
-    """Returns the newest steps there are, as the first process sees them."""
-    steps = " ".join(map(str, list_steps(directory)[-_MAX_CANDIDATES:]))
-    return [int(step) for step in from_first_process(steps).split()]
+    """Returns the steps there are, as the first process sees them."""
+    return [int(step) for step in from_first_process(lambda: " ".join(map(str, candidates(directory)))).split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,18 +149,30 @@ class _Task:
     params_only: bool
     key: Array | None
     warn: Callable[[str], None]
+    accept: Callable[[Mapping[str, Any]], None]
 
     def load(self, path: epath.Path) -> tuple[Record, TrainState]:
         """Loads a step's folder, all of it or nothing."""
         with Agreement(unread):
             record = read_record(path)
+            try:
+                self.accept(record.extra)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from error
+            if jax.process_index() == 0:
+                check_files(record)
         sharded = self.sharded_shapes(record)
         wanted = saved_leaves(sharded)
         if self.params_only:
             wanted = {name: x for name, x in wanted.items() if _group(name) in _OF_THE_MODEL}
         missing_scale = {name for name in wanted if _group(name) == "loss_scale" and name not in record.leaves}
         present = {name: x for name, x in wanted.items() if name not in missing_scale}
-        _check_leaves(record, present, params_only=self.params_only)
+        try:
+            _check_leaves(record, present, params_only=self.params_only)
+        except ValueError:
+            with Agreement(unread):
+                check_index(record)  # of another model, or damaged?
+            raise
         arrays = read_arrays(record, {name: x.sharding for name, x in present.items()}, mesh=self.mesh)
         leaves = {name: _cast(arrays.pop(name), x) for name, x in present.items()}
         if self.params_only:
@@ -262,10 +286,6 @@ def _move(x: Array, like: Any) -> Array:
 
 def _astype(x: Array, dtype: Any) -> Array:
     return x.astype(dtype)
-
-
-def _identity(x: Array) -> Array:
-    return x
 
 
 def _like(x: Any) -> Array:

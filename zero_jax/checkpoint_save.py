@@ -5,40 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import gc
+import math
+import operator
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
-from zero_jax.agreement import Agreement
-from zero_jax.checkpoint_files import (
-    RECORD,
-    STATE,
-    CheckpointError,
-    list_steps,
-    read_record,
-    record_to_json,
-    resolve,
-    step_path,
-)
-from zero_jax.orbax_noise import Quiet
+from zero_jax.agreement import Agreement, from_first_process
+from zero_jax.checkpoint_files import list_steps
+from zero_jax.checkpoint_folder import CheckpointFolder
+from zero_jax.checkpoint_record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
+from zero_jax.checkpoint_write import ArrayWrites
+from zero_jax.folder_lock import FolderInUse, FolderLock
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
 from zero_jax.state import TrainState
 
 Log = Callable[[str], None]
 
-# Chunks are read whole: another mesh should not have to read much more than its shards.
-_CHUNK_BYTES = 1 << 24
-_OLD_SUFFIX = ".replaced"
-_MOST_ERRORS = 100  # of one save; orbax has a few
-_COMMITTED = "commit_success.txt"  # by this file orbax knows a whole checkpoint where folders cannot be renamed
+LOCK = "zero_jax.lock"
 _ADVICE: Mapping[int, str] = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -64,6 +54,9 @@ class CheckpointConfig:
     keep_best: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("save_every", "keep_last", "keep_best"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give an int")
         if self.save_every < 0 or self.keep_best < 0:
             raise ValueError(f"save_every={self.save_every}, keep_best={self.keep_best}: neither may be negative")
         if self.keep_last < 1:
@@ -77,6 +70,9 @@ class Checkpointer:
     the step's name appears when all of them are. After that, and only then, are older checkpoints deleted. A save that
     fails is told to `log` and counted, and leaves everything as it was.
 
+    From the first save on the folder is this run's alone, until `close` or the end of the process. Only what a
+    `Checkpointer` has written there is ever replaced or deleted, and nothing before the first save.
+
     Attributes:
       directory: the folder.
       num_saved: saves that were completed.
@@ -85,29 +81,39 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, config: CheckpointConfig | None = None, log: Log = print
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        config: CheckpointConfig | None = None,
+        log: Log = print,
+        run: str = "",
     ) -> None:
-        """Makes the folder, and removes what saves that were cut off have left there.
+        """Makes the folder.
+
+        Args:
+          directory: the folder, or the URL of one in a bucket.
+          config: what to keep.
+          log: takes a line for each save that fails, and for what is removed.
+          run: what to call this run to others that want to save into the folder.
 
         Raises:
-          ValueError: the folder cannot be made.
+          ValueError: the folder cannot be made, or is none.
         """
         self.directory = resolve(directory)
         self.num_saved = self.num_failed = 0
         self.blocked_seconds = 0.0
         self._config, self._log = config or CheckpointConfig(), log
         self._thread: threading.Thread | None = None
+        self._died: tuple[int, BaseException] | None = None
         self._losses: dict[int, float | None] = {}
+        self._folder = CheckpointFolder(self.directory, log)
+        self._lock = FolderLock(self.directory / LOCK, run=run)
+        self._barrier: SaveBarrier | None = None
         if _is_primary():
-            self._prepare()
-        handler = ocp.CompositeCheckpointHandler(
-            **{STATE: ocp.PyTreeCheckpointHandler(use_ocdbt=True), RECORD: ocp.JsonCheckpointHandler()}
-        )
-        # A folder that cannot be made is told at once: in the background all other tasks would wait for it in vain.
-        self._barrier = SaveBarrier()
-        options = ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=self._barrier)
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
-        self._quiet = Quiet()
+            try:
+                self._folder.make()
+            except OSError as error:
+                raise ValueError(f"cannot write checkpoints to {self.directory}: {_explain(error)}") from error
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -124,6 +130,21 @@ class Checkpointer:
         """Returns the steps that there are whole checkpoints of, in order."""
         return list_steps(self.directory)
 
+    def take(self) -> None:
+        """Takes the folder for this run, as the first save does.
+
+        All processes call it.
+
+        Raises:
+          ValueError: another run has it; the message names that run and what to do.
+        """
+        if self._barrier is None:
+            with Agreement(lambda _: FolderInUse(f"{self.directory} cannot be used by this run (see process 0's log)")):
+                if _is_primary():
+                    with contextlib.suppress(OSError):  # told by the save that it makes fail
+                        self._lock.take()
+            self._barrier = SaveBarrier(from_first_process(secrets.token_hex(8)))
+
     def save(
         self, step: int, state: TrainState, *, extra: Mapping[str, Any] | None = None, loss: float | None = None
     ) -> None:
@@ -138,170 +159,149 @@ class Checkpointer:
           loss: its validation loss, if known.
 
         Raises:
-          ValueError: the state was donated, or is no `TrainState`.
+          ValueError: no step or loss, the state was donated or is no `TrainState`, or another run has the folder.
+          RuntimeError: the background thread of the save before died of a bug.
         """
+        step, loss = _checked_step(step), _checked_loss(loss)
         if not isinstance(state, TrainState):
             raise ValueError(
                 f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and "
                 "restores it onto `zero.state_shardings` (docs/checkpoints.md)"
             )
         self.wait()
+        self.take()
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
         encoded = encode_state(state, mesh=mesh)
-        path = step_path(self.directory, step)
         try:
-            self._barrier.begin()
             with Agreement(lambda processes: SaveFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
-                self._make_room(path)
-            save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in encoded.arrays}
-            arrays = ocp.args.PyTreeSave(encoded.arrays, save_args=save_args)
-            self._orbax.save(path, args=ocp.args.Composite(**{STATE: arrays, RECORD: ocp.args.JsonSave(record)}))
-            self._thread = threading.Thread(target=self._finish, args=(step, loss), name=f"checkpoint of step {step}")
-            self._thread.start()
+                if _is_primary():
+                    self._folder.make()
+                    self._lock.take()
+                    self._folder.begin(step)
+                writes = ArrayWrites(encoded.arrays)
         except Exception as error:
             self._failed(step, error)
+        else:
+            job = (step, loss, record, writes)
+            self._thread = threading.Thread(target=self._finish, args=job, name=f"checkpoint of step {step}")
+            self._thread.start()
         finally:
             self.blocked_seconds = time.perf_counter() - started
 
     def wait(self) -> None:
-        """Waits until the last save is whole, or has failed."""
+        """Waits until the last save is whole, or has failed.
+
+        Raises:
+          RuntimeError: its background thread died of a bug; says of which.
+        """
         if self._thread:
             self._thread.join()
             self._thread = None
+        if self._died:
+            (step, error), self._died = self._died, None
+            raise RuntimeError(
+                f"the background thread that saved step {step} died: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
-        """Waits for the last save and lets go of the folder."""
-        self.wait()
-        self._orbax.close()
-        if self.num_failed and _is_primary():
-            self._remove_parts()
-        if not self.num_failed:  # what failed saves have abandoned reports until the process ends
-            self._quiet.remove()
+        """Waits for the last save and lets go of the folder.
 
-    def _prepare(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.iterdir():
-                if path.name.endswith(_OLD_SUFFIX) and not _original(path).exists():
-                    path.rename(_original(path))
-                elif path.name.startswith("step_") and not _is_final(path):
-                    path.rmtree()
-                    self._log(f"removed {path}: a save or a deletion that was cut off")
-        except OSError as error:
-            raise ValueError(f"cannot write checkpoints to {self.directory}: {_explain(error)}") from error
-        for step in self.steps():
-            try:
-                self._losses[step] = read_record(step_path(self.directory, step)).loss
-            except CheckpointError:
-                self._losses[step] = None
-
-    def _make_room(self, path: epath.Path) -> None:
-        """Sees that a folder can be made, and moves an older checkpoint of the same step out of the way.
-
-        The older one is deleted when the new one is whole.
+        Raises:
+          RuntimeError: see `wait`.
         """
-        if not _is_primary():
-            return
-        self._remove_parts()
-        probe = self.directory / f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}probe"
-        probe.mkdir(parents=True, exist_ok=True)
-        probe.rmtree()
-        if path.exists():
-            path.rename(_aside(path))
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+            self._barrier = None
 
-    def _finish(self, step: int, loss: float | None) -> None:
-        """Waits for a save in the background, and then deletes what need not be kept."""
+    def _finish(self, step: int, loss: float | None, record: bytes, writes: ArrayWrites) -> None:
+        """Writes a save in the background, and then deletes what need not be kept."""
         try:
-            self._orbax.wait_until_finished()
-            is_written = True
-        except Exception as error:
-            is_written = False
-            self._failed(step, error)
-        if not is_written:
-            gc.collect()  # by its traceback a failed save keeps its copy of the state on the host, for good if not told
+            try:
+                self._write(step, record, writes)
+            except Exception as error:
+                self._failed(step, error)
+            else:
+                self.num_saved += 1
+                self._losses[step] = loss
+                self._delete_older(step)
+        except BaseException as error:
+            self._died = (step, error)
+
+    def _write(self, step: int, record: bytes, writes: ArrayWrites) -> None:
+        place = self._folder.writing(step) / STATE
+        assert self._barrier is not None
+        with self._barrier:  # after it no process writes any more, whether one failed or none
+            writes.write(place)
+        with self._barrier:
             if _is_primary():
-                self._remove_parts()  # once more: what was being written is let go of only now
-            return
-        self.num_saved += 1
-        self._losses[step] = loss
+                writes.merge(place)
+                self._folder.publish(step, record)
+
+    def _delete_older(self, step: int) -> None:
         if not _is_primary():
             return
         try:
-            self._delete(_aside(step_path(self.directory, step)))
-            for old in set(self.steps()) - self._kept():
-                self._delete(step_path(self.directory, old))
-        except OSError as error:
+            self._lock.take()
+            own = self._folder.own_steps()
+            for old in set(own) - self._kept(own) - {step}:
+                self._folder.delete(old)
+        except (OSError, FolderInUse, CheckpointError) as error:
             self._log(f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {_explain(error)}")
 
-    def _kept(self) -> set[int]:
-        steps = self.steps()
-        losses = {step: self._losses.get(step) for step in steps}
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)
+    def _kept(self, steps: list[int]) -> set[int]:
+        losses = {step: self._loss_of(step) for step in steps}
+        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
         best = [-step for _, step in ranked[: self._config.keep_best]]
         return {*steps[-self._config.keep_last :], *best}
 
-    def _delete(self, path: epath.Path) -> None:
-        """Deletes a checkpoint so that a part of it is never taken for one."""
-        if not path.exists():
-            return
-        if "://" in os.fspath(path):
-            (path / _COMMITTED).unlink(missing_ok=True)
-        elif not path.name.endswith(_OLD_SUFFIX):
-            path = path.rename(path.parent / f"{path.name}{ocp.path.step.TMP_DIR_SUFFIX}deleted")
-        path.rmtree()
-
-    def _remove_parts(self) -> None:
-        """Removes what failed saves have left; writes that were under way may make some of it anew."""
-        with contextlib.suppress(OSError):
-            for part in self.directory.iterdir():
-                if part.name.startswith("step_") and ocp.path.step.TMP_DIR_SUFFIX in part.name:
-                    part.rmtree()
+    def _loss_of(self, step: int) -> float | None:
+        if step not in self._losses:
+            self._losses[step] = read_record(step_path(self.directory, step)).loss
+        return self._losses[step]
 
     def _failed(self, step: int, error: Exception) -> None:
         """Tells that a save has failed, and removes the part of it that was written."""
         self.num_failed += 1
-        self._barrier.fail(_explain(error))
-        self._forget_errors()
-        path = step_path(self.directory, step)
+        why = _explain(error)
         try:
             if _is_primary():
-                self._remove_parts()
-                if _aside(path).exists() and not path.exists():
-                    _aside(path).rename(path)
+                self._folder.abandon()
             there = self.steps()
-        except OSError as second:
-            there, error = [], OSError(f"{error}, and the folder cannot be read or tidied ({second})")
+        except (OSError, CheckpointError) as second:
+            there, why = [], f"{why}, and the folder cannot be read or tidied ({second})"
         kept = f"whole and kept: step {', '.join(map(str, there))}" if there else "there is no other checkpoint"
-        self._log(
-            f"checkpoint of step {step} NOT saved to {self.directory}: {_explain(error)}. Training goes on; {kept}"
-        )
-
-    def _forget_errors(self) -> None:
-        """Takes the other errors of a failed save off orbax, which would give them to the next one."""
-        for _ in range(_MOST_ERRORS):
-            try:
-                return self._orbax.wait_until_finished()
-            except Exception:
-                continue
+        self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {kept}")
 
 
 def _is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def _aside(path: epath.Path) -> epath.Path:
-    return path.parent / f"{path.name}{_OLD_SUFFIX}"
+def _checked_step(step: Any) -> int:
+    """Returns a step as an int, numpy's included."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
+        raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
+    return number
 
 
-def _original(path: epath.Path) -> epath.Path:
-    return path.parent / path.name.removesuffix(_OLD_SUFFIX)
-
-
-def _is_final(path: epath.Path) -> bool:
-    """Tells whether a folder is no remains of a save; one that was damaged later is left for its owner to look at."""
-    return not path.name.endswith(_OLD_SUFFIX) and ocp.path.step.is_checkpoint_finalized(path)
+def _checked_loss(loss: Any) -> float | None:
+    """Returns a loss as a float, scalars of numpy and JAX included."""
+    if loss is None:
+        return None
+    try:
+        if isinstance(loss, str | bytes):
+            raise TypeError("text")
+        return float(loss)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"loss={loss!r}: give the validation loss as a number, or None") from error
 
 
 def _explain(error: Exception) -> str:

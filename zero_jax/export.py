@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint_files import Record, find, make_context, read_record, read_slices
-from zero_jax.saved_state import SavedLeaf
+from zero_jax.checkpoint_files import check_files, find, make_context, read_slices
+from zero_jax.checkpoint_record import Record
+from zero_jax.saved_leaf import SavedLeaf
 from zero_jax.variables import MODEL_STATE
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
@@ -108,7 +109,8 @@ def export(
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
     """
-    record, folder = read_record(find(path, step)), pathlib.Path(out).absolute()
+    (record, _), folder = find(path, step), pathlib.Path(out).absolute()
+    check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     old = _existing(folder)
     if old and not force:

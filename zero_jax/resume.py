@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from zero_jax.agreement import from_first_process
-from zero_jax.checkpoint import Restored, latest_step, restore
-from zero_jax.checkpoint_files import find
+from zero_jax.checkpoint import CheckpointError, Restored, restore
+from zero_jax.checkpoint_files import candidates, find
+from zero_jax.checkpoint_record import step_path
+from zero_jax.noise_scale import NoiseScale
 from zero_jax.run_folder import as_json, differences
 from zero_jax.state import TrainState, init_state
 from zero_jax.training_run import Run
+from zero_jax.untrusted import flag, mapping, number, whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +54,10 @@ def begin(run: Run) -> Start:
     config, key = run.config, jax.random.key(run.config.seed)
     lines: list[str] = []
     given = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
-    has_own = config.resume == "auto" and from_first_process(str(latest_step(run.checkpoints) or ""))
+    has_own = config.resume == "auto" and from_first_process(lambda: str(candidates(run.checkpoints) or ""))
     try:
         if has_own:
-            return _checked(run, restore(run.checkpoints, **given), lines)
+            return _checked(run, restore(run.checkpoints, accept=_accept, **given), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
             found = restore(folder, step=step, params_only=True, key=key, **given)
@@ -61,6 +65,24 @@ def begin(run: Run) -> Start:
     except ValueError as error:
         raise ResumeError(str(error)) from error
     return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
+
+
+def _accept(extra: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint whose record lacks what a run goes on from: saved by a loop of the user's own, or forged."""
+    try:
+        missing = {"data", "noise_scale", "config", "is_evaluated"} - extra.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        whole_number(mapping(extra["data"]).get("position"))
+        mapping(extra["config"])
+        flag(extra["is_evaluated"])
+        for value in mapping(extra["noise_scale"]).values():
+            number(value)
+        NoiseScale.from_json(extra["noise_scale"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"its record is not that of a training run ({error}): begin another run from its params with init_from"
+        ) from error
 
 
 def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
@@ -86,9 +108,13 @@ def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
 
 def _source(path: str) -> tuple[str, int | None]:
     """Returns the folder of checkpoints that a path leads to, and the step if it names one."""
-    found = find(path)
-    is_step = found.name == pathlib.PurePath(path).name
-    return str(found.parent), int(found.name.rpartition("_")[2]) if is_step else None
+    record, _ = find(path)
+    is_step = record.path.name == pathlib.PurePath(path).name
+    if is_step and record.path != step_path(record.path.parent, record.step):
+        raise ValueError(
+            f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
+        )
+    return str(record.path.parent), record.step if is_step else None
 
 
 def identity(run: Run) -> dict[str, Any]:

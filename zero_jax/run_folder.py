@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import pathlib
-import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from etils import epath
 
-from zero_jax.agreement import from_first_process
+from zero_jax.agreement import Agreement, from_first_process
+from zero_jax.folder_lock import FolderInUse, FolderLock
 
 
-def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
+def make_folder(
+    out: pathlib.Path,
+    name: str | None,
+    made_up: str,
+    *,
+    resume: bool,
+    check: Callable[[str], None] = lambda _: None,
+) -> pathlib.Path:
     """Makes the folder of a new run, or returns the one that a run of that name left, and agrees on it.
 
     Args:
@@ -24,30 +31,34 @@ def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bo
       name: the run's name, or None for one made up.
       made_up: the name to make up; a number is added where it is taken.
       resume: whether a folder that exists is gone on with.
+      check: raises a `FileExistsError` for a name that is taken elsewhere.
 
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
-    folder = None
-    if jax.process_index() == 0:
-        folder = _make(out, name, made_up, resume=resume)
-    return pathlib.Path(from_first_process("" if folder is None else str(folder.absolute())))
+    return pathlib.Path(
+        from_first_process(lambda: str(_make(out, name, made_up, resume=resume, check=check).absolute()))
+    )
 
 
-def _make(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
+def _make(
+    out: pathlib.Path, name: str | None, made_up: str, *, resume: bool, check: Callable[[str], None]
+) -> pathlib.Path:
     names = [name or made_up]
     if name is None and not resume:
         names += [f"{made_up}-{i}" for i in range(2, 10_000)]
+    taken = out / names[-1]
     for one in names:
         try:
+            check(one)
             (out / one).mkdir(parents=True, exist_ok=resume)
             return out / one
-        except FileExistsError:
-            continue
+        except FileExistsError as error:
+            taken = error.filename or taken
         except OSError as error:
             raise ValueError(f"cannot make the folder {out / one} ({error.strerror}): choose another out") from error
     raise ValueError(
-        f"{out / names[-1]} holds a run already: choose another name, remove that folder, or go on with that run by "
+        f"{taken} holds a run already: choose another name, remove that folder, or go on with that run by "
         "resume='auto' (--resume auto)"
     )
 
@@ -56,25 +67,13 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
     """Keeps a folder to this run until the context is left or the process ends; the first process alone does.
 
     Raises:
-      ValueError: another run has it; they would write over each other's checkpoints.
+      ValueError: another run has it; they would write over each other's files.
     """
     stack = contextlib.ExitStack()
-    if jax.process_index():
-        return stack
-    path = folder / "lock"
-    try:
-        file = stack.enter_context(path.open("ab", buffering=0))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except BlockingIOError as error:
-        stack.close()
-        raise ValueError(
-            f"{folder} is in use by another run ({path.read_text(encoding='utf-8').strip()}): stop that one or wait "
-            f"until it ends, or choose another name. If there is none any more, remove {path}"
-        ) from error
-    except OSError:
-        pass  # a file system that knows no locks, or is full
+    with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # a folder that cannot be written to, which is told elsewhere
+                stack.enter_context(FolderLock(epath.Path(folder) / "lock", run=str(folder)))
     return stack
 
 

@@ -1,19 +1,19 @@
-"""A barrier between the processes of a save that a process whose part failed lets through at once.
+"""The phases of a save: every process ends one with all others, or learns which of them failed.
 
-Orbax's own would keep the others waiting until its time is up, many minutes later, and the next save with them.
+Unlike `agreement`, which sends arrays between devices, this exchanges words, and may be used in a background thread
+while the devices train.
 """
 
 from __future__ import annotations
 
-import itertools
+from types import TracebackType
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 _OK = "ok"
-_NAMES = map("save{}".format, itertools.count())  # processes make their barriers in the same order
-_NUM_PHASES = 2  # all shards are written; the folder has its name
+_TIMEOUT_SECONDS = 3600  # how long the slowest process may write after the fastest
 
 
 class SaveFailed(RuntimeError):
@@ -21,44 +21,39 @@ class SaveFailed(RuntimeError):
 
 
 class SaveBarrier:
-    """Lets the processes that save together tell each other how it went.
+    """Lets the processes that save together tell each other how a phase of it went.
 
-    All of them call `begin` before every save. Orbax calls the object between the phases of one.
+    A phase is the body of a `with` statement: on leaving it, a process tells the others whether its part failed and
+    waits until all have told. If any has failed, all raise.
     """
 
-    def __init__(self) -> None:
-        """Starts with no save under way."""
-        self._name, self._save, self._phase = next(_NAMES), 0, 0
+    def __init__(self, name: str) -> None:
+        """Starts before the first phase.
 
-    def begin(self) -> None:
-        """Begins the next save."""
-        self._save, self._phase = self._save + 1, 0
-
-    def fail(self, why: str) -> None:
-        """Tells the others that this process will not come."""
-        while self._phase < _NUM_PHASES:
-            self._tell(why)
-
-    def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes; `key` is not needed, for phases come one after another.
-
-        Raises:
-          SaveFailed: one of them told that it failed.
+        Args:
+          name: a name that no other barrier of these processes has, the same in all of them.
         """
-        phase = self._phase
-        self._tell(_OK)
-        for process in range(jax.process_count()):
-            said = _client().blocking_key_value_get(self._key(phase, process), timeout_ms)
-            if said != _OK:
-                raise SaveFailed(f"process {process} failed: {said}")
+        self._name, self._phase = name, 0
 
-    def _tell(self, word: str) -> None:
-        phase, self._phase = self._phase, self._phase + 1
-        if jax.process_count() > 1:
-            _client().key_value_set(self._key(phase, jax.process_index()), word)
+    def __enter__(self) -> None:
+        self._phase += 1
 
-    def _key(self, phase: int, process: int) -> str:
-        return f"zero_jax/{self._name}/{self._save}/{phase}/{process}"
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if jax.process_count() == 1:
+            return
+        client = _client()
+        word = _OK if error is None else f"{kind.__name__ if kind else ''}: {error}"[:1000]
+        client.key_value_set(self._key(jax.process_index()), word)
+        words = [
+            client.blocking_key_value_get(self._key(process), _TIMEOUT_SECONDS * 1000)
+            for process in range(jax.process_count())
+        ]
+        failed = {process: said for process, said in enumerate(words) if said != _OK}
+        if error is None and failed:
+            raise SaveFailed("; ".join(f"process {process} failed: {said}" for process, said in failed.items()))
+
+    def _key(self, process: int) -> str:
+        return f"zero_jax/save/{self._name}/{self._phase}/{process}"
 
 
 def _client() -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,39 +18,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.fingerprint import fingerprint
+from zero_jax.saved_leaf import SavedLeaf, is_bits
 from zero_jax.state import TrainState
 from zero_jax.tree import PyTree, leaf_names
-
-_PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedLeaf:
-    """What is known of a saved leaf besides its values.
-
-    Attributes:
-      shape: global shape, as the train state has it.
-      dtype: dtype as the train state has it; `key<threefry2x32>` for PRNG keys of that kind.
-      stored_shape: shape in the files.
-      stored_dtype: dtype in the files.
-      fingerprint: see `zero_jax.fingerprint`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored_shape: tuple[int, ...]
-    stored_dtype: str
-    fingerprint: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, in the stored form."""
-        return int(np.prod(self.stored_shape, dtype=np.int64)) * jnp.dtype(self.stored_dtype).itemsize
-
-    @property
-    def is_key(self) -> bool:
-        """Whether the leaf holds PRNG keys."""
-        return self.dtype.startswith("key<")
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:
@@ -93,7 +62,7 @@ def encode(x: Array) -> Array:
     """Returns what is stored for a leaf: keys as their words, elements of a byte that files may not know as bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
-    if not _is_bits(dtype_name(x)):
+    if not is_bits(dtype_name(x)):
         return x
     num_bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{num_bits}")).astype(np.uint8)
@@ -103,16 +72,11 @@ def decode(x: Array, leaf: SavedLeaf) -> Array:
     """Returns the leaf that `encode` stored."""
     if leaf.is_key:
         return jax.random.wrap_key_data(x, impl=leaf.dtype[4:-1])
-    if not _is_bits(leaf.dtype):
+    if not is_bits(leaf.dtype):
         return x
     dtype = jnp.dtype(leaf.dtype)
     num_bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
     return lax.bitcast_convert_type(x.astype(jnp.dtype(f"uint{num_bits}")), dtype)
-
-
-def _is_bits(dtype: str) -> bool:
-    """Tells whether a dtype is stored as bits."""
-    return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +115,7 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
 def encode_leaf(x: Array) -> Array:
     """Encodes a leaf where it lies; most are stored as they are."""
     name = dtype_name(x)
-    return _encode(x) if name.startswith("key<") or _is_bits(name) else x
+    return _encode(x) if name.startswith("key<") or is_bits(name) else x
 
 
 _encode = jax.jit(encode)
@@ -170,22 +134,3 @@ def fingerprint_program(mesh: Mesh) -> Any:
         return jnp.stack([fingerprint(x) for x in arrays])
 
     return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def leaves_to_json(leaves: Mapping[str, SavedLeaf]) -> dict[str, Any]:
-    """Returns what a checkpoint's record says of its leaves."""
-    return {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
-
-
-def leaves_from_json(record: Mapping[str, Any]) -> dict[str, SavedLeaf]:
-    """Reads what `leaves_to_json` wrote."""
-    return {
-        name: SavedLeaf(
-            shape=tuple(leaf["shape"]),
-            dtype=leaf["dtype"],
-            stored_shape=tuple(leaf["stored_shape"]),
-            stored_dtype=leaf["stored_dtype"],
-            fingerprint=leaf["fingerprint"],
-        )
-        for name, leaf in record.items()
-    }

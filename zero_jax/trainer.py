@@ -97,6 +97,13 @@ class _Training:
         )
         self.compiled: set[str] = set()
         self.preemption = stack.enter_context(Preemption(log=log if is_first else _silent))
+        self.say = log if is_first else _silent
+        self.checkpointer = stack.enter_context(
+            Checkpointer(
+                run.checkpoints, config=config.checkpoint, log=lambda line: self.say(line), run=str(run.folder)
+            )
+        )
+        self.checkpointer.take()
         start = begin(run)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         self.console = stack.enter_context(
@@ -133,7 +140,6 @@ class _Training:
         )
         self.buffers = BatchBuffers()
         self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
-        self.checkpointer = stack.enter_context(Checkpointer(run.checkpoints, config=config.checkpoint, log=self.say))
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if is_first else [],
@@ -151,7 +157,7 @@ class _Training:
         status = self._fit()
         self._beat("save")
         self.checkpointer.wait()
-        if status == "done" and from_first_process(str(latest_step(run.checkpoints))) != str(self.step):
+        if status == "done" and from_first_process(lambda: str(latest_step(run.checkpoints))) != str(self.step):
             status = "unsaved"
         if advice := self.noise.advice(config.batch_size):
             self.say(advice)

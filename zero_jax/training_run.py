@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import functools
+import os
 import pathlib
 import re
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from jax.sharding import Mesh
 from zero_jax.agreement import from_first_process
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.checkpoint_files import find
+from zero_jax.checkpoint_files import candidates, find
 from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
@@ -250,8 +253,17 @@ def prepare(
             config.name,
             f"{model.name}-stage{config.zero.stage}",
             resume=config.resume == "auto",
+            check=functools.partial(_check_checkpoints, config),
         ),
     )
+
+
+def _check_checkpoints(config: TrainConfig, name: str) -> None:
+    """Refuses the name of a new run of which the folder of checkpoints holds those of another one."""
+    if config.checkpoints is not None and config.resume == "never":
+        folder = f"{config.checkpoints.rstrip('/')}/{name}"
+        if candidates(folder):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder)
 
 
 def _param_specs(config: TrainConfig, model: Model) -> Any:

@@ -1,0 +1,71 @@
+"""Two real processes: what one learns or fails at is learned, or failed at, by both."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from test_reload_processes import free_address
+
+from zero_jax.agreement import from_first_process
+
+WORKER = pathlib.Path(__file__).with_name("agreement_worker.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of two processes has printed."""
+    address, folder = free_address(), tmp_path_factory.mktemp("agreement")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, address, str(i), folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:].decode()
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.mark.slow
+def test_a_text_of_any_length_and_kind_comes_from_the_first_process(results):
+    for result in results:
+        assert all(result[name] is True for name in ("megabyte", "empty", "zeros", "path")), result
+        assert result["called"] == "made"
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_process_is_one_of_all(results):
+    first, second = results
+    message = f"no such name: {'x' * 5000}"
+    assert first["raised"] == f"ValueError: {message}"
+    assert second["raised"] == f"FirstProcessFailed: process 0 failed: {message}"
+    assert first["agreement"] == "OSError: the disk is on fire"
+    assert second["agreement"] == "RuntimeError: process 0 failed"
+
+
+@pytest.mark.slow
+def test_a_save_is_whole_in_both_or_in_none_whatever_else_each_has_made(results):
+    for index, result in enumerate(results):
+        steps, num_failed, steps_then, names, lines = result["saves"]
+        assert (steps, num_failed, steps_then) == ([1], 1, [1, 3])
+        assert set(names) <= {"step_00000001", "step_00000003", "zero_jax.lock"}
+        reason = "process 1 failed: OSError: [Errno 28] No space left" if index == 0 else "the disk is full"
+        assert len(lines) == 1 and "checkpoint of step 2 NOT saved" in lines[0] and reason in lines[0]
+
+
+@pytest.mark.slow
+def test_a_folder_that_another_run_has_is_refused_in_both(results):
+    first, second = results
+    assert first["taken"].startswith("FolderInUse: ") and "run other" in first["taken"]
+    assert second["taken"].startswith("FolderInUse: ") and "see process 0's log" in second["taken"]
+
+
+def test_one_process_agrees_with_itself():
+    assert from_first_process("a") == from_first_process(lambda: "a") == "a"

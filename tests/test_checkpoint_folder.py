@@ -1,0 +1,482 @@
+"""Whose a folder of checkpoints is: what others put there is left alone, and one run saves there at a time."""
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+
+import faults
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import reference
+from etils import epath
+
+import zero_jax as zero
+from zero_jax import checkpoint_files, checkpoint_folder, folder_lock
+from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
+from zero_jax.checkpoint_folder import CheckpointFolder
+from zero_jax.checkpoint_record import record_to_json
+from zero_jax.folder_lock import FolderInUse, FolderLock
+from zero_jax.saved_state import encode_state
+
+TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
+
+
+def init_params(key):
+    return {"w": jax.random.normal(key, (16, 8))}
+
+
+@pytest.fixture(scope="module")
+def state():
+    return zero.init_state(init_params, TX, jax.random.key(0), mesh=reference.mesh_of("8"), config=CONFIG)
+
+
+def reload(folder, **options):
+    settings = {"init_fn": init_params, "tx": TX, "mesh": reference.mesh_of("8"), "config": CONFIG}
+    return restore(folder, **{**settings, **options})
+
+
+def save(folder, steps, state, *, log=pytest.fail, **config):
+    """Saves some steps, one after the other; returns the checkpointer."""
+    with Checkpointer(folder, config=CheckpointConfig(**{"keep_last": 9, **config}), log=log) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state)
+    return checkpointer
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory):
+    """A folder with the checkpoint of step 2, to be copied."""
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, [2], state)
+    return folder / "step_00000002"
+
+
+@pytest.fixture(params=["folders are renamed", "as in a bucket"])
+def like_a_bucket(request, monkeypatch):
+    """Lets local folders be taken for those of a bucket: nothing is renamed, a last object says that all are there."""
+    if request.param == "as in a bucket":
+        for module in (checkpoint_files, checkpoint_folder):
+            monkeypatch.setattr(module, "is_bucket", lambda path: True)
+        return True
+    return False
+
+
+def marked(path, step):
+    """Makes what a save or a deletion that was cut off leaves."""
+    path.mkdir(parents=True)
+    (path / "zero_jax.json").write_text(json.dumps({"zero_jax": "checkpoint", "step": step}))
+    (path / "state" / "d").mkdir(parents=True)
+    (path / "state" / "d" / "0123456789abcdef").write_text("half")
+
+
+def put_foreign(folder, outside, saved):
+    """Puts all kinds of things beside the checkpoints that no `Checkpointer` has written; returns their names."""
+    before = {path.name for path in folder.iterdir()}
+    (folder / "step_times.csv").write_text("1,2")
+    (folder / "step_00000031").write_text("a file")
+    os.mkfifo(folder / "step_00000032")
+    os.mkfifo(folder / "step_00000032.zero_jax-tmp")
+    for name in ("step_logs", "step_000100", "step_00000033", "step_00000034.orbax-checkpoint-tmp", "step_8",
+                 "step_00000035.zero_jax-tmp", "step_00000036.zero_jax-deleted", "step_00000001.replaced",
+                 "step_00000037.orbax-checkpoint-tmpdeleted", "my.zero_jax-tmp", "step_٠٠٠٠٠٠٣٨"):  # fmt: skip
+        (folder / name).mkdir()
+        (folder / name / "notes.txt").write_text("mine")
+    (folder / "step_00000039").mkdir()
+    shutil.copytree(saved, folder / "step_00000090")  # a copy, to have it at hand
+    marked(folder / "step_00000041.zero_jax-tmp", 40)  # renamed by somebody
+    marked(folder / "step_00000042.zero_jax-tmp", 42)
+    (folder / "step_00000042.zero_jax-tmp" / "state" / "notes.txt").write_text("mine")
+    marked(outside / "checkpoint", 43)
+    (folder / "step_00000043.zero_jax-tmp").symlink_to(outside / "checkpoint")
+    (folder / "step_00000044").symlink_to(outside / "checkpoint")
+    (folder / "step_00000045").symlink_to("step_00000045")
+    marked(folder / "step_00000046.zero_jax-tmp", 46)
+    (folder / "step_00000046.zero_jax-tmp" / "state" / "d" / "abcdef").symlink_to(outside / "checkpoint")
+    (folder / "zero_jax.json").write_text('{"zero_jax": "checkpoint", "step": 1}')
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "step_00000047", {"w": np.zeros(3)})
+    return {path.name for path in folder.iterdir()} - before
+
+
+def tree(*folders):
+    """Returns kind and content of all that is below folders, links not followed."""
+    found = {}
+    for folder in folders:
+        for place, folders_there, files in os.walk(folder):
+            for name in (*folders_there, *files):
+                path = pathlib.Path(place, name)
+                mode = path.lstat().st_mode
+                content = os.readlink(path) if stat.S_ISLNK(mode) else path.read_bytes() if stat.S_ISREG(mode) else None
+                found[str(path)] = stat.S_IFMT(mode), content
+    return found
+
+
+def test_what_others_put_beside_the_checkpoints_is_untouched(tmp_path, state, saved, like_a_bucket):
+    folder, outside, lines = tmp_path / "checkpoints", tmp_path / "outside", []
+    folder.mkdir()
+    outside.mkdir()
+    names = put_foreign(folder, outside, saved)
+    shutil.copytree(saved, folder / "step_00000002")
+    (folder / "step_00000002" / "notes.txt").write_text("what I think of it")
+    kept = [*(folder / name for name in names), folder / "step_00000002"]
+    before = tree(outside, *kept)
+    save(folder, [3, 4, 5], state, log=lines.append, keep_last=2, keep_best=0)
+    if like_a_bucket:
+        marked(folder / "step_00000006", 6)
+    else:
+        for step, kind in ((6, "tmp"), (7, "deleted"), (8, "replaced")):  # what crashes leave
+            marked(folder / f"step_{step:08d}.zero_jax-{kind}", step)
+        (folder / "step_00000009.zero_jax-tmp").mkdir()
+        (folder / "step_00000005").rename(folder / "step_00000005.zero_jax-replaced")
+    save(folder, [10, 10], state, log=lines.append, keep_last=2, keep_best=0)
+    assert tree(outside, *kept) == before
+    own = (
+        {"step_00000005", "step_00000008", "step_00000010"} if not like_a_bucket else {"step_00000005", "step_00000010"}
+    )
+    assert {path.name for path in folder.iterdir()} == names | own | {"step_00000002"}
+    told = f"{folder / 'step_00000002'} is not deleted: it holds notes.txt, which zero_jax did not write"
+    assert lines.count(told) == (0 if like_a_bucket else 2) and all(
+        line == told or line.startswith("removed ") for line in lines
+    ), lines
+    if not like_a_bucket:
+        assert reload(folder).step == latest_step(folder) == 10
+
+
+@pytest.mark.parametrize("step", [31, 32, 33, 35, 39, 41, 44, 45, 47, 90])
+def test_a_step_of_which_something_else_has_the_name_is_not_saved(step, tmp_path, state, saved):
+    folder, lines = tmp_path / "checkpoints", []
+    folder.mkdir()
+    put_foreign(folder, tmp_path, saved)
+    before = tree(tmp_path)
+    checkpointer = save(folder, [step], state, log=lines.append)
+    assert checkpointer.num_failed == 1 and tree(tmp_path) == before
+    assert f"checkpoint of step {step} NOT saved" in lines[0] and "is in the way" in lines[0] and len(lines) == 1
+
+
+def test_a_damaged_checkpoint_of_its_own_is_saved_again(tmp_path, state, saved):
+    shutil.copytree(saved, tmp_path / "step_00000002")
+    (tmp_path / "step_00000002" / "record" / "metadata").write_text("{")
+    save(tmp_path, [2], state)
+    assert reload(tmp_path).step == 2
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read_replaced_and_deleted(tmp_path, state, saved):
+    for step in (1, 2):
+        _save_like_0_1(tmp_path / f"step_{step:08d}", step, state)
+    assert reload(tmp_path).step == 2 and describe(tmp_path, verify_leaves=True).problems == ()
+    save(tmp_path, [2], state)
+    save(tmp_path, [3], state, keep_last=1, keep_best=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def _save_like_0_1(path, step, state):
+    """Saves as releases before marks did: by orbax, which writes some files more."""
+    encoded = encode_state(state, mesh=reference.mesh_of("8"))
+    record = json.loads(record_to_json(step=step, loss=None, leaves=encoded.leaves, extra={}))
+    handlers = {"state": ocp.PyTreeCheckpointHandler(use_ocdbt=True), "record": ocp.JsonCheckpointHandler()}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+        items = {"state": ocp.args.PyTreeSave(encoded.arrays), "record": ocp.args.JsonSave(record)}
+        checkpointer.save(path, args=ocp.args.Composite(**items))
+
+
+def test_orbax_reads_the_arrays(state, saved):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = checkpointer.restore(saved / "state")
+    np.testing.assert_array_equal(found["params/w"], state.params["w"])
+
+
+def test_reading_removes_nothing_of_a_save_that_is_under_way(tmp_path, state, monkeypatch):
+    written, go_on = threading.Event(), threading.Event()
+    publish = CheckpointFolder.publish
+
+    def slow(self, step, record):
+        if step == 2:
+            written.set()
+            assert go_on.wait(60)
+        publish(self, step, record)
+
+    monkeypatch.setattr(CheckpointFolder, "publish", slow)
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, state)
+        assert written.wait(60)
+        before = tree(tmp_path)
+        with Checkpointer(tmp_path, log=pytest.fail) as other:
+            assert other.steps() == [1] and reload(tmp_path).step == describe(tmp_path).step == 1
+            with pytest.raises(
+                ValueError, match=rf"in use by another run \(process {os.getpid()} on .*close its Check"
+            ):
+                other.save(3, state)
+        assert tree(tmp_path) == before
+        go_on.set()
+    assert reload(tmp_path).step == 2
+
+
+def test_a_step_far_below_older_ones_is_not_deleted_by_its_own_save(tmp_path, state):
+    save(tmp_path, [800, 1000], state)
+    save(tmp_path, [200], state, keep_last=2, keep_best=0)
+    assert latest_step(tmp_path) == 1000 and (tmp_path / "step_00000200").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"step": -5}, "step=-5: give the number of steps done"),
+        ({"step": 1.5}, "step=1.5"),
+        ({"step": True}, "step=True"),
+        ({"step": "7"}, "step='7'"),
+        ({"step": 2**64}, "step=1844"),
+        ({"loss": "x"}, "loss='x': give the validation loss"),
+        ({"loss": "1.5"}, "loss='1.5'"),
+        ({"loss": [1.0]}, "loss="),
+    ],
+)
+def test_a_save_is_refused_at_the_call(changes, match, tmp_path, state):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=match):
+        checkpointer.save(**{"step": 1, "state": state, **changes})
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_and_jax_are_numbers(tmp_path, state):
+    with Checkpointer(tmp_path, log=pytest.fail) as checkpointer:
+        checkpointer.save(np.int64(3), state, loss=jnp.float32(1.5))
+    assert describe(tmp_path).step == 3 and describe(tmp_path).loss == 1.5
+
+
+@pytest.mark.parametrize("name", ["save_every", "keep_last", "keep_best"])
+@pytest.mark.parametrize("value", [1.5, "3", None, True, -1, float("nan")])
+def test_a_config_takes_counts_alone(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        CheckpointConfig(**{name: value})
+
+
+def test_a_background_thread_that_died_fails_the_next_call_with_its_reason(tmp_path, state, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(checkpointer, "_kept", lambda steps: {}["gone"])
+        checkpointer.save(1, state)
+        with pytest.raises(RuntimeError, match="thread that saved step 1 died: KeyError: 'gone'") as caught:
+            checkpointer.save(2, state)
+        assert isinstance(caught.value.__cause__, KeyError)
+        monkeypatch.undo()
+        checkpointer.save(2, state)
+    assert checkpointer.steps() == [1, 2]
+
+
+# The lock
+
+HOLD = """
+import importlib.util, sys, time
+from etils import epath
+spec = importlib.util.spec_from_file_location("folder_lock", sys.argv[1])
+folder_lock = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(folder_lock)
+if sys.argv[3] == "content":
+    folder_lock.FolderLock._take_from_system = lambda self: False
+lock = folder_lock.FolderLock(epath.Path(sys.argv[2]), run="runs/one")
+lock.take()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(params=["flock", "content"])
+def kind(request, monkeypatch):
+    """How a lock is held: by the system, or on a file system that has no locks by what the file says."""
+    if request.param == "content":
+
+        def refuse(*_):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return request.param
+
+
+def test_a_lock_names_its_holder_and_outlives_neither_its_release_nor_its_process(tmp_path, kind):
+    file = epath.Path(tmp_path) / "zero_jax.lock"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder_lock.__file__, file, kind], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    mine = FolderLock(file, run="runs/two")
+    try:
+        with pytest.raises(FolderInUse) as caught:
+            mine.take()
+        for word in (
+            f"{tmp_path} is in use",
+            f"process {process.pid} on ",
+            "since 20",
+            "run runs/one",
+            "stop that",
+            "remove",
+        ):
+            assert word in str(caught.value)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    with mine:
+        mine.take()
+        assert json.loads(file.read_text())["run"] == "runs/two"
+        with pytest.raises(FolderInUse, match="run runs/two"):
+            FolderLock(file).take()
+    assert not file.exists()
+
+
+def test_a_lock_that_is_lost_is_noticed(tmp_path, kind):
+    file = epath.Path(tmp_path) / "zero_jax.lock"
+    first, second = FolderLock(file, run="first"), FolderLock(file, run="second")
+    first.take()
+    file.unlink()  # as the message says, by somebody who was wrong
+    second.take()
+    with pytest.raises(FolderInUse, match="run second"):
+        first.take()
+    first.release()
+    assert file.exists(), "it is not the first one's any more"
+    second.release()
+    first.take()
+    first.release()
+
+
+def test_without_locks_a_holder_on_another_host_is_superseded_and_learns_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderLock, "_take_from_system", lambda self: False)
+    file = epath.Path(tmp_path) / "zero_jax.lock"
+    there, here = FolderLock(file, run="there"), FolderLock(file, run="here")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(folder_lock.socket, "gethostname", lambda: "elsewhere")
+        there.take()
+    here.take()
+    with pytest.raises(FolderInUse, match="run here"):
+        there.take()
+    here.take()
+
+
+@pytest.mark.parametrize("what", ["text", "JSON", "a folder", "a pipe", "a link"])
+def test_a_file_of_the_name_of_a_lock_is_not_taken_for_one(what, tmp_path, state):
+    file = tmp_path / "zero_jax.lock"
+    made = {
+        "text": lambda: file.write_text("my lock"),
+        "JSON": lambda: file.write_text('{"pid": 1}'),
+        "a folder": file.mkdir,
+        "a pipe": lambda: os.mkfifo(file),
+        "a link": lambda: file.symlink_to(tmp_path / "other"),
+    }
+    made[what]()
+    before, lines = tree(tmp_path), []
+    with Checkpointer(tmp_path, log=lines.append) as checkpointer:
+        try:
+            checkpointer.save(1, state)
+        except FolderInUse as error:
+            assert "is not a lock file of zero_jax: move it away" in str(error)
+        else:
+            checkpointer.wait()
+            assert checkpointer.num_failed == 1 and "NOT saved" in lines[0]
+    assert tree(tmp_path) == before
+
+
+def test_a_second_run_with_the_same_checkpoints_is_refused_while_the_first_lives(tmp_path):
+    checkpoints = tmp_path / "shared"
+    (checkpoints / "run").mkdir(parents=True)
+    with FolderLock(epath.Path(checkpoints) / "run" / "zero_jax.lock", run="runs-a/run"):
+        with pytest.raises(ValueError, match=r"shared/run is in use by another run \(.*run runs-a/run\)"):
+            faults.train(tmp_path, checkpoints=str(checkpoints))
+    assert not list((checkpoints / "run").iterdir())
+
+
+def test_a_new_run_does_not_begin_in_the_checkpoints_of_an_older_one(tmp_path, saved):
+    checkpoints = tmp_path / "shared"
+    shutil.copytree(saved, checkpoints / "run" / saved.name)
+    with pytest.raises(ValueError, match=r"shared/run holds a run already: choose another name"):
+        faults.train(tmp_path, checkpoints=str(checkpoints), resume="never")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_checkpoint_that_no_training_run_saved_is_not_resumed(tmp_path, saved):
+    shutil.copytree(saved, tmp_path / "runs" / "run" / "checkpoints" / saved.name)
+    with pytest.raises(ValueError, match=r"step_00000002: its record is not that of a training run \(it lacks config"):
+        faults.train(tmp_path)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        reload(tmp_path / "runs" / "run", accept=_refuse)
+
+
+def _refuse(_):
+    raise CheckpointError("not this one")
+
+
+class Killed(BaseException):
+    """The end of a process, at a place of a test's choice."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Ends a save before its nth change of the folder of checkpoints; in the middle of it where it has a middle."""
+
+    def start(place):
+        num_done = 0
+
+        def ending(change, half=None):
+            def changed(*args, **options):
+                nonlocal num_done
+                num_done += 1
+                if num_done == place and half:
+                    half(*args)
+                if num_done >= place:
+                    raise Killed
+                return change(*args, **options)
+
+            return changed
+
+        def half_removed(path):
+            for file in sorted(pathlib.Path(path).rglob("*"))[::2]:
+                if file.is_file():
+                    file.unlink()
+
+        patches = monkeypatch.context()
+        patch = patches.__enter__()
+        module = checkpoint_folder
+        patch.setattr(module, "_write", ending(module._write, lambda path, content: path.write_bytes(content[:3])))
+        patch.setattr(module.os, "rename", ending(os.rename))
+        patch.setattr(module.os, "rmdir", ending(os.rmdir))
+        patch.setattr(module.shutil, "rmtree", ending(shutil.rmtree, half_removed))
+        patch.setattr(module.CheckpointFolder, "abandon", lambda self: None)
+        return lambda: (patches.__exit__(None, None, None), num_done)[1]
+
+    return start
+
+
+@pytest.mark.parametrize(("step", "least"), [(3, {1, 2}), (2, {1})], ids=["a new step", "a step again"])
+def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(step, least, tmp_path, state, killed_at):
+    """Whatever a kill leaves can be resumed from, and the next save puts in order."""
+    place = 0
+    while True:
+        place += 1
+        folder = tmp_path / str(place)
+        save(folder, [1, 2], state)
+        revive, checkpointer = killed_at(place), Checkpointer(folder, config=CheckpointConfig(keep_last=2, keep_best=0))
+        try:
+            checkpointer.save(step, state)
+            checkpointer.wait()
+            is_done = True
+        except (Killed, RuntimeError):
+            is_done = False
+        num_done = revive()
+        checkpointer._lock._close()  # as the system does
+        whole = set(checkpoint_files.list_steps(folder))
+        newest = 2 if step == 2 else 3
+        assert (whole >= least or whole == {newest, newest - 1}) and reload(folder).step == max(whole)
+        save(folder, [4], state, log=lambda _: None)
+        after = {int(path.name.removeprefix("step_")) for path in folder.iterdir()}
+        assert after >= {2, 4} and after >= whole and set(checkpoint_files.list_steps(folder)) == after, place
+        for kept in after:
+            assert describe(folder, step=kept, verify_leaves=True).problems == ()
+        if is_done:
+            break
+    assert num_done == place - 1 and place > 4

@@ -1,0 +1,146 @@
+"""The record of a checkpoint: what lies beside its arrays, read as something that anything may have written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from zero_jax.saved_leaf import SavedLeaf, leaves_from_json, leaves_to_json
+from zero_jax.untrusted import mapping, number, parse_json, read_file, whole_number
+
+FORMAT = "zero_jax 1"
+STATE, RECORD = "state", "record"  # the two items of a step's folder
+RECORD_FILE = f"{RECORD}/metadata"
+STEP = re.compile(r"step_(\d+)")
+_MAX_RECORD_BYTES = 1 << 26
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is absent, cut off, damaged, or none of zero_jax's."""
+
+
+def resolve(directory: str | os.PathLike[str]) -> epath.Path:
+    """Returns a folder as an absolute path, or as the URL that it is."""
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory={directory!r} is no path: give the folder of the checkpoints")
+    path = epath.Path(directory).expanduser()
+    return path if "://" in os.fspath(directory) else epath.Path(pathlib.Path(path).absolute())
+
+
+def step_path(directory: epath.Path, step: int) -> epath.Path:
+    """Returns the folder of a step's checkpoint."""
+    return directory / f"step_{step:08d}"
+
+
+def is_bucket(path: epath.Path) -> bool:
+    """Tells whether a folder is in a bucket, where nothing can be renamed and a last object says that all are there."""
+    return "://" in os.fspath(path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What lies beside the arrays of a checkpoint.
+
+    Attributes:
+      path: the step's folder.
+      step: steps done.
+      loss: validation loss at that step, or None.
+      leaves: the leaves by name.
+      extra: what the run itself recorded: config, data position, and so on.
+    """
+
+    path: epath.Path
+    step: int
+    loss: float | None
+    leaves: Mapping[str, SavedLeaf]
+    extra: Mapping[str, Any]
+
+
+def record_to_json(
+    *, step: int, loss: float | None, leaves: Mapping[str, SavedLeaf], extra: Mapping[str, Any]
+) -> bytes:
+    """Returns the record as it is saved, with a checksum of its own.
+
+    Raises:
+      ValueError: it would be larger than what is read.
+      TypeError: there is no JSON for it.
+    """
+    record = {"format": FORMAT, "step": step, "loss": loss, "leaves": leaves_to_json(leaves), "extra": dict(extra)}
+    record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
+    encoded = json.dumps({**record, "checksum": _checksum(record)}).encode()
+    if len(encoded) > _MAX_RECORD_BYTES:
+        raise ValueError(
+            f"the record has {len(encoded):,} bytes, more than {_MAX_RECORD_BYTES:,}: save less in `extra`"
+        )
+    return encoded
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def read_record(path: epath.Path) -> Record:
+    """Reads the record of a step's folder.
+
+    Raises:
+      CheckpointError: no record, one that is damaged, of another step than the folder, or of another program.
+    """
+    file = path / RECORD_FILE
+    try:
+        found = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        held = held_in(path)
+        held = f"; the folder holds {held}" if held else ""
+        raise CheckpointError(f"{file} is missing{held}: this is no checkpoint of zero_jax, or part of one") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        named = str(found.get("format"))[:60] if isinstance(found, dict) else None
+        raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
+    checksum = found.pop("checksum", None)
+    if checksum != _checksum(found):
+        raise CheckpointError(f"{file} does not have the checksum that it says: the file is damaged")
+    try:
+        record = _believed(path, found)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is not a record that zero_jax writes ({error}): it was edited or forged"
+        ) from error
+    name = STEP.fullmatch(path.name)
+    if name and int(name[1]) != record.step:
+        raise CheckpointError(
+            f"{path} is the checkpoint of step {record.step}, copied or renamed: it belongs at "
+            f"{step_path(path.parent, record.step)}"
+        )
+    return record
+
+
+def _believed(path: epath.Path, found: Mapping[str, Any]) -> Record:
+    """Returns what a record says, each field of it checked."""
+    mapping(found, keys={"format", "step", "loss", "leaves", "extra"})
+    return Record(
+        path=path,
+        step=whole_number(found["step"]),
+        loss=None if found["loss"] is None else number(found["loss"]),
+        leaves=leaves_from_json(found["leaves"]),
+        extra=mapping(found["extra"]),
+    )
+
+
+def held_in(folder: epath.Path) -> str:
+    """Returns the first names in a folder."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return ""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,0 +1,203 @@
+"""A lock of a folder: a file that names the process that writes there, and keeps others from it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import stat
+from typing import Any
+
+from etils import epath
+
+_MAX_BYTES = 1 << 16
+_ATTEMPTS = 100
+_OLDER = re.compile(r"process \d+ on .*\n?")  # what earlier releases wrote
+
+
+class FolderInUse(ValueError):
+    """A folder that another run writes to."""
+
+
+class FolderLock:
+    """An advisory lock of a folder, until it is released or the process ends.
+
+    On a file system that has locks (`flock`: local ones, NFS, Lustre, GPFS, CephFS) the system keeps the lock, and lets
+    go of it however the process ends; the file that is left behind then is taken over. Elsewhere, and in buckets, the
+    file's content is the lock: a live process of the same host is waited for in vain, and a holder on another host is
+    superseded: it is refused from its next `take` on.
+    """
+
+    def __init__(self, file: epath.Path, *, run: str = "") -> None:
+        """Makes one that is not taken yet.
+
+        Args:
+          file: the lock file, in the folder that it is for.
+          run: what to call this run to those who find the folder taken.
+        """
+        self.file, self._run, self._token = file, run, secrets.token_hex(8)
+        self._descriptor: int | None = None
+        self._pid = 0  # of the process that took it; a fork of it has not
+
+    def __enter__(self) -> FolderLock:
+        self.take()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+    def __del__(self) -> None:  # a Checkpointer that nobody closed does not keep the folder
+        self._close()
+
+    def take(self) -> None:
+        """Takes the lock, or makes sure that it is still this one's.
+
+        Raises:
+          FolderInUse: another process has it, or the file is not a lock.
+          OSError: the file cannot be made or read.
+        """
+        if self._descriptor is not None and _is_file(self._descriptor, self.file):
+            return
+        had_it = self._pid == os.getpid() and self._descriptor is None
+        self._close()
+        is_taken = "://" not in os.fspath(self.file) and self._take_from_system()
+        if not is_taken:
+            self._take_by_content(had_it)
+        self._pid = os.getpid()
+
+    def release(self) -> None:
+        """Gives the lock back and removes its file; does nothing where it is not held."""
+        if self._pid != os.getpid():
+            return self._close()
+        with contextlib.suppress(OSError):
+            is_own = self._descriptor is not None and _is_file(self._descriptor, self.file)
+            if is_own or (self._descriptor is None and self._holder().get("token") == self._token):
+                self.file.unlink()
+        self._close()
+        self._pid = 0
+
+    def _take_from_system(self) -> bool:
+        """Takes it as a lock of the file system; returns whether that has locks."""
+        for _ in range(_ATTEMPTS):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(self.file, flags, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._holder()  # refuses a file that is not a lock
+            except BlockingIOError as error:
+                os.close(descriptor)
+                raise self._refused() from error
+            except FolderInUse:
+                os.close(descriptor)
+                raise
+            except OSError:
+                os.close(descriptor)
+                return False
+            if not _is_file(descriptor, self.file):  # its holder has just removed it
+                os.close(descriptor)
+                continue
+            self._descriptor = descriptor
+            with contextlib.suppress(OSError):  # on a full disk the lock has no name, and is one
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, self._content().encode(), 0)
+            return True
+        raise FolderInUse(f"{self.file} is made and removed all the time: is a run started there again and again?")
+
+    def _take_by_content(self, had_it: bool) -> None:
+        holder = self._holder()
+        if holder.get("token") != self._token:
+            if holder and (had_it or (holder.get("host") == socket.gethostname() and _is_alive(holder))):
+                raise self._refused()
+            self.file.write_text(self._content())
+        if self._holder().get("token") != self._token:
+            raise self._refused()
+
+    def _holder(self) -> dict[str, Any]:
+        """Returns what the file says of its holder.
+
+        Raises:
+          FolderInUse: the file is not a lock.
+        """
+        if not self.file.exists():
+            return {}
+        if "://" not in os.fspath(self.file):
+            found = os.lstat(self.file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+                raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
+        text = self.file.read_text()
+        try:
+            holder = json.loads(text) if text and not _OLDER.fullmatch(text) else {}
+        except (ValueError, RecursionError):
+            holder = None
+        if not isinstance(holder, dict) or (holder and holder.get("zero_jax") != "lock"):
+            raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
+        return holder
+
+    def _content(self) -> str:
+        holder = {
+            "zero_jax": "lock",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "run": self._run,
+            "process_start": _start_of(os.getpid()),
+            "token": self._token,
+        }
+        return json.dumps(holder) + "\n"
+
+    def _refused(self) -> FolderInUse:
+        try:
+            holder = self._holder()
+        except (OSError, FolderInUse):
+            holder = {}
+        who = "a process that left no name"
+        if holder:
+            run = f", run {holder['run']}" if holder.get("run") else ""
+            who = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}{run}"
+        is_here = holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname()
+        end = "close its Checkpointer in this process" if is_here else "stop that one or wait until it ends"
+        return FolderInUse(
+            f"{self.file.parent} is in use by another run ({who}): {end}, or choose another folder or name. If there "
+            f"is none any more, remove {self.file}"
+        )
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _is_file(descriptor: int, path: epath.Path) -> bool:
+    """Tells whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    """Tells whether a process of this host that a lock names is still there, and is that process."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return holder.get("process_start") in (None, _start_of(pid))
+
+
+def _start_of(pid: int) -> str | None:
+    """Returns when a process started, in the system's own count, or None where that is not to be known."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

@@ -1,0 +1,150 @@
+"""Files and JSON that anything may have written: read in bounds, and believed field by field."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
+    """Reads a regular file that is not larger than expected; never waits for a pipe or a device.
+
+    Raises:
+      ValueError: the file is of another kind, or larger.
+      OSError: it cannot be read.
+    """
+    if "://" in os.fspath(path):
+        if not path.exists():  # not every backend says so by an error that is known here
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        if (size := path.stat().length) > limit_bytes:
+            raise ValueError(f"it has {size:,} bytes, more than the {limit_bytes:,} that are read")
+        return path.read_bytes()
+    _check_kind(os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        _check_kind(os.fstat(descriptor))
+        found = file.read(limit_bytes + 1)
+    if len(found) > limit_bytes:
+        raise ValueError(f"it has more than the {limit_bytes:,} bytes that are read")
+    return found
+
+
+def _check_kind(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of an unknown kind')}, not a file")
+
+
+def irregular(folder: epath.Path) -> list[str]:
+    """Returns what a local folder holds that cannot be read like a file or a folder, with the reason, by relative path.
+
+    Symbolic links are followed; a folder that is reached twice is one reason, for links may go in circles.
+    """
+    found: list[str] = []
+    seen: set[tuple[int, int]] = set()
+    pending = [os.fspath(folder)]
+    while pending:
+        place = pending.pop()
+        name = os.path.relpath(place, folder)
+        try:
+            status = os.stat(place)
+            if stat.S_ISREG(status.st_mode):
+                continue
+            if not stat.S_ISDIR(status.st_mode):
+                found.append(f"{name} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")
+            elif (status.st_dev, status.st_ino) in seen:
+                found.append(f"{name} leads to a folder that is there already")
+            else:
+                seen.add((status.st_dev, status.st_ino))
+                pending += [entry.path for entry in os.scandir(place)]
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error.strerror or error})")
+    return sorted(found)
+
+
+def parse_json(text: bytes) -> Any:
+    """Parses JSON.
+
+    Raises:
+      ValueError: it is no JSON, nested too deeply, or has numbers of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def whole_number(value: Any, *, least: int = 0, below: int = 2**63) -> int:
+    """Returns a value that is a whole number in some range."""
+    if type(value) is not int or not least <= value < below:
+        raise ValueError(f"{_shown(value)} is not a whole number from {least} to {below - 1}")
+    return value
+
+
+def number(value: Any) -> float:
+    """Returns a value that is a number; NaN and the infinities are."""
+    if type(value) not in (int, float) or (type(value) is int and abs(value) > 2**1000):
+        raise ValueError(f"{_shown(value)} is not a number")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Returns a value that is text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{_shown(value)} is not a text")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """Returns a value that is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{_shown(value)} is neither true nor false")
+    return value
+
+
+def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
+    """Returns a value that is an object, with exactly these keys if any are named."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{_shown(value)} is not an object")
+    if keys is not None and value.keys() != keys:
+        odd = {"lacks": sorted(keys - value.keys()), "has": sorted(value.keys() - keys)}
+        raise ValueError(
+            " and ".join(f"it {word} {', '.join(map(_shown, these))}" for word, these in odd.items() if these)
+        )
+    return value
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """Returns a value that is the shape of an array."""
+    if not isinstance(value, list) or len(value) > 64:
+        raise ValueError(f"{_shown(value)} is not a shape")
+    sizes = tuple(whole_number(size) for size in value)
+    if math.prod(sizes) >= 2**63:
+        raise ValueError(f"{_shown(value)} has more elements than an array can have")
+    return sizes
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as text of bounded length."""
+    if isinstance(value, list | dict) and len(value) > 9:
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        shown = f"a {type(value).__name__}"
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

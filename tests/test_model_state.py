@@ -162,6 +162,20 @@ def test_a_copy_of_the_params_has_memory_of_its_own(given):
     np.testing.assert_array_equal(variables.params["w"], variables.model_state["w"])
 
 
+def test_the_params_themselves_are_copied_first():
+    """A hard update of a target network between two steps: an array cannot be donated twice."""
+    state, step, _ = make("q", "8", stage=3)
+    batch = make_batches(1)[0]
+    alike = dataclasses.replace(state, model_state=state.model_state | {"target": state.params})
+    with pytest.raises(
+        ValueError, match="leaf 'model_state/target/down' of the state is the same array as 'params/down'"
+    ):
+        step(alike, batch)
+    target = jax.tree.map(jnp.copy, state.params)
+    state, _ = step(dataclasses.replace(state, model_state=state.model_state | {"target": target}), batch)
+    assert int(state.model_state["updates"]) == 1
+
+
 def test_overrides_and_specs_go_by_path():
     mesh = mesh_of("model2")
     specs = {"up": P(None, "model"), "model_state/target/down": P("model", None)}

@@ -162,6 +162,20 @@ def test_a_copy_of_the_params_has_memory_of_its_own(given):
     np.testing.assert_array_equal(variables.params["w"], variables.model_state["w"])
 
 
+def test_the_params_themselves_are_copied_first():
+    """A hard update of a target network between two steps: an array cannot be donated twice."""
+    state, step, _ = make("q", "8", stage=3)
+    batch = make_batches(1)[0]
+    alike = dataclasses.replace(state, model_state=state.model_state | {"target": state.params})
+    with pytest.raises(
+        ValueError, match="leaf 'model_state/target/down' of the state is the same array as 'params/down'"
+    ):
+        step(alike, batch)
+    target = jax.tree.map(jnp.copy, state.params)
+    state, _ = step(dataclasses.replace(state, model_state=state.model_state | {"target": target}), batch)
+    assert int(state.model_state["updates"]) == 1
+
+
 def test_overrides_and_specs_go_by_path():
     mesh = mesh_of("model2")
     specs = {"up": P(None, "model"), "model_state/target/down": P("model", None)}
@@ -446,3 +460,97 @@ def test_an_export_has_it_as_it_is(saved, tmp_path):
     assert {tensors.pop(name).dtype for name in params} == {jnp.dtype(jnp.bfloat16)}
     model_state = {name.replace("/", "."): x for name, x in host.items() if name.startswith("model_state/")}
     chex.assert_trees_all_equal(tensors, model_state)
+
+
+class Libraries:
+    """Models of libraries whose state is not a dict: Equinox's batch norm, and Haiku's transform_with_state."""
+
+    @staticmethod
+    def equinox():
+        eqx = pytest.importorskip("equinox")
+
+        class Net(eqx.Module):
+            up: eqx.nn.Linear
+            norm: eqx.nn.BatchNorm
+            down: eqx.nn.Linear
+
+            def __init__(self, key):
+                keys = jax.random.split(key)
+                self.up = eqx.nn.Linear(48, 16, use_bias=False, key=keys[0])
+                self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
+                self.down = eqx.nn.Linear(16, 4, key=keys[1])
+
+            def __call__(self, x, state):
+                x, state = self.norm(self.up(x), state)
+                return self.down(jax.nn.relu(x)), state
+
+        shapes = eqx.filter_eval_shape(eqx.nn.make_with_state(Net), jax.random.key(0))[0]
+        static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
+
+        def init_fn(key):
+            model, state = eqx.nn.make_with_state(Net)(key)
+            return zero.Variables(params=eqx.filter(model, eqx.is_array), model_state=state)
+
+        def apply(params, x, state):
+            model = eqx.combine(params, static)
+            return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
+        return init_fn, apply
+
+    @staticmethod
+    def haiku():
+        hk = pytest.importorskip("haiku")
+
+        def forward(x):
+            x = hk.BatchNorm(True, True, 0.9)(hk.Linear(16, with_bias=False)(x), is_training=True)
+            return hk.Linear(4)(jax.nn.relu(x))
+
+        net = hk.transform_with_state(forward)
+
+        def init_fn(key):
+            params, state = net.init(key, jnp.zeros((2, 48)))
+            return zero.Variables(params=params, model_state=state)
+
+        return init_fn, lambda params, x, state: net.apply(params, state, None, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["equinox", "haiku"])
+def test_other_libraries(library):
+    init_fn, apply = getattr(Libraries, library)()
+
+    def loss_fn(params, batch, *, model_state):
+        logits, model_state = apply(params, batch["x"].reshape(BATCH_SIZE, -1), model_state)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), None, model_state
+
+    batch = make_batches(1)[0]
+    variables = jax.jit(init_fn)(jax.random.key(1))
+    of_params = lambda params: loss_fn(params, batch, model_state=variables.model_state)  # noqa: E731
+    grads = jax.jit(jax.grad(lambda params: of_params(params)[0]))(variables.params)
+    state, step, _ = make((init_fn, loss_fn), "8", stage=3)
+    state, _ = step(state, batch)
+    assert_close(state.params, jax.tree.map(lambda p, g: p - 0.05 * g, variables.params, grads), tolerance=FLOAT32)
+    expected = jax.jit(lambda params: of_params(params)[2])(variables.params)
+    assert_close(jax.tree.leaves(state.model_state), jax.tree.leaves(expected), tolerance=FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+def test_it_is_planned():
+    def init_fn(key):
+        params = {"w": jax.random.normal(key, (1024, 1024))}
+        return zero.Variables(params=params, model_state=params)
+
+    def loss_fn(params, batch, *, model_state):
+        x = batch["x"].astype(params["w"].dtype)
+        aim = jax.lax.stop_gradient(x @ model_state["w"].astype(x.dtype))
+        target = jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, model_state, params)
+        return jnp.square((x @ params["w"] - aim).astype(jnp.float32)).mean(), None, target
+
+    config = zero.ZeroConfig(stage=3, precision="bf16")
+    batch = {"x": jax.ShapeDtypeStruct((64, 1024), jnp.float32)}
+    report = zero.plan(loss_fn, init_fn, optimizer(), batch=batch, topology="v5e:2x4", config=config, cache=None)
+    assert report.memory.arguments["model_state"] == 4 * 1024 * 1024 // 8
+    gathers = [row for row in report.comms.rows if row.kind.startswith("all-gather") and "model_state" in row.param]
+    # Cast on the shards by the loss function, gathered once; the average is made on the shards.
+    assert [(row.param, row.dtypes, row.num_executions) for row in gathers] == [("model_state/w", ("bf16",), 1)]

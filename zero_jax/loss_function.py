@@ -87,7 +87,10 @@ class LossFunction:
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             if isinstance(out, tuple) and len(out) != 2:
-                raise ValueError(f"loss_fn returned {len(out)} values: return the loss, or (loss, aux)")
+                raise ValueError(
+                    f"loss_fn returned {len(out)} values: return the loss, or (loss, aux); "
+                    "(loss, aux, model_state) is for a state and a loss_fn with model_state"
+                )
             return _checked_loss(loss), (_checked_aux(aux), None)
         if not isinstance(out, tuple) or len(out) != 3:
             what = f"{len(out)} values" if isinstance(out, tuple) else "one value"

@@ -25,6 +25,20 @@ def check_not_donated(state: PyTree) -> None:
         )
 
 
+def check_no_leaf_twice(state: PyTree) -> None:
+    """Raises `ValueError` if two leaves of a state are one array, which cannot be donated twice."""
+    leaves = jax.tree.leaves(state)
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    seen: dict[int, str] = {}
+    for name, leaf in zip(leaf_names(state), leaves, strict=True):
+        if is_array(leaf) and seen.setdefault(id(leaf), name) != name:
+            raise ValueError(
+                f"leaf {name!r} of the state is the same array as {seen[id(leaf)]!r}, and a step donates both: "
+                "copy it first, as in jax.tree.map(jnp.copy, state.params)"
+            )
+
+
 def check_placed(state: PyTree, shardings: PyTree) -> None:
     """Raises `ValueError` if a leaf of a state does not lie as the step was made for."""
     leaves = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)

@@ -33,7 +33,7 @@ from zero_jax.state import (
     strongly_typed,
     trainable,
 )
-from zero_jax.state_checks import check_made_for, check_not_donated, check_placed
+from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, check_placed
 from zero_jax.state_shardings import state_shardings
 from zero_jax.tree import PyTree, check_arrays, leaf_names
 from zero_jax.variables import as_variables, joined
@@ -60,6 +60,7 @@ class TrainStep:
         """
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
         check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
+        check_no_leaf_twice(state)
         return self.jitted(state)(state, batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 
+import fuzz_separable
 import jax
 import jax.numpy as jnp
+import mixing_losses
 import numpy as np
 import optax
 import pytest
@@ -234,6 +236,92 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
         assert len(warned) == 1
         assert ("in each of the 2 microbatches" in str(warned[0].message)) == (stage < 2)
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def judged(loss_fn, size=64, **fields):
+    params, batch = mixing_losses.make_inputs(size)
+    return separability(
+        lambda params, batch, key: (loss_fn(params, batch), None),
+        params,
+        batch,
+        jax.random.key(0),
+        axes=axes_of(mesh_of("4")),
+        **{"mesh": mesh_of("4"), "num_microbatches": 2, **fields},
+    )
+
+
+def test_what_mixes_examples_is_another_loss():
+    found = {name: judged(loss_fn) for name, loss_fn in mixing_losses.MIXING.items()}
+    assert not [name for name, one in found.items() if not (one.not_local and one.another_loss)]
+    for name in ("svd", "sort", "normalized", "pure_callback", "positions", "other operations"):
+        assert "mixing_losses.py:" in found[name].another_loss
+
+
+def test_means_over_examples_are_known_for_such():
+    found = {name: judged(loss_fn) for name, loss_fn in mixing_losses.SEPARABLE.items()}
+    assert not {name: one for name, one in found.items() if one.not_local or one.another_loss}
+
+
+@pytest.mark.parametrize("loss_fn", [mixing_losses.masked, mixing_losses.SEPARABLE["mean"]])
+def test_one_example_a_device_is_no_less_separable(loss_fn):
+    assert not judged(loss_fn, size=8).not_local
+
+
+def test_one_example_is_not_taken_for_several():
+    def odd(params, batch):
+        error = mixing_losses.error_of(params, batch)
+        return (jnp.tanh(error) if len(error) == 1 else error).mean()
+
+    assert not judged(odd).not_local
+    assert "one example" in judged(odd, size=8).not_local
+
+
+def test_groups_within_a_microbatch_are_no_other_loss():
+    """Pairs of examples are compared: each microbatch has whole ones, and each device a half."""
+
+    def paired(params, batch):
+        error = mixing_losses.error_of(params, batch).reshape(-1, 4)
+        return jnp.square(error - error.mean(1, keepdims=True)).mean()
+
+    found = judged(paired, size=16)  # 2 examples a device
+    assert found.not_local and not found.another_loss
+    assert not judged(paired, size=32).not_local
+
+
+def test_a_weight_of_none_is_believed_of_microbatches_alone():
+    found = judged(mixing_losses.masked, loss_weight=None)
+    assert "loss_weight" in found.not_local and not found.another_loss
+
+
+WRONG = ["svd", "qr", "fft", "reduce_window", "segment_max", "pure_callback to a number"]
+
+
+@pytest.mark.parametrize("name", ["svd", *(pytest.param(name, marks=SLOW) for name in WRONG[1:])])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=SLOW)])
+def test_the_loss_is_that_of_whole_microbatches(name, stage):
+    loss_fn, (params, batch) = mixing_losses.MIXING[name], mixing_losses.make_inputs(32)
+    take = lambda i: jax.tree.map(lambda x: x.reshape(4, 2, 4, *x.shape[1:])[:, i].reshape(16, *x.shape[1:]), batch)  # noqa: E731
+    parts = [take(0), take(1)]
+    fields = {"mesh": mesh_of("4"), "stage": stage, "num_microbatches": 2, "params": params}
+    with pytest.warns(
+        UserWarning, match=r"the loss on microbatches (is|may be) another one.*mixing_losses\.py"
+    ) as warned:
+        _, (metrics,) = reference.run_zero(loss_fn, optax.sgd(0.1), [batch], **fields)
+    assert len(warned) == 1
+    np.testing.assert_allclose(metrics.loss, np.mean([loss_fn(params, part) for part in parts]), rtol=1e-5)
+
+
+@SLOW
+@pytest.mark.parametrize("name", mixing_losses.SEPARABLE)
+def test_losses_that_are_separable_are_so_by_value(name):
+    assert fuzz_separable.difference(mixing_losses.SEPARABLE[name], *mixing_losses.make_inputs(32)) < 1e-4
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 40), marks=SLOW)])
+def test_random_losses_that_are_judged_separable_are_so(seeds):
+    for seed in seeds:
+        loss_fn, inputs = fuzz_separable.make_loss(seed), fuzz_separable.make_inputs(seed)
+        assert fuzz_separable.judge(loss_fn, *inputs) or fuzz_separable.difference(loss_fn, *inputs) < 1e-3, seed
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,11 @@ class Comparison:
         env = {var: (other, relation) for var, other, relation in known}
         env |= {a: (b, x) for a, b, x in zip(whole.invars, part.invars, inputs, strict=True)}
         if names[0] != names[1] or len(whole.constvars) != len(part.constvars):
-            differs = next((i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b), None)
-            if differs is not None:
-                self.source = jaxprs.source_line(whole.eqns[differs]) or source
-            return [self.refused("sized")] * len(whole.outvars)
+            longer = max(whole.eqns, part.eqns, key=len)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*names, strict=False)))
+            self.source = jaxprs.source_line(longer[same]) or source if same < len(longer) else source
+            refused, self.source = self.refused("sized"), source
+            return [refused] * len(whole.outvars)
         for pair in (Pair(whole=a, part=b) for a, b in zip(whole.eqns, part.eqns, strict=True)):
             self.source = jaxprs.source_line(pair.whole) or source
             values = [self.read(env, a, b) for a, b in zip(pair.whole.invars, pair.part.invars, strict=True)]

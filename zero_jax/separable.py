@@ -49,6 +49,7 @@ def separability(
     axes: Axes,
     num_microbatches: int,
     loss_weight: str | None = "auto",
+    local: bool = True,
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
@@ -64,18 +65,20 @@ def separability(
       axes: the roles of its axes.
       num_microbatches: the parts that the batch is split into.
       loss_weight: as in `ZeroConfig`.
+      local: whether it is asked if the loss can be called on each device's own examples.
     """
     size = next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), 0)
     num_devices = axis_size(mesh, axes.batch)
     if not size:
         return Separability(another_loss="", not_local="")
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
-    micro = traces.of(size // num_microbatches)
-    placed = lays_over(jaxprs.without_dead_code(micro), axes.batch)
-    not_local = "" if placed else traces.why_no_mean(size, num_microbatches * num_devices, loss_weight)
-    another = traces.why_no_mean(size, num_microbatches, loss_weight, trusted=True) if placed or not_local else ""
-    if placed:
+    not_local = another = ""
+    if local and lays_over(jaxprs.without_dead_code(traces.of(size // num_microbatches)), axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
+    elif local:
+        not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
+    if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
+        another = traces.why_no_mean(size, num_microbatches, loss_weight, trusted=True)
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"

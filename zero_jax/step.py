@@ -109,7 +109,8 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
         batch) or `(loss, aux)`; with a parameter `model_state` it gets the state's and returns
         `(loss, aux, model_state)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
-        the part of one device where it can be (`separable.py`), so that gradients are summed across devices once.
+        the part of one device where it can be (`separable.py`), so that gradients are summed across devices once. A
+        loss that mixes examples is another loss then: a warning names the line.
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.
       config: stage, precision, microbatches, clipping.
@@ -221,6 +222,7 @@ class _Program:
         if k == 1:
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
+            is_local = "grads" not in placement.groups
             found = separability(
                 self.loss_fn,
                 variables,
@@ -230,10 +232,10 @@ class _Program:
                 axes=placement.axes,
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
+                local=is_local and not jax.tree.leaves(model_state),
             )
             if jax.tree.leaves(model_state):
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
-            is_local = "grads" not in placement.groups
             out, grads, parts = self.accumulated(
                 accumulator, own_grads if is_local else None, placed_grads, inputs, found
             )

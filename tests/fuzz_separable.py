@@ -1,0 +1,239 @@
+"""Random losses of a batch: those that are judged to be means over examples are, by value and by gradient.
+
+`python tests/fuzz_separable.py --seconds 300` tries as many as it can.
+"""
+
+import argparse
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zero_jax.mesh import Axes
+from zero_jax.separable import separability
+from zero_jax.weights import with_weight
+
+EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
+PARTS = MICROBATCHES * DEVICES
+FEATURES = 4  # as many as a device has examples of a microbatch: dims can only be told apart by what they are
+
+
+def unary(rng):
+    fns = [jnp.sin, jnp.tanh, jax.nn.relu, jax.nn.gelu, jnp.square, jnp.abs, lambda x: -x, lambda x: 0.5 * x, jnp.floor]
+    fns += [
+        lax.stop_gradient,
+        jax.checkpoint(jnp.cos),
+        jax.jit(jnp.tanh),
+        lambda x: lax.reduce_precision(x, 8, 20),
+    ]
+    return fns[rng.integers(len(fns))]
+
+
+def binary(rng):
+    fns = [
+        jnp.add,
+        jnp.subtract,
+        jnp.multiply,
+        jnp.maximum,
+        lambda x, y: x / (jnp.abs(y) + 1),
+        lambda x, y: jnp.where(y > 0, x, y),
+    ]
+    return fns[rng.integers(len(fns))]
+
+
+def pooled(x, dim):
+    sizes = tuple(2 if i == dim else 1 for i in range(x.ndim))
+    return lax.reduce_window(x, -jnp.inf, lax.max, sizes, (1,) * x.ndim, "SAME")
+
+
+def scanned(x, dim):
+    x = jnp.moveaxis(x, dim, 0)
+    return jnp.moveaxis(lax.scan(lambda c, s: (c + s, c * s), jnp.zeros_like(x[0]), x)[1], 0, dim)
+
+
+def along(rng, num_dims):
+    """Returns a function along one dim."""
+    dim = int(rng.choice([0, *range(1, num_dims), *range(1, num_dims)])) if num_dims > 1 else 0
+    fns = [
+        lambda x: jnp.cumsum(x, dim),
+        lambda x: jnp.sort(x, dim),
+        lambda x: jax.nn.softmax(x, dim),
+        lambda x: jnp.flip(x, dim),
+        lambda x: jnp.roll(x, 1, dim),
+        lambda x: x - x.mean(dim, keepdims=True),
+        lambda x: x - x.max(dim, keepdims=True),
+        lambda x: lax.associative_scan(jnp.add, x, axis=dim),
+        lambda x: jnp.fft.fft(x, axis=dim).real,
+        lambda x: jnp.concatenate([x[:, :1], x[:, 1:]], 1) if x.ndim > 1 else x,
+        lambda x: jnp.take(x, jnp.array([1, 0, 1, 2]), dim),
+        lambda x: pooled(x, dim),
+        lambda x: scanned(x, dim),
+        lambda x: lax.top_k(jnp.moveaxis(x, dim, -1), 2)[0],
+    ]  # fmt: skip
+    return fns[rng.integers(len(fns))]
+
+
+def column(b, x):
+    return b["label"].reshape(-1, *[1] * (x.ndim - 1))
+
+
+def squares(x):
+    return jnp.einsum("ni,nj->nij", x, x) + 2 * jnp.eye(x.shape[1])
+
+
+def product(rng):
+    fns = [
+        lambda x, w, b: x @ w if x.shape[-1] == w.shape[0] else x,
+        lambda x, w, b: jnp.einsum("...i,...j->...ij", x, x)[..., :2].sum(-1),
+        lambda x, w, b: x @ x.T if x.ndim == 2 else x,
+        lambda x, w, b: x.T @ x if x.ndim == 2 else x,
+        lambda x, w, b: x[jnp.arange(len(x)), b["label"] % x.shape[1]] if x.ndim == 2 else x,
+        lambda x, w, b: jnp.take_along_axis(x, column(b, x), x.ndim - 1) if x.ndim > 1 else x,
+        lambda x, w, b: x * w[b["label"]].mean(-1).reshape(-1, *[1] * (x.ndim - 1)),
+        lambda x, w, b: x[b["label"]],
+        lambda x, w, b: jax.ops.segment_sum(x, b["label"], 4),
+        lambda x, w, b: jnp.zeros((4, *x.shape[1:])).at[b["label"]].max(x),
+        lambda x, w, b: jnp.linalg.cholesky(squares(x)) if x.ndim == 2 else x,
+        lambda x, w, b: jnp.linalg.svd(x, compute_uv=False) if x.ndim == 2 else x,
+        lambda x, w, b: lax.map(lambda row: jnp.tanh(row).sum(), x),
+        lambda x, w, b: lax.cond(w.sum() > 0, jnp.sin, jnp.cos, x),
+        lambda x, w, b: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+        lambda x, w, b: x.at[jnp.arange(len(x)), b["label"] % x.shape[1]].add(1.0) if x.ndim == 2 else x,
+        lambda x, w, b: x * jnp.arange(x.shape[-1]),
+        lambda x, w, b: x * jnp.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)),
+        lambda x, w, b: x.reshape(len(x), -1),
+        lambda x, w, b: x.reshape(-1, 2) if x.size % 2 == 0 else x,
+        lambda x, w, b: x[..., None],
+        lambda x, w, b: x.swapaxes(0, -1),
+        lambda x, w, b: x[1:],
+        lambda x, w, b: x[..., :2],
+    ]  # fmt: skip
+    return fns[rng.integers(len(fns))]
+
+
+def weighted(x, b, least):
+    """Returns a mean over the examples that count, where there is one entry an example."""
+    if len(x) != len(b["mask"]):
+        return x.mean()
+    return (x.reshape(len(x), -1).mean(-1) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), least)
+
+
+def ending(rng):
+    """Returns what makes a loss of a value, and whether it is usually a mean."""
+    fns = [
+        lambda x, b: x.mean(),
+        lambda x, b: x.mean(),
+        lambda x, b: x.mean(),
+        lambda x, b: x.sum() / len(b["mask"]),
+        lambda x, b: weighted(x, b, -1.0),
+        lambda x, b: weighted(x, b, 1.0),
+        lambda x, b: x.sum(),
+        lambda x, b: x.max(),
+        lambda x, b: jnp.sqrt(jnp.square(x).mean() + 1),
+        lambda x, b: jax.nn.logsumexp(x),
+    ]  # fmt: skip
+    return fns[rng.integers(len(fns))]
+
+
+def make_loss(seed):
+    """Returns a random loss function of 6 to 14 steps; a step whose shapes do not fit is left out."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for _ in range(int(rng.integers(6, 15))):
+        kind = rng.choice(["unary", "binary", "along", "product", "params"], p=[0.35, 0.25, 0.12, 0.13, 0.15])
+        made = {"unary": unary, "binary": binary, "product": product, "params": lambda rng: None}
+        fn = along(rng, 2) if kind == "along" else made[kind](rng)
+        steps.append((kind, fn, rng.integers(0, 1 << 30, 2)))
+    end, regular = ending(rng), rng.random() < 0.3
+
+    def loss_fn(params, batch):
+        w, values = params["w"], [batch["x"], jnp.tanh(batch["x"] @ params["w"])]
+        for kind, fn, picks in steps:
+            x = values[-1 - picks[0] % min(3, len(values))]
+            others = [y for y in values if y.shape == x.shape]
+            if kind == "unary":
+                new = fn(x)
+            elif kind == "binary":
+                new = fn(x, others[picks[1] % len(others)])
+            elif kind == "along":
+                new = fn(x) if x.ndim > 1 else jnp.sin(x)
+            elif kind == "product":
+                new = fn(x, w, batch) if x.ndim > 2 or (x.ndim and len(x) == len(batch["x"])) else x
+            else:
+                new = x * params["b"] if x.shape[-1:] == params["b"].shape else x + params["b"].sum()
+            values.append(new)
+        loss = end(jnp.tanh(values[-1]), batch)
+        return loss + 0.1 * jnp.square(w).sum() if regular else loss
+
+    return loss_fn
+
+
+def make_inputs(seed, size=EXAMPLES):
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.standard_normal((FEATURES, FEATURES)) / 2, "b": rng.standard_normal(FEATURES)}
+    mask = (rng.random(size) < 0.7).astype(np.float32)
+    mask[::2] = 1  # some of every part
+    batch = {
+        "x": rng.standard_normal((size, FEATURES)),
+        "label": rng.integers(0, 4, size, dtype=np.int32),
+        "mask": mask,
+    }
+    return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, (params, batch))
+
+
+def judge(loss_fn, params, batch):
+    """Returns why a loss is no mean over examples, empty if it is."""
+    mesh = types.SimpleNamespace(shape={"data": DEVICES})
+    axes = Axes(replica=(), data=("data",), model=())
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
+    return separability(with_aux, params, batch, jax.random.key(0), **sizes).not_local
+
+
+def difference(loss_fn, params, batch):
+    """Returns how far the weighted mean over the parts of loss and gradients is from those of the whole batch."""
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    weighted = with_weight(with_aux, "auto")
+    grad = jax.jit(jax.value_and_grad(lambda params, batch: weighted(params, batch, jax.random.key(0)), has_aux=True))
+    size = len(batch["x"]) // PARTS
+    parts = [grad(params, jax.tree.map(lambda x: x[i * size : (i + 1) * size], batch)) for i in range(PARTS)]  # noqa: B023
+    (loss, _), grads = grad(params, batch)
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
+        return 0.0
+    weights = np.array([weight for (_, (_, weight)), _ in parts])
+    mean = lambda *xs: np.tensordot(weights / weights.sum(), np.stack(xs), 1)  # noqa: E731
+    found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves((loss, grads)), strict=True)
+    return max(float(np.abs(x - y).max()) for x, y in pairs) / max(scale, 1e-3)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    end, seed, num_separable, untraced, worst = time.monotonic() + args.seconds, args.first, 0, 0, (0.0, -1)
+    while time.monotonic() < end:
+        loss_fn, (params, batch) = make_loss(seed), make_inputs(seed)
+        try:
+            jax.eval_shape(loss_fn, params, batch)
+        except (TypeError, ValueError):
+            untraced += 1
+        else:
+            if not judge(loss_fn, params, batch):
+                num_separable += 1
+                off = difference(loss_fn, params, batch)
+                worst = max(worst, (off, seed))
+                if not off < 1e-3:
+                    print(f"seed {seed}: {off:.2e}", flush=True)
+        seed += 1
+    tried = seed - args.first - untraced
+    print(f"{tried} losses, {num_separable} judged separable; furthest off {worst[0]:.1e} (seed {worst[1]})")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.jaxprs import stands_for
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
 from zero_jax.signatures import check_takes
@@ -67,6 +68,7 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFn
         remedy="give loss_fn(params, batch) or loss_fn(params, batch, key)",
     )
 
+    @stands_for(function)
     def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
         keys = () if parameter is None or by_name else (key,)
         out = function(params, batch, *keys, **({parameter.name: key} if parameter is not None and by_name else {}))

@@ -18,6 +18,7 @@ from zero_jax.flops import forward_flops
 from zero_jax.grads import normalize_loss
 from zero_jax.loss_trace import trace_loss
 from zero_jax.mesh import axis_size
+from zero_jax.model_inputs import cast_batch
 from zero_jax.plan_time import TimeEstimate, estimate_time
 from zero_jax.precision import cast_floating, resolve_precision
 from zero_jax.remat_policies import resolve_remat
@@ -267,9 +268,12 @@ def _forward_flops(job: Job, params: Any, mesh: Mesh) -> float:
     """Counts the forward pass on the params as the loss function sees them."""
     compute = resolve_precision(job.config.precision).compute
     loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
-    return forward_flops(
-        lambda params, batch, key: loss_fn(cast_floating(params, compute), batch, key), params, job.batch, key
-    )
+
+    def forward(params: Any, batch: Any, key: Any) -> Any:
+        params = cast_floating(params, compute)
+        return loss_fn(params, cast_batch(loss_fn, params, batch, key, config=job.config), key)
+
+    return forward_flops(forward, params, job.batch, key)
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
+from zero_jax.model_inputs import cast_batch
 from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import why_inseparable
@@ -134,6 +135,7 @@ class _Program:
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
         compute = cast_floating(state.params, placement.precision.compute)
+        batch = cast_batch(self.loss_fn, compute, batch, key, config=self.config)
         (loss, aux), grads, parts = self.grads(placement, compute, batch, key, state.loss_scale, needed)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(grads, masters, placement, scale)

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from gather_cases import CASES, mean_square, python_loop, scanned_loop
 from gathering import (
@@ -338,3 +339,31 @@ def test_one_trace_per_compile():
     step(*placed)
     assert traces == plain
     assert step._cache_size() == 1
+
+
+def test_prevent_cse_by_argument():
+    """Of an argument made of two params, each array has what the argument has."""
+    body = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T, prevent_cse=(True, False))
+
+    def loss_fn(params, x):
+        return mean_square(body(params["up"] @ params["down"], body(params["up"] @ params["down"], x)))
+
+    assert not check(loss_fn, mlp(), examples(), mesh=mesh_of("8")).early
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stage": 1}, {"stage": 3}, {"stage": 3, "num_microbatches": 2}, {"stage": 3, "remat": "full"}],
+    ids=str,
+)
+def test_errors_of_a_trace_name_the_loss(fields):
+    def users_own_loss(params, batch):
+        return batch["x"].sum() if params["up"].sum() > 0 and batch["x"].sum() > 0 else params["up"].sum()
+
+    mesh, config = mesh_of("8"), zero.ZeroConfig(**fields)
+    state = zero.init_state(mlp(), optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(users_own_loss, optax.sgd(0.1), mesh=mesh, config=config)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"users_own_loss at .*test_gather_calls.py"):
+        step(state, {"x": examples()})
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument (params|batch)\['(up|x)'\]"):
+        step(state, {"x": examples()})

@@ -16,6 +16,7 @@ from zero_jax.gather import gather_on_use, scatter_grads
 from zero_jax.grads import MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
+from zero_jax.model_inputs import cast_batch
 from zero_jax.state import Placement, TrainState, make_placement
 from zero_jax.state_checks import check_not_donated
 from zero_jax.tree import PyTree, check_arrays
@@ -76,7 +77,9 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
     def eval_step(variables: Variables, batch: PyTree) -> Metrics:
         placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
-        loss, (aux, _) = placed_loss(normalized, placement, config)(placement.cast(variables), batch, jax.random.key(0))
+        cast, key = placement.cast(variables), jax.random.key(0)
+        batch = cast_batch(normalized, cast, batch, key, config=config)
+        loss, (aux, _) = placed_loss(normalized, placement, config)(cast, batch, key)
         return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.jaxprs import stands_for
 from zero_jax.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
@@ -31,7 +32,7 @@ class MeshLoss:
     make: Callable[[Mesh], Callable[..., Any]]
 
 
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFunction:
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> Callable[..., Any]:
     """Returns a user's loss function in the form that the library calls, made for a mesh.
 
     The result raises `ValueError` when the loss is not a floating scalar.
@@ -41,9 +42,14 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFu
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
     else:
         function = loss_fn
-    found = LossFunction(function, key_parameter(function), model_state_parameter(function))
-    found.check()
-    return found
+    normalized = LossFunction(function, key_parameter(function), model_state_parameter(function))
+    normalized.check()
+
+    @stands_for(function)
+    def call(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        return normalized(variables, batch, key)
+
+    return call
 
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,16 +42,29 @@ def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> t
       arrays.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    arrays = tree.unflatten([leaf if isinstance(leaf, jax.Array) else None for leaf in leaves])
 
-    def function(params: Any, values: list[Any]) -> Any:
-        full = dict(enumerate(leaves)) | dict(zip(traced, values, strict=True))
-        args, kwargs = tree.unflatten(full.values())
+    @functools.wraps(fn)  # JAX's errors name the function that is traced, and its arguments
+    def function(params: Any, *args: Any, **kwargs: Any) -> Any:
+        traced = tree.flatten_up_to((args, kwargs))
+        full = [leaf if value is None else value for leaf, value in zip(leaves, traced, strict=True)]
+        args, kwargs = tree.unflatten(full)
         return fn(params, *args, **kwargs)
 
-    values = [leaves[i] for i in traced]
-    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, values)
-    return closed, out_shape, values
+    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, *arrays[0], **arrays[1])
+    return closed, out_shape, jax.tree.leaves(arrays)
+
+
+def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator of a function that calls `fn` on other arguments: JAX's errors are to name `fn`."""
+
+    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(wrapper)
+        functools.update_wrapper(wrapper, fn)
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:

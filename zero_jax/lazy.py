@@ -65,6 +65,13 @@ class Roots:
                     self.arrays.append(root)
                 self.places[-1].append(seen[id(root)])
 
+    def spread(self, flags: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
+        """Returns flags of the values as flags of the arrays: an array of several values has it if one of them does."""
+        if isinstance(flags, bool):
+            return flags
+        pairs = [(i, flag) for places, flag in zip(self.places, flags, strict=True) for i in places]
+        return tuple(any(flag for place, flag in pairs if place == i) for i in range(len(self.arrays)))
+
     def assign(self, arrays: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
         """Pairs each value with the arrays that stand for its roots."""
         return [(value, [arrays[i] for i in places]) for value, places in zip(self.values, self.places, strict=True)]

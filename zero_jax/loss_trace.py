@@ -18,6 +18,7 @@ from zero_jax.formulas import ResidualBytes
 from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
+from zero_jax.model_inputs import cast_batch
 from zero_jax.remat import rematerialize
 from zero_jax.sharding import LeafPlacement
 from zero_jax.spec import without
@@ -81,11 +82,13 @@ def trace_loss(
     """
     placement = make_placement(params, mesh=mesh, config=config)
     specs = placement.variable_shardings()
-    loss = rematerialize(normalize_loss(loss_fn, mesh), config.remat, mesh=mesh, axes=placement.axes, specs=specs)
+    normalized = normalize_loss(loss_fn, mesh)
+    loss = rematerialize(normalized, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     variables = jax.eval_shape(placement.cast, params)
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    batch = jax.tree.map(lambda x: _microbatch(x, k), batch)
+    batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), jax.eval_shape(lambda: jax.random.key(0))
+    batch = jax.eval_shape(functools.partial(cast_batch, normalized, config=config), variables, batch, key)
     traced = _Traced(loss, variables, batch, placement)
     gradient = traced.gradient()
     times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]

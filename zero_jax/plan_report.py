@@ -18,6 +18,7 @@ from zero_jax.flops import forward_flops
 from zero_jax.grads import normalize_loss
 from zero_jax.loss_trace import trace_loss
 from zero_jax.mesh import axis_size
+from zero_jax.model_inputs import cast_batch
 from zero_jax.plan_time import TimeEstimate, estimate_time
 from zero_jax.remat_policies import resolve_remat
 from zero_jax.spec import carries, dims_of
@@ -267,9 +268,12 @@ def _forward_flops(job: Job, state: TrainState, mesh: Mesh) -> float:
     """Counts the forward pass on the variables as the loss function sees them."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
     loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
-    return forward_flops(
-        lambda variables, batch, key: loss_fn(placement.cast(variables), batch, key), state.variables, job.batch, key
-    )
+
+    def forward(variables: Any, batch: Any, key: Any) -> Any:
+        variables = placement.cast(variables)
+        return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
+
+    return forward_flops(forward, state.variables, job.batch, key)
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
+from zero_jax.model_inputs import cast_batch
 from zero_jax.precision import update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import Separability, separability
@@ -138,6 +139,7 @@ class _Program:
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
         variables = placement.cast(state.variables)
+        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts = self.grads(
             placement, variables, batch, key, state.loss_scale, needed
         )

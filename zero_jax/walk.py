@@ -269,9 +269,9 @@ class Walk:
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [as_array(out) for out in outs]
 
-        policy = jaxprs.refuse_gathered(eqn.params["policy"])
+        policy, prevent_cse = jaxprs.refuse_gathered(eqn.params["policy"]), split.spread(eqn.params["prevent_cse"])
         with jaxprs.source_context(eqn):
-            outs = jax.checkpoint(region, prevent_cse=eqn.params["prevent_cse"], policy=policy)(*split.arrays)
+            outs = jax.checkpoint(region, prevent_cse=prevent_cse, policy=policy)(*split.arrays)
         return [Value(out, is_pure) for out, is_pure in zip(outs, pure, strict=True)]
 
     def cond(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:

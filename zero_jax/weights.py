@@ -7,6 +7,7 @@ uneven, such as the tokens that a mask leaves, ends in a division by a value of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callabl
         none; None gives 1.
     """
 
+    @functools.wraps(loss_fn)
     def weighted(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
         if loss_weight == "auto":
             loss, (aux, model_state), weight = _find(loss_fn, variables, batch, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ class ZeroConfig:
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
       precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
+      keep_batch_dtype: regular expressions of whole leaf paths of the batch. Floating leaves that the model takes, and
+        that match none, are cast to the compute dtype before the loss function sees them, where the precision has one.
+        What only the loss takes (targets, masks, weights) is not, nor are integers and booleans. Times and positions
+        that need more than the 8 bits of bfloat16 are to be named here; `.*` keeps all (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
       clip_norm: largest global norm of the gradients, or None.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
@@ -49,6 +54,7 @@ class ZeroConfig:
 
     stage: int = 3
     precision: str | Precision = "fp32"
+    keep_batch_dtype: Sequence[str] = ()
     num_microbatches: int = 1
     clip_norm: float | None = None
     loss_weight: str | None = "auto"
@@ -68,6 +74,7 @@ class ZeroConfig:
         sharded_groups(self.stage)
         resolve_precision(self.precision)
         resolve_remat(self.remat)
+        compiled_patterns(self.keep_batch_dtype)
         if (
             isinstance(self.num_microbatches, bool)
             or not isinstance(self.num_microbatches, int)
@@ -92,6 +99,18 @@ class ZeroConfig:
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
         return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+
+
+def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
+    """Returns the patterns of `keep_batch_dtype`; raises `ValueError` for anything else."""
+    given = f"keep_batch_dtype={keep_batch_dtype!r}"
+    is_list = isinstance(keep_batch_dtype, Sequence) and not isinstance(keep_batch_dtype, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in keep_batch_dtype):
+        raise ValueError(f"{given}: give a list of regular expressions of whole leaf paths of the batch")
+    try:
+        return [re.compile(pattern) for pattern in keep_batch_dtype]
+    except re.error as error:
+        raise ValueError(f"{given}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
 
 
 def check_config(config: Any) -> ZeroConfig:

@@ -27,6 +27,7 @@ from zero_jax.checkpoint_files import (
     resolve,
     step_path,
 )
+from zero_jax.config_fields import check_fields
 from zero_jax.orbax_noise import Quiet
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
@@ -64,6 +65,7 @@ class CheckpointConfig:
     keep_best: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.save_every < 0 or self.keep_best < 0:
             raise ValueError(f"save_every={self.save_every}, keep_best={self.keep_best}: neither may be negative")
         if self.keep_last < 1:

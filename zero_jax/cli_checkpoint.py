@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_jax.checkpoint_report import describe
+from zero_jax.config_fields import check_fields
 from zero_jax.export import export, parse_size
 from zero_jax.options import add_fields, given
 
@@ -23,6 +24,9 @@ class InspectConfig:
 
     step: int | None = None
     verify: bool = False
+
+    def __post_init__(self) -> None:
+        _check_step(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,15 @@ class ExportConfig:
     max_shard_size: str = "5GB"
     ema: bool = False
     force: bool = False
+
+    def __post_init__(self) -> None:
+        _check_step(self)
+
+
+def _check_step(config: InspectConfig | ExportConfig) -> None:
+    check_fields(config)
+    if config.step is not None and config.step < 0:
+        raise ValueError(f"step={config.step}: give the number of a step, or None for the newest")
 
 
 def add_commands(commands: Any) -> None:

@@ -12,6 +12,7 @@ import optax
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.compile_job import Job
+from zero_jax.config_fields import check_fields
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
@@ -48,6 +49,15 @@ class PlanConfig:
     data_layout: str | None = None
     cache: str | None = "default"
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("batch_size", "replica", "model_axis"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout}: give a positive number of seconds, or None for no limit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

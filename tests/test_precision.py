@@ -136,16 +136,16 @@ def test_small_gradients_survive_in_float16():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_nan_on_one_device_is_seen_by_all(stage):
-    state, step = make_trainer(stage=stage, precision="bf16")
+    state, step = make_trainer(stage=stage, precision="bf16", skip_nonfinite=False)
     state, metrics = step(state, make_batch(bad=np.nan))
-    assert copies(metrics.skipped) == [False] * NUM_DEVICES  # nobody asked for it
+    assert copies(metrics.skipped) == [False] * NUM_DEVICES  # as told
     assert np.isnan(copies(metrics.loss)).all() and np.isnan(copies(metrics.grad_norm)).all()
     assert copies(metrics.nonfinite_leaf) == [1] * NUM_DEVICES  # and yet it is told: `count`, `in`, `out`
 
 
-def test_skips_where_asked():
+def test_skips_unless_told_not_to():
     noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(0.01))  # with a key in its state
-    state, step = make_trainer(noisy, stage=2, skip_nonfinite=True)
+    state, step = make_trainer(noisy, stage=2)
     before = snapshot(state)
     state, metrics = step(state, make_batch(bad=np.nan))
     assert copies(metrics.skipped) == [True] * NUM_DEVICES and int(metrics.num_skipped_steps) == 1
@@ -158,6 +158,33 @@ def test_does_not_skip_where_told_not_to():
     state, step = make_trainer(stage=1, precision=policy(initial=8.0), skip_nonfinite=False)
     state, metrics = step(state, make_batch(bad=np.nan))
     assert not bool(metrics.skipped) and np.isnan(np.asarray(state.master["in"])).all()
+
+
+@pytest.mark.parametrize(("rate", "stage", "precision"), [(np.inf, 1, "bf16"), (np.nan, 3, "fp32"), (1e7, 2, "fp16")])
+def test_an_update_that_is_not_finite_does_not_reach_the_params(rate, stage, precision):
+    """Loss and gradients are finite; in float16 it is the copy of the params that would not be."""
+    state, step = make_trainer(optax.sgd(rate), stage=stage, precision=precision)
+    before = snapshot(state)[:2]
+    state, metrics = step(state, make_batch())
+    assert np.isfinite(copies(metrics.loss)).all() and np.isfinite(copies(metrics.grad_norm)).all()
+    assert copies(metrics.nonfinite_leaf) == [1] * NUM_DEVICES  # `count`, `in`, `out`
+    assert not any(copies(metrics.skipped))
+    after = snapshot(state)[:2]
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.isfinite(new.astype(np.float32)).all()
+        if not np.isfinite(rate) and old.dtype != np.int32:
+            np.testing.assert_array_equal(new, old)
+
+
+def test_params_that_are_infinite_on_purpose_stay_so():
+    params = {**host_params(), "mask": np.array([0, -np.inf] * 8, np.float32)}
+    tx = optax.multi_transform(
+        {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {name: "b" if name == "mask" else "a" for name in params}
+    )
+    loss = lambda params, batch: loss_fn(params, batch) + jnp.exp(params["mask"]).sum()  # noqa: E731
+    state, history = reference.run_zero(loss, tx, [make_batch()], mesh=mesh_of("4"), params=params, stage=3)
+    assert int(history[0].nonfinite_leaf) == -1 and not bool(history[0].skipped)
+    np.testing.assert_array_equal(state.params["mask"], params["mask"])
 
 
 def test_large_float16_gradients_are_finite():

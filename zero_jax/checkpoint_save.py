@@ -21,6 +21,7 @@ from zero_jax.checkpoint_files import list_steps
 from zero_jax.checkpoint_folder import CheckpointFolder
 from zero_jax.checkpoint_record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
 from zero_jax.checkpoint_write import ArrayWrites
+from zero_jax.config_fields import check_fields
 from zero_jax.folder_lock import FolderInUse, FolderLock
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
@@ -54,9 +55,7 @@ class CheckpointConfig:
     keep_best: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("save_every", "keep_last", "keep_best"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name}={getattr(self, name)!r}: give an int")
+        check_fields(self)
         if self.save_every < 0 or self.keep_best < 0:
             raise ValueError(f"save_every={self.save_every}, keep_best={self.keep_best}: neither may be negative")
         if self.keep_last < 1:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_jax.checkpoint_report import describe
+from zero_jax.config_fields import check_fields
 from zero_jax.export import export, parse_size
 from zero_jax.options import add_fields, given, reader
 
@@ -25,8 +26,7 @@ class InspectConfig:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what is no step."""
-        _check_step(self.step)
+        _check_step(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,14 @@ class ExportConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what is no step, and no size."""
-        _check_step(self.step)
+        _check_step(self)
         parse_size(self.max_shard_size)
 
 
-def _check_step(step: int | None) -> None:
-    if step is not None and step < 0:
-        raise ValueError(f"step={step}: give 0 or more, or none for the newest")
+def _check_step(config: InspectConfig | ExportConfig) -> None:
+    check_fields(config)
+    if config.step is not None and config.step < 0:
+        raise ValueError(f"step={config.step}: give 0 or more, or None for the newest")
 
 
 def add_commands(commands: Any) -> None:

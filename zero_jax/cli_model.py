@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.compile_job import batch_of
+from zero_jax.config_fields import check_fields
 from zero_jax.grads import MeshLoss
 from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt
@@ -37,9 +38,9 @@ class ActivationConfig:
     loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses chunks of nothing."""
+        check_fields(self)
         if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"loss_chunk={self.loss_chunk}: give at least 1, or none for all at once")
+            raise ValueError(f"loss_chunk={self.loss_chunk}: give at least 1 entry, or None for all at once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

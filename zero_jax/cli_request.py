@@ -14,6 +14,7 @@ from zero_jax.capacity import tree_bytes
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.compile_job import Job
+from zero_jax.config_fields import check_fields
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
@@ -55,6 +56,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Refuses what no plan can be for, before a model is imported."""
+        check_fields(self)
         parse(self.topology)
         for name in ("batch_size", "replica", "model_axis"):
             value = getattr(self, name)

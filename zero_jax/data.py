@@ -7,6 +7,7 @@ import typing
 
 import numpy as np
 
+from zero_jax.config_fields import check_fields
 from zero_jax.sources import Format, find
 from zero_jax.split import TokenPart, split_documents
 from zero_jax.token_cache import TOKENIZER_FILE, Log, read_tokens
@@ -48,6 +49,7 @@ class DataConfig:
 
     def __post_init__(self):
         """Refuses what cannot be read."""
+        check_fields(self)
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 "

@@ -61,7 +61,7 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
 
 def check_decay(decay: float) -> None:
     """Raises `ValueError` for a decay that is not between 0 and 1."""
-    if not (isinstance(decay, numbers.Real) and 0 < decay < 1):
+    if not (isinstance(decay, numbers.Real) and not isinstance(decay, bool) and 0 < decay < 1):
         raise ValueError(
             f"ema_decay={decay!r}: give a number above 0 and below 1, such as 0.999, or None for no average"
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
+from zero_jax.optimizer_update import call_update
 from zero_jax.tree import PyTree
 
 # Zeros stay zeros in these.
@@ -57,11 +58,11 @@ def _update(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[Callable[[list[
     """Returns the update as a function of gradients, state and params, all as one list, and the shapes of that."""
     leaves, tree = jax.tree.flatten(params)
     opt_leaves, opt_tree = jax.tree.flatten(opt_state)
-    num, tx = len(leaves), optax.with_extra_args_support(tx)
+    num = len(leaves)
 
     def update(flat: list[Any]) -> Any:
         grads, opt, old = flat[:num], flat[num : num + len(opt_leaves)], flat[num + len(opt_leaves) :]
-        return tx.update(tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old), value=jnp.float32(0))
+        return call_update(tx, tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old))
 
     return update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
 

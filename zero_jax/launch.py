@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, TextIO, cast
 
 from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
+from zero_jax.config_fields import check_fields
 from zero_jax.merge import Merger
 from zero_jax.preemption import EXIT_CODE as SAVED
 
@@ -54,6 +55,7 @@ class LaunchConfig:
     grace_seconds: float = 10.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, lowest in {"num_processes": 1, "devices_per_process": 1, "grace_seconds": 0}.items():
             value = getattr(self, name)
             if not lowest <= value < 10_000:

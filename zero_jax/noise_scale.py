@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from zero_jax.config_fields import check_value
 from zero_jax.spec import Dims, named, num_shards
 
 # For each way that arrays are cut, the sums of squares of their shards: `float32[shards of a dim, ...]`.
@@ -156,6 +157,8 @@ class NoiseScale:
         Raises:
           ValueError: a decay outside [0, 1), or fewer than 2 steps.
         """
+        check_value("decay", decay, float)
+        check_value("min_steps", min_steps, int)
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: give a number from 0 to below 1, such as 0.99")
         if min_steps < 2:

@@ -12,6 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax import schedules
+from zero_jax.config_fields import check_fields
 from zero_jax.ema import check_decay, params_ema
 from zero_jax.sharding import check_matched
 from zero_jax.tree import leaf_names, path_name
@@ -63,6 +64,7 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Refuses what no optimizer can use, and what this one does not know."""
+        check_fields(self)
         _check_name("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         _check_name("schedule", self.schedule, schedules.SCHEDULES)
         if self.learning_rate is not None and not self.learning_rate > 0:

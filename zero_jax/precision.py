@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.config_fields import check_fields
 from zero_jax.tree import PyTree
 
 
@@ -33,6 +34,7 @@ class LossScaleConfig:
     floor: float = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.growth_interval_steps < 1 or self.growth_factor < 1 or not 0 < self.backoff_factor < 1:
             raise ValueError(f"{self}: needs growth_interval_steps >= 1, growth_factor >= 1, 0 < backoff_factor < 1")
         if not 0 < self.floor <= self.initial < float("inf"):

@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import optax
 
+from zero_jax.config_fields import check_value
+
 ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
@@ -20,6 +22,9 @@ def check_schedule(schedule: str, *, final_share: float | None, decay_fraction: 
     Raises:
       ValueError: an option that the schedule does not know, or a share that is none.
     """
+    for name, value in {"final_learning_rate": final_share, "decay_fraction": decay_fraction}.items():
+        if value is not None:
+            check_value(name, value, float, is_optional=True)
     if final_share is not None and schedule == "constant":
         raise ValueError(
             f"final_learning_rate={final_share}: the schedule 'constant' does not fall; leave it out, or take another "
@@ -64,7 +69,15 @@ def make_schedule(
     Raises:
       ValueError: phases that are longer than the run, or options that the schedule has no use for.
     """
+    check_value("peak", peak, float)
+    check_value("num_steps", num_steps, int)
+    check_value("warmup_steps", warmup_steps, int)
     check_schedule(schedule, final_share=final_share, decay_fraction=decay_fraction)
+    if peak <= 0 or warmup_steps < 0 or num_steps < 1:
+        raise ValueError(
+            f"peak={peak}, warmup_steps={warmup_steps}, num_steps={num_steps}: give a positive learning "
+            "rate, and steps that are not negative"
+        )
     if warmup_steps >= num_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} leaves nothing of a run of {num_steps} steps: make it smaller, "

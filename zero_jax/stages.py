@@ -22,5 +22,5 @@ def sharded_groups(stage: int) -> frozenset[str]:
       ValueError: there is no such stage.
     """
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in _SHARDED_GROUPS:
-        raise ValueError(f"unknown ZeRO stage {stage!r}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
+        raise ValueError(f"unknown ZeRO stage {repr(stage)[:60]}: choose one of {', '.join(map(str, _SHARDED_GROUPS))}")
     return _SHARDED_GROUPS[stage]

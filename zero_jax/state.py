@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.jaxprs import Chain, reshard
 from zero_jax.mesh import Axes
+from zero_jax.optimizer_update import init_opt_state
 from zero_jax.placing import move, place
 from zero_jax.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
 from zero_jax.scopes import gather_scope
@@ -116,6 +117,12 @@ class Placement:
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
 
+    def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
+        """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
+        if "params" in self.groups:
+            return masters
+        return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
+
     def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
         """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
 
@@ -211,7 +218,7 @@ def _build_state(
         step=jnp.int32(0),
         params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
         master=sharded if placement.keeps_copy else None,
-        opt_state=strongly_typed(tx.init(trainable(sharded))),
+        opt_state=strongly_typed(init_opt_state(tx, trainable(sharded))),
         key=key,
         loss_scale=init_loss_scale(precision.loss_scale),
         num_skipped_steps=jnp.int32(0),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.jaxprs import is_array
+from zero_jax.jaxprs import is_array, is_traced
+from zero_jax.optimizer_update import init_opt_state
 from zero_jax.state import TrainState, make_placement, trainable
 from zero_jax.tree import PyTree, leaf_names
 from zero_jax.zero_config import ZeroConfig
@@ -16,8 +19,10 @@ from zero_jax.zero_config import ZeroConfig
 
 def check_not_donated(state: PyTree) -> None:
     """Raises `ValueError` if the memory of a state was given to a step before."""
-    deleted = [is_array(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)]
-    if any(deleted):
+    leaves = jax.tree.leaves(state)
+    arrays = _array_types(leaves)
+    if any(type(x) in arrays and x.is_deleted() for x in leaves):
+        deleted = [is_array(leaf) and leaf.is_deleted() for leaf in leaves]
         name = leaf_names(state)[deleted.index(True)]
         raise ValueError(
             f"the state was given to a step before and its memory was donated (leaf {name!r} is deleted): "
@@ -39,18 +44,54 @@ def check_no_leaf_twice(state: PyTree) -> None:
             )
 
 
-def check_placed(state: PyTree, shardings: PyTree) -> None:
-    """Raises `ValueError` if a leaf of a state does not lie as the step was made for."""
-    leaves = zip(leaf_names(state), jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    show = lambda s: f"{s.spec} of the mesh {dict(s.mesh.shape)}" if isinstance(s, NamedSharding) else str(s)  # noqa: E731
-    for name, leaf, sharding in leaves:
-        if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            raise ValueError(
-                f"leaf {name!r} of the state lies as {show(leaf.sharding)}, "
-                f"and the step was made for {show(sharding)}: "
-                "make the state with the mesh and config that the step was made with, or move it there with "
-                "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
-            )
+def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Sequence[Any]) -> PyTree:
+    """Returns a state as a step was compiled for: its leaves, or host arrays and equivalent shardings moved there.
+
+    Another placement would compile a second program, which could not reuse the state's memory.
+
+    Args:
+      state: the state; that of a trace is returned as it is.
+      shardings: how each leaf is to be sharded, in the order of `jax.tree.leaves`.
+      dtypes: the dtype of each leaf.
+
+    Raises:
+      ValueError: a leaf that is sharded otherwise, or of another dtype.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    arrays = _array_types(leaves)
+    expected = zip(leaves, shardings, dtypes, strict=True)
+    if all(type(x) in arrays and x.dtype == d and x.committed and x.sharding == s for x, s, d in expected):
+        return state
+    return tree.unflatten(map(_placed, leaf_names(state), leaves, shardings, dtypes))
+
+
+def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
+    has = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    if has != dtype:
+        raise ValueError(
+            f"leaf {name!r} of the state is {has}, and the step was compiled for {dtype}: cast it back, or make "
+            "another step for such states with zero.make_train_step"
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf):
+        return leaf
+    if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        raise ValueError(
+            f"leaf {name!r} of the state lies as {_shown(leaf.sharding)}, "
+            f"and the step was made for {_shown(sharding)}: "
+            "make the state with the mesh and config that the step was made with, or move it there with "
+            "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"
+        )
+    return jax.device_put(leaf, sharding)
+
+
+def _shown(sharding: Any) -> str:
+    is_named = isinstance(sharding, NamedSharding)
+    return f"{sharding.spec} of the mesh {dict(sharding.mesh.shape)}" if is_named else str(sharding)
+
+
+def _array_types(leaves: Sequence[Any]) -> set[type]:
+    """Returns the types of leaves that are arrays on devices: whether a type is one takes long to tell leaf by leaf."""
+    return {kind for kind, leaf in {type(x): x for x in leaves}.items() if is_array(leaf)}
 
 
 def check_is_state(state: Any, *, who: str) -> TrainState:
@@ -74,9 +115,19 @@ def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh:
             f"({'it has no master params' if state.master is None else 'it has master params beside its params'}): "
             "make it with zero.init_state and the config that the step was made with"
         )
+    dtypes = placement.precision
+    groups = {"params": dtypes.param if placement.keeps_copy else dtypes.master, "master": dtypes.master}
+    for group, dtype in groups.items():
+        tree = getattr(state, group)
+        for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+            if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype:
+                raise ValueError(
+                    f"leaf '{group}/{name}' of the state is {x.dtype}, and the precision of the step has {dtype}: cast "
+                    "it, or make the state with zero.init_state and the config that the step was made with"
+                )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    expected = jax.eval_shape(tx.init, trainable(state.masters))
+    expected = jax.eval_shape(lambda params: init_opt_state(tx, params), trainable(state.masters))
     names, wanted = leaf_names(state.opt_state), leaf_names(expected)
     shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
     wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]

@@ -21,7 +21,8 @@ from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
 from zero_jax.model_inputs import cast_batch
-from zero_jax.precision import update_loss_scale
+from zero_jax.optimizer_update import call_update
+from zero_jax.precision import cast_floating, update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import Separability, separability
 from zero_jax.spec import dims_of
@@ -34,9 +35,9 @@ from zero_jax.state import (
     strongly_typed,
     trainable,
 )
-from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, check_placed
+from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.state_shardings import state_shardings
-from zero_jax.tree import PyTree, check_arrays, leaf_names
+from zero_jax.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.variables import as_variables, joined
 from zero_jax.weights import with_weight
 from zero_jax.zero_config import ZeroConfig, check_config
@@ -51,7 +52,7 @@ class TrainStep:
 
     program: _Program
     axes: Axes
-    compiled_for: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    compiled_for: dict[Any, _Compiled] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; the state given is donated.
@@ -62,7 +63,8 @@ class TrainStep:
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
         check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
         check_no_leaf_twice(state)
-        return self.jitted(state)(state, batch)
+        compiled = self.compiled(state)
+        return compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
@@ -76,20 +78,29 @@ class TrainStep:
         return self.jitted(state).lower(state, shapes)
 
     def jitted(self, state: PyTree) -> Any:
-        """Returns the `jax.jit` function for states of this structure: one trace, one program.
+        """Returns the `jax.jit` function for states of this structure."""
+        return self.compiled(state).jitted
+
+    def compiled(self, state: PyTree) -> _Compiled:
+        """Returns what is compiled for states of this structure: one trace, one program.
 
         The shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
         """
         leaves, tree = jax.tree.flatten(state)
+        if not all(hasattr(x, "shape") for x in leaves):
+            state = with_shapes("state", state, remedy="give the state that zero.init_state or the last step returned")
+            leaves = jax.tree.leaves(state)
         structure = (tree, tuple(x.shape for x in leaves))
         if structure not in self.compiled_for:
             check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
-            check_placed(state, shardings)
             program = self.program
             options = compiler_options(program.mesh.devices.flat[0].platform, program.config.combine_bytes)
-            self.compiled_for[structure] = jax.jit(
+            jitted = jax.jit(
                 program.step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options or None
+            )
+            self.compiled_for[structure] = _Compiled(
+                jitted=jitted, shardings=jax.tree.leaves(shardings), dtypes=[x.dtype for x in leaves]
             )
         return self.compiled_for[structure]
 
@@ -98,7 +109,16 @@ class TrainStep:
         return leaf_names(state.params)[int(index)] if int(index) >= 0 else None
 
     def _cache_size(self) -> int:
-        return sum(jitted._cache_size() for jitted in self.compiled_for.values())
+        return sum(compiled.jitted._cache_size() for compiled in self.compiled_for.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """The jitted step for states of one structure, and how their leaves are sharded and typed."""
+
+    jitted: Any
+    shardings: list[NamedSharding]
+    dtypes: list[Any]
 
 
 def make_train_step(
@@ -117,9 +137,7 @@ def make_train_step(
       config: stage, precision, microbatches, clipping.
     """
     axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
-    program = _Program(
-        loss_fn=normalize_loss(loss_fn, mesh), tx=optax.with_extra_args_support(tx), mesh=mesh, config=config
-    )
+    program = _Program(loss_fn=normalize_loss(loss_fn, mesh), tx=tx, mesh=mesh, config=config)
     return TrainStep(program, axes)
 
 
@@ -145,19 +163,28 @@ class _Program:
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(grads, masters, placement, scale)
-        norm, first_bad = _norm_and_first_nonfinite(grads)
-        finite = first_bad < 0
+        norm, bad_grad = _norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
-        new_state = self.update(state, placement, masters, self.clip(grads, norm), finite, loss, needed)
-        if self.skips(state):
-            model_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), model_state, state.model_state)
+        offers = {
+            "value": loss,
+            "full_grads": _filled(grads, masters),
+            **self.objective(state, placement, batch, key, needed),
+        }
+        clipped = _filled(self.clip(grads, norm), masters)
+        new_state, bad_param = self.update(state, placement, masters, clipped, bad_grad < 0, offers, needed)
+        if self.config.skip_nonfinite is not False:
+            model_state = jax.tree.map(
+                lambda new, old: jnp.where(bad_grad < 0, new, old), model_state, state.model_state
+            )
         new_state = dataclasses.replace(new_state, model_state=model_state)
         metrics = Metrics(
             loss=loss,
             aux=aux,
             grad_norm=norm,
-            skipped=~finite if self.skips(state) else jnp.array(False),
-            nonfinite_leaf=_leaf_index(first_bad, jax.tree.structure(masters).flatten_up_to(grads)),
+            skipped=new_state.num_skipped_steps > state.num_skipped_steps,
+            nonfinite_leaf=jnp.where(
+                bad_grad < 0, _leaf_index(bad_param, trainable(masters), masters), _leaf_index(bad_grad, grads, masters)
+            ),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
             small_grad_norm_sq=None if parts is None else parts.grad_norm_sq / scale / scale,
@@ -165,9 +192,36 @@ class _Program:
         )
         return new_state, replicated(metrics, self.mesh)
 
-    def skips(self, state: TrainState) -> bool:
-        chosen = self.config.skip_nonfinite
-        return state.loss_scale is not None if chosen is None else chosen
+    def objective(
+        self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]
+    ) -> dict[str, Callable[[PyTree], Any]]:
+        """Returns the loss of the batch and its gradients as functions of the params that the optimizer updates.
+
+        Both are the step's own, microbatches and loss scale included, at params sharded as the master params are.
+        """
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+
+        def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
+            masters = merge(state.masters, at)
+            masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
+            params = placement.params_of(masters, into=state.params)
+            variables = placement.cast(joined(params, state.model_state))
+            (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
+            grads = _filled(self.unscale(grads, masters, placement, scale), masters)
+            return loss.astype(jnp.float32) / scale, grads
+
+        @jax.custom_jvp
+        def loss_fn(at: PyTree) -> jax.Array:
+            return evaluate(at, [False] * len(needed))[0]
+
+        # The step's gradients, not those of its loss: they are accumulated over microbatches and scaled.
+        @loss_fn.defjvp
+        def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+            loss, grads = evaluate(primals[0], needed)
+            slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(jnp.float32), grads, tangents[0])
+            return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), jnp.float32)
+
+        return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
 
     def grads(
         self,
@@ -302,47 +356,52 @@ class _Program:
         masters: PyTree,
         grads: PyTree,
         finite: jax.Array,
-        loss: jax.Array,
+        offers: dict[str, Any],
         needed: list[bool],
-    ) -> TrainState:
+    ) -> tuple[TrainState, jax.Array]:
+        """Returns the next state, and which param is the first that would not be finite in it (-1 if none)."""
         params = trainable(masters)
-        fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
-        filled = jax.tree.map(fill, params, grads, is_leaf=lambda x: x is None)
-        # Optimizers such as `optax.contrib.reduce_on_plateau` read the loss.
-        updates, opt_state = self.tx.update(filled, state.opt_state, params, value=loss)
+        updates, opt_state = call_update(self.tx, grads, state.opt_state, params, **offers)
         opt_state = strongly_typed(opt_state)
-        new_masters = merge(masters, optax.apply_updates(params, updates))
-        skips = self.skips(state)
-        if skips:
+        new_params, bad_param, skipped = optax.apply_updates(params, updates), jnp.int32(-1), jnp.int32(0)
+        if self.config.skip_nonfinite is not False:
             choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-            new_masters = merge(masters, jax.tree.map(choose, trainable(new_masters), params))
             opt_state = jax.tree.map(choose, opt_state, state.opt_state)
+            usable = jax.tree.map(self.usable(placement), new_params, params)
+            new_params = jax.tree.map(lambda ok, new, old: jnp.where(finite & ok, new, old), usable, new_params, params)
+            bad_param = _first_bad(jax.tree.leaves(usable))
+            skipped = (~finite).astype(jnp.int32)
+        new_masters = merge(masters, new_params)
         same = unchanged(self.tx, params, state.opt_state, needed=needed)
         new_masters = _kept(masters, new_masters, same)
         new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
         opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
-        if placement.keeps_copy:
-            kept, master = placement.gather(new_masters, placement.precision.param, into=state.params), new_masters
-        elif "params" in placement.groups:
-            kept, master = new_masters, None
-        else:
-            kept, master = placement.gather(new_masters, None, into=state.params), None
+        kept = placement.params_of(new_masters, into=state.params)
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
         kept = _kept(state.params, kept, same)
         scale = state.loss_scale
         if scale is not None:
             assert placement.precision.loss_scale is not None
             scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
-        skipped = (~finite).astype(jnp.int32) if skips else 0
-        return TrainState(
+        new_state = TrainState(
             step=state.step + 1,
             params=kept,
-            master=master,
+            master=new_masters if placement.keeps_copy else None,
             opt_state=opt_state,
             key=state.key,
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
         )
+        return new_state, bad_param
+
+    def usable(self, placement: Placement) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns `usable(new, old)`, which of a param's new values are finite, or replace values that were not.
+
+        They have to be finite in the dtypes that the loss sees, too, which may overflow where the master's does not.
+        """
+        dtypes = placement.precision
+        used = lambda x: cast_floating(cast_floating(x, dtypes.param if placement.keeps_copy else None), dtypes.compute)  # noqa: E731
+        return lambda new, old: jnp.isfinite(used(new)) | ~jnp.isfinite(used(old))
 
 
 def _kept(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
@@ -365,9 +424,23 @@ def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     return jnp.sqrt(squares.sum()), first
 
 
-def _leaf_index(first_bad: jax.Array, grads: list[jax.Array | None]) -> jax.Array:
-    """Turns an index among gradients into one among params, some of which have no gradient (None)."""
-    present = [i for i, g in enumerate(grads) if g is not None]
+def _first_bad(usable: list[jax.Array]) -> jax.Array:
+    """Returns the index of the first array that is not all True (-1 if none): counted, so that one sum is sent."""
+    if not usable:
+        return jnp.int32(-1)
+    bad = jnp.stack([(~x).sum(dtype=jnp.float32) for x in usable]) > 0
+    return jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
+
+
+def _filled(grads: PyTree, masters: PyTree) -> PyTree:
+    """Returns a gradient for each trainable param: zeros for those that have none (None)."""
+    fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
+    return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
+
+
+def _leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
+    """Turns an index among gradients or trainable params, some of which are None, into one among all params."""
+    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
     if not present:
-        return first_bad
-    return jnp.where(first_bad < 0, -1, jnp.asarray(present, jnp.int32)[first_bad])
+        return index
+    return jnp.where(index < 0, -1, jnp.asarray(present, jnp.int32)[index])

@@ -21,6 +21,7 @@ from zero_jax.agreement import from_first_process
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint_files import candidates, find
+from zero_jax.config_fields import check_fields
 from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
@@ -128,8 +129,12 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuses counts that make no run."""
+        check_fields(self)
         for name in ("steps", "batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite_steps"):
             if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        for name in ("devices", "replica", "model_axis", "top_k"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         for name in ("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"):
             if not getattr(self, name) >= 0:

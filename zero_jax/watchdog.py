@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero_jax.config_fields import check_value
+
 EXIT_CODE = 76
 
 # Phases that may take longer than others: how many times the usual allowance.
@@ -125,6 +127,7 @@ class Watchdog:
           clock: seconds that never go back.
           exit: ends the process.
         """
+        check_value("seconds", seconds, float)
         if not seconds >= 0:
             raise ValueError(f"watchdog: seconds={seconds}: give a positive time, or 0 to switch it off")
         self._seconds, self._folder = seconds, pathlib.Path(folder)

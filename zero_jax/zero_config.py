@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from zero_jax.config_fields import check_fields
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import Precision, resolve_precision
 from zero_jax.remat_policies import Remat, resolve_remat
@@ -33,7 +33,8 @@ class ZeroConfig:
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
         takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
         name takes that entry of the aux dict that the loss function returns; None weighs all alike.
-      skip_nonfinite: skip the update when a gradient is not finite; None does so where the loss is scaled.
+      skip_nonfinite: skip the update when a gradient is not finite, and leave alone the elements of params that an
+        update would make so; None does so too, False does not.
       remat: what the backward pass computes again and where the rest is kept in between, for a model as it is: `own`
         leaves it to the model's own `jax.checkpoint`s, `full` keeps a block's input only, `full_sharded` keeps it in
         shards over the mesh axis `model` (the paper's P_a), `full_offloaded` in the host's memory (P_a+cpu); `dots`,
@@ -72,29 +73,20 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         sharded_groups(self.stage)
+        if self.loss_weight is not None and not isinstance(self.loss_weight, str):
+            raise ValueError(f"loss_weight={self.loss_weight!r}: give 'auto', the name of an entry of aux, or None")
+        check_fields(self)
         resolve_precision(self.precision)
         resolve_remat(self.remat)
         compiled_patterns(self.keep_batch_dtype)
-        if (
-            isinstance(self.num_microbatches, bool)
-            or not isinstance(self.num_microbatches, int)
-            or self.num_microbatches < 1
-        ):
+        if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
-        for name in ("skip_nonfinite", "keep_gathered"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and (name, value) != ("skip_nonfinite", None):
-                raise ValueError(f"{name}={value!r}: give True or False")
-        if not isinstance(self.min_shard_size, int) or self.min_shard_size < 0:
+        if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size={self.min_shard_size!r}: give a number of elements")
-        if self.combine_bytes is not None and (type(self.combine_bytes) is not int or self.combine_bytes < 0):
+        if self.combine_bytes is not None and self.combine_bytes < 0:
             raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
-        is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)
-        if self.clip_norm is not None and not (is_number and self.clip_norm > 0):
+        if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
-
-        if self.loss_weight is not None and not isinstance(self.loss_weight, str):
-            raise ValueError(f"loss_weight={self.loss_weight!r}: give 'auto', the name of an entry of aux, or None")
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""

@@ -59,11 +59,17 @@ class GPTConfig:
         """Refuses shapes that cannot be built."""
         sizes = ("vocab_size", "seq_len", "num_layers", "d_model", "num_heads", "mlp_ratio")
         for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not positive: give {name} of at least 1")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={str(value)[:60]!r}: give a whole number")
+            if value < 1:
+                raise ValueError(f"{name}={value} is not positive: give {name} of at least 1")
             largest = _MAX_LAYERS if name == "num_layers" else 2**31 - 1
-            if getattr(self, name) > largest:
-                raise ValueError(f"{name}={getattr(self, name)}: give at most {largest}")
+            if value > largest:
+                raise ValueError(f"{name}={str(value)[:60]}: give at most {largest}")
+        for name in ("scan", "remat"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={repr(getattr(self, name))[:60]}: give True or False")
         if self.position not in ("rotary", "learned"):
             raise ValueError(f"position={self.position!r} is unknown: use 'rotary' or 'learned'")
         if self.d_model % self.num_heads:

@@ -1,0 +1,89 @@
+"""A state that does not lie as a step was compiled for is refused or moved at every call: one program, one trace."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reference import mesh_of
+
+import zero_jax as zero
+
+
+def host_params():
+    return {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "b": np.ones(8, np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.square(batch @ params["w"] + params["b"]).mean()
+
+
+BATCH = np.ones((8, 8), np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A step that was called twice, the traces it may make, and its config and mesh."""
+    chex.clear_trace_counter()
+    traced_once = chex.assert_max_traces(lambda *args: loss_fn(*args), n=1)
+    mesh, config = mesh_of("4"), reference.make_config(stage=3)
+    step = zero.make_train_step(traced_once, optax.adam(1e-2), mesh=mesh, config=config)
+    make = lambda: zero.init_state(host_params(), optax.adam(1e-2), jax.random.key(0), mesh=mesh, config=config)  # noqa: E731
+    state = make()
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    return step, make, mesh
+
+
+def of_other_names(x, mesh):
+    """Returns an array with an equivalent sharding on a mesh of other names."""
+    spec = PartitionSpec(*("d" if axis == "data" else None for axis in x.sharding.spec))
+    return jax.device_put(x, NamedSharding(Mesh(mesh.devices.reshape(-1), ("d",)), spec))
+
+
+REFUSED = {
+    "replicated": (
+        lambda x, mesh: jax.device_put(x, NamedSharding(mesh, PartitionSpec())),
+        r"lies as P\(\)|lies as PartitionSpec\(\)",
+    ),
+    "one device": (lambda x, mesh: jax.device_put(x, jax.devices()[0]), "lies as SingleDeviceSharding"),
+    "uncommitted": (lambda x, mesh: jnp.asarray(np.asarray(x)), "lies as SingleDeviceSharding"),
+    "dtype": (lambda x, mesh: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, "is float16, .* for float32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_placements_are_refused_at_every_call(trained, name):
+    step, make, mesh = trained
+    change, message = REFUSED[name]
+    state = make()
+    changed = zero.TrainState(**{**vars(state), "params": jax.tree.map(lambda x: change(x, mesh), state.params)})
+    with pytest.raises(ValueError, match=f"leaf 'params/b' of the state ({message})"):
+        step(changed, BATCH)
+    state, _ = step(state, BATCH)  # what was refused is not donated
+    moved = jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=reference.make_config(stage=3)))
+    step(moved, BATCH)
+
+
+@pytest.mark.parametrize("change", [of_other_names, lambda x, mesh: np.asarray(x)], ids=["names", "host"])
+def test_equivalent_shardings_and_host_arrays_run_in_the_same_program(trained, change):
+    step, make, mesh = trained
+    changed = make()
+    expected, _ = step(make(), BATCH)
+    params, opt_state = jax.tree.map(lambda x: change(x, mesh), (changed.params, changed.opt_state))
+    state, _ = step(zero.TrainState(**{**vars(changed), "params": params, "opt_state": opt_state}), BATCH)
+    reference.assert_placed_alike(state, expected)
+    reference.assert_close(state.params, expected.params, tolerance=0)
+
+
+def test_master_params_of_another_dtype_are_refused_at_first():
+    state, step = reference.make_trainer(
+        loss_fn, optax.sgd(0.1), mesh=mesh_of("4"), params=host_params(), stage=1, precision="bf16"
+    )
+    with pytest.raises(
+        ValueError, match="'master/b' of the state is bfloat16, and the precision of the step has float32"
+    ):
+        step(zero.TrainState(**{**vars(state), "master": state.params}), BATCH)

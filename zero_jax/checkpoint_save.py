@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import numbers
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -27,10 +29,12 @@ from zero_jax.checkpoint_files import (
     resolve,
     step_path,
 )
+from zero_jax.nonfinite import NonfiniteState, nonfinite_leaves
 from zero_jax.orbax_noise import Quiet
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
 from zero_jax.state import TrainState
+from zero_jax.tree import shown
 
 Log = Callable[[str], None]
 
@@ -125,7 +129,13 @@ class Checkpointer:
         return list_steps(self.directory)
 
     def save(
-        self, step: int, state: TrainState, *, extra: Mapping[str, Any] | None = None, loss: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        loss: float | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Saves a state; returns when it is on the host, and a step may be given it.
 
@@ -136,10 +146,14 @@ class Checkpointer:
           state: the state, whole and not donated.
           extra: what else is to be found with it; anything that JSON can hold.
           loss: its validation loss, if known.
+          allow_nonfinite: save a state whose params hold NaN or infinities, and record their paths in `extra` as
+            `nonfinite_leaves`.
 
         Raises:
-          ValueError: the state was donated, or is no `TrainState`.
+          ValueError: the state was donated, or is no `TrainState`; `loss` is no number.
+          NonfiniteState: params hold NaN or infinities, and that is not allowed; a `ValueError` too.
         """
+        loss = checked_loss(loss)
         if not isinstance(state, TrainState):
             raise ValueError(
                 f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and "
@@ -149,6 +163,10 @@ class Checkpointer:
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
         encoded = encode_state(state, mesh=mesh)
+        if nonfinite := nonfinite_leaves(state, mesh=mesh):
+            if not allow_nonfinite:
+                raise NonfiniteState(step, nonfinite)
+            extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
         path = step_path(self.directory, step)
         try:
             self._barrier.begin()
@@ -285,6 +303,15 @@ class Checkpointer:
                 return self._orbax.wait_until_finished()
             except Exception:
                 continue
+
+
+def checked_loss(loss: Any) -> float | None:
+    """Returns a loss as a number of Python; raises `ValueError` for what is none."""
+    if loss is None or (isinstance(loss, numbers.Real) and not isinstance(loss, bool)):
+        return None if loss is None else float(loss)
+    if getattr(loss, "shape", None) == () and jnp.dtype(loss.dtype).kind in "iufV":  # V: bfloat16 and its like
+        return float(loss)
+    raise ValueError(f"loss={shown(loss)}: give the validation loss as a number, or None")
 
 
 def _is_primary() -> bool:

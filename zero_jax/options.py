@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -93,7 +94,8 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
-            parse = _optional(kind.base) if kind.is_optional else kind.base
+            base = finite_number if kind.base is float else kind.base
+            parse = _optional(base) if kind.is_optional else base
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
@@ -144,7 +146,18 @@ def _kind(hint: Any) -> Kind | None:
     return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
-def _optional(base: type) -> Callable[[str], Any]:
+def finite_number(text: str) -> float:
+    """Reads a number; raises `argparse.ArgumentTypeError` for NaN and infinities, which no option takes."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not finite: give a number")
+    return number
+
+
+finite_number.__name__ = "float"  # which errors tell
+
+
+def _optional(base: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns what reads a value, or `none`; it has the type's name, which errors tell."""
 
     def parse(text: str) -> Any:
@@ -184,7 +197,7 @@ def read_file(path: str | pathlib.Path, sections: Mapping[str, type], extra: Col
         found = tomllib.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the config file {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the config file {path} is no TOML: {error}") from error
     values: dict[str, Any] = {}
     for section, entries in found.items():
@@ -214,10 +227,12 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
 def _checked(what: str, value: Any, kind: Kind) -> Any:
     if kind.is_optional and value == "none":
         return None
-    if kind.base is float and type(value) is int:
+    if kind.base is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
-    if type(value) is not kind.base or (kind.choices and value not in kind.choices):
+    is_finite = kind.base is not float or (type(value) is float and math.isfinite(value))
+    if type(value) is not kind.base or not is_finite or (kind.choices and value not in kind.choices):
         wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
+        wanted = "a finite number" if kind.base is float else wanted
         raise ValueError(f"{what} = {value!r}: give {wanted}")
     return value
 

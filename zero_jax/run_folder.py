@@ -8,12 +8,26 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import socket
 from typing import Any
 
 import jax
 
 from zero_jax.agreement import from_first_process
+from zero_jax.tree import shown
+
+_LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some
+
+
+def check_name(name: str) -> None:
+    """Raises `ValueError` for a name that is not that of one folder, directly in the folder of all runs."""
+    is_folder = name == pathlib.PurePath(name).name and name not in ("", "..")
+    if not (is_folder and name.isprintable() and len(name.encode()) <= _LONGEST_NAME_BYTES):
+        raise ValueError(
+            f"name={shown(name)} is not the name of a folder in out: give one without slashes and control characters, "
+            f"of at most {_LONGEST_NAME_BYTES} bytes, and the folder above it by out"
+        )
 
 
 def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) -> pathlib.Path:
@@ -28,7 +42,7 @@ def make_folder(out: pathlib.Path, name: str | None, made_up: str, *, resume: bo
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
-    folder = None
+    folder, made_up = None, re.sub(r"[^\w.+-]", "-", made_up)
     if jax.process_index() == 0:
         folder = _make(out, name, made_up, resume=resume)
     return pathlib.Path(from_first_process("" if folder is None else str(folder.absolute())))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from zero_jax.field_checks import check_fields
 from zero_jax.json_lines import JsonLinesWriter, Record, WrittenLater
 
 
@@ -32,6 +33,7 @@ class WriterConfig:
 
     def __post_init__(self):
         """Refuses a project that has no name, and writers that are not installed."""
+        check_fields(self)
         if self.wandb is not None and not self.wandb.strip():
             raise ValueError(f"wandb={self.wandb!r}: give the name of a project, or leave it out")
         if self.tensorboard and importlib.util.find_spec("tensorboardX") is None:

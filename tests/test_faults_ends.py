@@ -1,7 +1,11 @@
 """How a run ends: what its status promises, and what it may not be saved as."""
 
+import contextlib
 import dataclasses
+import errno
+import io
 import os
+import pathlib
 import resource
 import signal
 
@@ -13,7 +17,7 @@ import pytest
 from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, checkpoints, make_config, step_folder, train
 
 import zero_jax as zero
-from zero_jax import run_losses, trainer
+from zero_jax import cli, run_losses, trainer
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.nonfinite import NonfiniteState
 
@@ -101,6 +105,50 @@ def test_the_library_says_which_leaf_is_not_finite_and_saves_it_where_it_is_allo
 def test_a_loss_that_is_no_number_is_refused_at_the_call(loss, tmp_path):
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="give the validation loss as a numb"):
         checkpointer.save(1, None, loss=loss)  # type: ignore[arg-type]
+
+
+# What happens at the start
+
+
+def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, unbroken):
+    """Kernels are tried out in it, and a step is only waited for when the next one is on its way."""
+    beats, compiling = [], set()
+    monkeypatch.setattr(trainer.Watchdog, "beat", lambda self, phase, step=None: beats.append((phase, step)))
+    add_step = trainer.Progress.add_step
+
+    def waited_for(self, dispatched):
+        if dispatched.step in (1, 2):
+            compiling.add((dispatched.step, beats[-1][0]))
+        return add_step(self, dispatched)
+
+    monkeypatch.setattr(trainer.Progress, "add_step", waited_for)
+    train(tmp_path, steps=4)
+    assert compiling == {(1, "compile"), (2, "step")}
+
+
+@pytest.mark.parametrize("where", ["config.toml", "config.json"])
+def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_name_free(where, tmp_path, monkeypatch):
+    write, full = pathlib.Path.write_text, [True]
+
+    def no_room(path, text, **options):
+        if where in path.name and full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the system has it: without a name
+        return write(path, text, **options)
+
+    monkeypatch.setattr(pathlib.Path, "write_text", no_room)
+    (tmp_path / "text.txt").write_text("the same words again and " * 200)
+    options = {"data": tmp_path / "text.txt", "token-cache": "none", "out": tmp_path / "runs", "name": "run"}
+    options |= {"num-layers": 1, "d-model": 16, "num-heads": 2, "seq-len": 16, "devices": 2, "sample-tokens": 0}
+    options |= {"steps": 1, "eval-batches": 1, "save-every": 0}
+    words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        assert cli.main(["train", *words]) == 1
+    told = stderr.getvalue()
+    assert told.endswith(f"No space left on device: '{tmp_path}/runs/run/{where}'\n") and len(told.splitlines()) == 1
+    assert not (tmp_path / "runs/run").exists()
+    full[0] = False
+    assert cli.main(["train", *words]) == 0
 
 
 # A run that was told to stop

@@ -111,6 +111,15 @@ def resolve_precision(precision: str | Precision) -> Precision:
     return _NAMED[precision]
 
 
+def explain_float16(error: Exception, *, platform: str) -> None:
+    """Adds to an error of an operation that a platform does not have in float16 what to do about it."""
+    if "F16" in str(error) and "not supported" in str(error) and platform not in ("cuda", "gpu", "rocm"):
+        error.add_note(
+            f"A {platform.upper()} has not all operations in float16 ('fp16'): take 'bf16' or 'fp32', or cast the "
+            "operands of that one to float32 in the model"
+        )
+
+
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     """Casts the floating leaves of a tree; None leaves them as they are."""
     if dtype is None:

@@ -10,11 +10,13 @@ import os
 import pathlib
 import re
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from zero_jax.agreement import from_first_process
+from zero_jax.json_lines import write_text
 from zero_jax.tree import shown
 
 _LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some
@@ -66,6 +68,24 @@ def _make(out: pathlib.Path, name: str | None, made_up: str, *, resume: bool) ->
     )
 
 
+@contextlib.contextmanager
+def discarding(folder: pathlib.Path) -> Iterator[None]:
+    """Removes the folder of a run that an error ends before it has begun, so that its name is free.
+
+    To be entered by who holds the folder. What is begun has more in it than a lock and configs, and stays.
+    """
+    try:
+        yield
+    except Exception:
+        own = {"lock", "config.toml", "config.json"}
+        with contextlib.suppress(OSError):
+            if not jax.process_index() and own.issuperset(path.name for path in folder.iterdir()):
+                for name in own:
+                    (folder / name).unlink(missing_ok=True)
+                folder.rmdir()
+        raise
+
+
 def hold(folder: pathlib.Path) -> contextlib.ExitStack:
     """Keeps a folder to this run until the context is left or the process ends; the first process alone does.
 
@@ -95,10 +115,7 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
     """Writes all of a run's config as JSON, whatever has no JSON form as text; the first process alone does."""
     if jax.process_index() == 0:
-        text = json.dumps(config, indent=2, default=str) + "\n"
-        partial = folder / "config.json.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / "config.json")
+        write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

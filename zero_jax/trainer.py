@@ -22,11 +22,12 @@ from zero_jax.mesh import batch_sharding
 from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.nonfinite import nonfinite_leaves
+from zero_jax.precision import explain_float16
 from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, hold, save_config
+from zero_jax.run_folder import as_json, discarding, hold, save_config
 from zero_jax.run_losses import Losses, draw_losses, run_losses
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
@@ -70,8 +71,12 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
     Raises:
       ResumeError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
     """
-    with contextlib.ExitStack() as stack:
-        return _Training(run, log=lasting(log), terminal=terminal, stack=stack).execute()
+    try:
+        with contextlib.ExitStack() as stack:
+            return _Training(run, log=log, terminal=terminal, stack=stack).execute()
+    except Exception as error:
+        explain_float16(error, platform=run.mesh.devices.flat[0].platform)
+        raise
 
 
 class _Training:
@@ -81,8 +86,13 @@ class _Training:
         """Makes or restores the state, and opens what the run writes to."""
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
+        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None)
         is_first = jax.process_index() == 0
+        self.preemption = Preemption(log=log if is_first else _silent)
         stack.enter_context(hold(run.folder))
+        stack.enter_context(discarding(run.folder))
+        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
+        save_config(run.folder, self.saved_config)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -92,7 +102,7 @@ class _Training:
             )
         )
         self.executed: set[str] = set()
-        self.preemption = stack.enter_context(Preemption(log=log if is_first else _silent))
+        stack.enter_context(self.preemption)
         start = begin(run)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         self.first_step, self.born_nonfinite = start.step, set(nonfinite_leaves(start.state, mesh=run.mesh))
@@ -106,7 +116,6 @@ class _Training:
             )
         )
         self.say = self.console.line
-        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
         for line in (self._describe(), *start.lines):
             self.say(line)
         self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
@@ -145,7 +154,6 @@ class _Training:
     def execute(self) -> TrainResult:
         """Takes all the steps, and draws and tells what came of them."""
         config, run = self.config, self.run
-        save_config(run.folder, self.saved_config)
         status = self._fit()
         self._beat("save")
         self.checkpointer.wait()
@@ -222,9 +230,8 @@ class _Training:
         if jax.process_index():
             return
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
-        is_hurried = lambda: self.preemption.reason is not None  # noqa: E731
-        path = self.run.folder / "loss.png"
-        failure = draw_losses(path, train=train, validation=validation, title=title, is_hurried=is_hurried)
+        losses, path = {"train": train, "validation": validation}, self.run.folder / "loss.png"
+        failure = draw_losses(path, **losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
         if failure:
             self.say(f"no picture of the loss: {failure}")
 

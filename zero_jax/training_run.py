@@ -60,10 +60,9 @@ class Model:
 
 
 # Counts of steps are int32 on the devices.
+_COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
 _LOWEST = {
-    **dict.fromkeys(
-        ("steps", "batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite_steps", "top_k"), 1
-    ),
+    **dict.fromkeys(_COUNTS.split(), 1),
     **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
 }
 _HIGHEST = {"steps": 2**31 - 1, "sample_tokens": 2**20}

@@ -58,7 +58,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw nothing."""
     from zero_jax import trainer
 
-    monkeypatch.setattr(trainer, "plot_losses", lambda *_, **__: None)
+    monkeypatch.setattr(trainer, "draw_losses", lambda *_, **__: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

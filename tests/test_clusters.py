@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from zero_jax import cluster
+from zero_jax import cli, cluster
 
 TESTS = pathlib.Path(__file__).parent
 SCRIPT = str(TESTS / "launched.py")
@@ -107,6 +107,14 @@ WRONG = {
         "count the processes",
     ),
     "no port": ({cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "0", cluster.COORDINATOR: "a"}, "host and port"),
+    **{
+        f"port {port} in process {index}": (
+            {cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: index, cluster.COORDINATOR: f"127.0.0.1:{port}"},
+            f"127.0.0.1:{port}: give the host and port .1 to 65535.",
+        )
+        for port in ("0", "65536", "99999999999")
+        for index in ("0", "1")
+    },
 }
 
 
@@ -145,6 +153,37 @@ def test_a_coordinator_that_does_not_answer():
     assert last.startswith("zero_jax.cluster.NotJoined: process 1 of 2: process 0 does not answer at " + address)
     assert "firewall" in last
     assert seconds < 20
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_that_another_program_has_is_named(shared, monkeypatch, capsys):
+    """JAX 0.10 ends the process there; where both share it as gRPC does, two runs would get each other's processes."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+        for variable, value in {
+            cluster.NUM_PROCESSES: "2",
+            cluster.PROCESS_ID: "0",
+            cluster.COORDINATOR: address,
+        }.items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(
+            ValueError, match=rf"cannot listen at .* in use\), the port of .*={address}: give another port"
+        ):
+            cluster.join()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--steps", "1"])
+        assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "x", None])
+def test_time_outs_are_bounded(seconds):
+    for name in ("timeout_seconds", "heartbeat_timeout_seconds"):
+        with pytest.raises(ValueError, match="a time-out of"):
+            cluster.join(**{name: seconds})
 
 
 def test_processes_that_do_not_come():

@@ -471,6 +471,12 @@ def test_errors_name_the_file_and_the_remedy(write, changes, message, load, tmp_
     assert not list((tmp_path / "cache").glob(".*")), "half-written tokens were left"
 
 
+def test_a_line_of_brackets_alone_is_named(load, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some words"}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"^line 2 of .*x.jsonl is no JSON .*mend or remove the line$"):
+        load(tmp_path / "x.jsonl")
+
+
 def test_nothing_there_names_the_choices(load, tmp_path):
     with pytest.raises(ValueError, match=r"there is no .*'stdlib' for the source code"):
         load(tmp_path / "nope")

@@ -254,7 +254,7 @@ ERRORS = {
     "nothing behind": (["--"], "is no command"),
     "near": (["--", "trian"], "did you mean 'train'?"),
     "nested": (["--", "launch", "--", "train"], "cannot launch"),
-    "none": (["-n", "0", "--", "train"], "num_processes=0: give a number from 1 on"),
+    "none": (["-n", "0", "--", "train"], "num_processes=0: give at least 1"),
     "grace": (["--grace-seconds", "-1", "--", "train"], "grace_seconds=-1.0"),
     "word": (["-n", "two", "--", "train"], "invalid int value: 'two'"),
     "option": (["--num-proceses", "2", "--", "train"], "did you mean --num-processes?"),

@@ -218,3 +218,21 @@ def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant):
     chex.assert_trees_all_close(packed, alone, rtol=1e-5)
     assert abs(seen - alone) > 1e-3
     chex.assert_trees_all_close(aux["bits_per_token"], packed / jnp.log(2.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
+def test_float16_gives_the_loss_and_gradients_of_float32_on_any_backend(module):
+    """`jax.nn.dot_product_attention` asks for a float16 dot that CPUs do not have."""
+    config = gpt.GPTConfig(**SIZES)
+    init_fn = functools.partial(gpt.init, config) if module is gpt else module.make(config)[0]
+    loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
+    params, batch = init_fn(jax.random.key(0)), make_batch(config)
+    batch["segments"] = jnp.repeat(jnp.arange(2), config.seq_len // 2)[None].repeat(2, 0)
+    step = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch)[0]))
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    (loss, grads), (half_loss, half_grads) = step(params), step(half)
+    # 11 bits, some dozens of roundings one after the other; of gradients, as shares of the largest of each leaf.
+    assert abs(loss - half_loss) < 1e-3
+    largest = [float(jnp.abs(x).max()) for x in jax.tree.leaves(grads)]
+    for x, y, scale in zip(jax.tree.leaves(grads), jax.tree.leaves(half_grads), largest, strict=True):
+        assert jnp.abs(x - y.astype(jnp.float32)).max() < 0.05 * scale

@@ -12,7 +12,7 @@ import pytest
 
 from zero_jax.preemption import Preemption
 
-SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
+SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -47,15 +47,16 @@ def test_handlers_are_restored_after_an_error():
     assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
-def test_a_signal_that_is_ignored_stays_ignored():
-    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])  # the latter by `nohup`
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    previous = signal.signal(number, signal.SIG_IGN)
     try:
         with Preemption(log=lambda _: None) as preemption:
-            signal.raise_signal(signal.SIGUSR1)
-            assert not preemption.should_stop(1)
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+            signal.raise_signal(number)
+            assert not preemption.should_stop(1) and not preemption.stops_alone
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        signal.signal(number, previous)
 
 
 def test_outside_the_main_thread_it_says_so_and_works():

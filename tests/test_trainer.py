@@ -216,6 +216,24 @@ def test_contradictions_are_refused_before_anything_is_made(config, tmp_path, ch
     assert not (tmp_path / "runs").exists()
 
 
+def cannot(params, prompt, key, **settings):
+    raise TypeError(f"no sample of {prompt.shape}\nof that kind")
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "message"),
+    [
+        ({"top_k": 0}, MODEL, "top_k=0: give at least 1 or None"),
+        ({"top_k": 129}, MODEL, "no sample can be made: .*top_k=129: .* vocabulary's 128.*sample_tokens=0 makes none"),
+        ({}, dataclasses.replace(MODEL, generate_fn=cannot), "no sample can be made: no sample of .4,.. sample_tokens"),
+    ],
+)
+def test_a_sampler_that_cannot_sample_is_refused_before_the_run(config, tmp_path, changes, model, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        trainer.train(dataclasses.replace(config, **changes), model=dataclasses.replace(model, vocab_size=256))
+    assert "\n" not in str(refused.value) and not (tmp_path / "runs").exists()
+
+
 def test_a_vocabulary_too_small_for_the_text_is_refused(config):
     with pytest.raises(ValueError, match="vocab_size of at least 256"):
         trainer.train(config, model=dataclasses.replace(MODEL, vocab_size=128))

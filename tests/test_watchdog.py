@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from zero_jax.watchdog import EXIT_CODE, Watchdog, places
@@ -251,3 +252,34 @@ def test_a_beat_costs_next_to_nothing(tmp_path):
         dog.beat("step", step)
     # Some microseconds each, and a machine may be busy.
     assert (time.perf_counter() - started) / 10_000 < 1e-4
+
+
+@pytest.mark.parametrize("thread", ["check", "_leave_word"])
+def test_a_thread_that_fails_fails_the_next_beat(thread, tmp_path, monkeypatch):
+    def broken(self):
+        raise KeyError("what nobody thought of")
+
+    lines = []
+    monkeypatch.setattr(Watchdog, thread, broken)
+    with Watchdog(0.1, tmp_path, log=lines.append) as dog:
+        deadline = time.monotonic() + 10
+        while dog._error is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="one of its threads failed") as failed:
+            dog.beat("step", 3)
+        assert isinstance(failed.value.__cause__, KeyError)
+        if thread == "_leave_word":
+            monkeypatch.undo()
+    assert "what nobody thought of" in lines[-1]
+
+
+def test_steps_and_times_that_are_none_are_refused_at_the_call(tmp_path):
+    for seconds in (float("nan"), float("inf"), -1, "x", None):
+        with pytest.raises(ValueError, match="watchdog: seconds="):
+            Watchdog(seconds, tmp_path)  # type: ignore[arg-type]
+    dog = Watchdog(0, tmp_path)
+    dog.beat("step", np.int64(3))  # type: ignore[arg-type]
+    assert type(dog._beat.step) is int
+    with pytest.raises(TypeError):
+        dog.beat("step", "three")  # type: ignore[arg-type]

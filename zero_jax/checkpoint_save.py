@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import math
+import numbers
 import operator
 import os
 import secrets
@@ -15,17 +16,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zero_jax.agreement import Agreement, from_first_process
 from zero_jax.checkpoint_files import list_steps
 from zero_jax.checkpoint_folder import CheckpointFolder
 from zero_jax.checkpoint_record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
 from zero_jax.checkpoint_write import ArrayWrites
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.folder_lock import FolderInUse, FolderLock
+from zero_jax.nonfinite import NonfiniteState, nonfinite_leaves
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
 from zero_jax.state import TrainState
+from zero_jax.tree import shown
 
 Log = Callable[[str], None]
 
@@ -145,7 +149,13 @@ class Checkpointer:
             self._barrier = SaveBarrier(from_first_process(secrets.token_hex(8)))
 
     def save(
-        self, step: int, state: TrainState, *, extra: Mapping[str, Any] | None = None, loss: float | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        loss: float | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Saves a state; returns when it is on the host, and a step may be given it.
 
@@ -156,12 +166,15 @@ class Checkpointer:
           state: the state, whole and not donated.
           extra: what else is to be found with it; anything that JSON can hold.
           loss: its validation loss, if known.
+          allow_nonfinite: save a state whose params hold NaN or infinities, and record their paths in `extra` as
+            `nonfinite_leaves`.
 
         Raises:
           ValueError: no step or loss, the state was donated or is no `TrainState`, or another run has the folder.
+          NonfiniteState: params hold NaN or infinities, and that is not allowed; a `ValueError` too.
           RuntimeError: the background thread of the save before died of a bug.
         """
-        step, loss = _checked_step(step), _checked_loss(loss)
+        step, loss = _checked_step(step), checked_loss(loss)
         if not isinstance(state, TrainState):
             raise ValueError(
                 f"a {type(state).__name__} is no zero.TrainState: orbax saves a state of your own as it is, and "
@@ -172,6 +185,10 @@ class Checkpointer:
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
         encoded = encode_state(state, mesh=mesh)
+        if nonfinite := nonfinite_leaves(state, mesh=mesh):
+            if not allow_nonfinite:
+                raise NonfiniteState(step, nonfinite)
+            extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
         try:
             with Agreement(lambda processes: SaveFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
@@ -276,6 +293,15 @@ class Checkpointer:
         self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {kept}")
 
 
+def checked_loss(loss: Any) -> float | None:
+    """Returns a loss as a number of Python; raises `ValueError` for what is none."""
+    if loss is None or (isinstance(loss, numbers.Real) and not isinstance(loss, bool)):
+        return None if loss is None else float(loss)
+    if getattr(loss, "shape", None) == () and jnp.dtype(loss.dtype).kind in "iufV":  # V: bfloat16 and its like
+        return float(loss)
+    raise ValueError(f"loss={shown(loss)}: give the validation loss as a number, or None")
+
+
 def _is_primary() -> bool:
     return jax.process_index() == 0
 
@@ -289,18 +315,6 @@ def _checked_step(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
     return number
-
-
-def _checked_loss(loss: Any) -> float | None:
-    """Returns a loss as a float, scalars of numpy and JAX included."""
-    if loss is None:
-        return None
-    try:
-        if isinstance(loss, str | bytes):
-            raise TypeError("text")
-        return float(loss)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"loss={loss!r}: give the validation loss as a number, or None") from error
 
 
 def _explain(error: Exception) -> str:

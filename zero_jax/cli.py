@@ -4,6 +4,7 @@ The `cli` modules are the only ones that touch process-wide settings: which plat
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _silence()
-        return 141
+        return status or 141
     except OSError as error:
         _silence()
-        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
         return status or 1
     return status
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.compile_job import batch_of
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.grads import MeshLoss
 from zero_jax.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.models import gpt

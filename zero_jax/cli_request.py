@@ -14,7 +14,7 @@ from zero_jax.capacity import tree_bytes
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.compile_job import Job
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -23,7 +24,7 @@ from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, reader, write_file
 from zero_jax.resume import ResumeError
-from zero_jax.run_folder import hold
+from zero_jax.run_folder import discarding, hold
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import Run, TrainConfig, prepare
 
@@ -93,7 +94,7 @@ def _train(options: argparse.Namespace) -> int:
         _choose_platform(config.devices)
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
         if place.is_first:
-            with hold(run.folder):
+            with hold(run.folder), discarding(run.folder):
                 _save_options(run, options)
     except ValueError as error:
         return _refuse(options, error, place)
@@ -109,9 +110,11 @@ def _train(options: argparse.Namespace) -> int:
         if not _says_what_to_do(error):
             raise
         return _refuse(options, error, place, status=1)
+    status = trainer.EXIT_STATUS[result.status]
     if place.is_first:
-        log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
-    return place.leave(trainer.EXIT_STATUS[result.status])
+        with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
+            log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
+    return place.leave(status)
 
 
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:

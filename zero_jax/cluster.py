@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import math
 import os
@@ -17,10 +18,11 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed
+from jax._src.clusters import ClusterEnv
 
 from zero_jax.preemption import EXIT_CODE as SAVED
 
@@ -35,6 +37,10 @@ _TOGETHER = frozenset({0, 3, SAVED})
 
 class NotJoined(RuntimeError):
     """The processes of a run did not find each other."""
+
+
+class PortTaken(ValueError):
+    """The port at which process 0 is to listen cannot be had."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +93,13 @@ def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 3
         others. Where process 0 dies, the others end at once.
 
     Raises:
-      ValueError: an environment that contradicts itself or says too little.
+      ValueError: an environment that contradicts itself or says too little, or a port of process 0 that another
+        program has.
       NotJoined: nobody answers at the address of process 0.
     """
+    for seconds in (timeout_seconds, heartbeat_timeout_seconds):
+        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
+            raise ValueError(f"join: a time-out of {seconds!r}: give a positive number of seconds, below a million")
     if jax.distributed.is_initialized():
         return _joined("joined before")
     place = _told(os.environ)
@@ -142,8 +152,11 @@ def _told(environment: Mapping[str, str]) -> Place | None:
     count, index, address = (environment[name] for name in names)
     if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
         raise ValueError(f"{PROCESS_ID}={index} of {NUM_PROCESSES}={count}: count the processes from 0 to one less")
-    if not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"{COORDINATOR}={address}: give the host and port of process 0, such as 10.0.0.1:8476")
+    port = re.fullmatch(r".+:([0-9]{1,5})", address)
+    if not port or not 1 <= int(port[1]) <= 65_535:
+        raise ValueError(
+            f"{COORDINATOR}={address}: give the host and port (1 to 65535) of process 0, such as 10.0.0.1:8476"
+        )
     return Place(process_index=int(index), num_processes=int(count), source="launcher", coordinator=address)
 
 
@@ -246,14 +259,49 @@ def _initialize(source: str, told: Mapping[str, object], timeout_seconds: float,
     found = ", ".join(f"{name}={os.environ[name]}" for name in _SIGNS[source] if name in os.environ)
     try:
         with _time_limit(timeout_seconds, found):
+            _check_port(*_address(arguments, timeout_seconds))
             jax.distributed.initialize(
                 **arguments,  # type: ignore[arg-type]
                 initialization_timeout=math.ceil(timeout_seconds) + 60,  # ours comes first: JAX aborts the process
                 heartbeat_timeout_seconds=math.ceil(heartbeat_seconds),
             )
+    except PortTaken:
+        raise
     except (ValueError, RuntimeError, ImportError) as error:
         remedy = _REMEDIES.get(source, "is the port of the address taken by another program?")
         raise NotJoined(f"the processes of {source} ({found}) cannot be joined: {error}; {remedy}") from error
+
+
+def _address(arguments: Mapping[str, Any], timeout_seconds: float) -> tuple[str | None, bool]:
+    """Returns the address of process 0, and whether this is process 0, as JAX will take or find them."""
+    address, index = arguments.get("coordinator_address"), arguments.get("process_id")
+    if address is None:
+        ask = ClusterEnv.auto_detect_unset_distributed_params
+        local, method = arguments.get("local_device_ids"), arguments.get("cluster_detection_method")
+        address, _, index, _ = ask(os.environ.get(COORDINATOR), None, None, local, method, math.ceil(timeout_seconds))
+    return address, index == 0
+
+
+def _check_port(address: str | None, is_first: bool) -> None:
+    """Refuses a port that process 0 cannot listen at: some releases of JAX end the process there."""
+    if address is None or not is_first:
+        return
+    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{address.rpartition(':')[2]}")
+    host, _, port = bound.rpartition(":")
+    own = "127.0.0.1" if host in ("[::]", "::", "0.0.0.0", "") else host.strip("[]")
+    try:
+        with contextlib.suppress(OSError):
+            socket.create_connection((own, int(port)), timeout=1).close()
+            raise PortTaken(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as probe:
+            # Like gRPC, which so can have a port that is held for it (`launch._reserved_port`).
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            probe.bind((own, int(port)))
+    except (OSError, OverflowError, ValueError) as error:
+        raise PortTaken(
+            f"process 0 cannot listen at {bound} ({error.args[-1]}), the port of {COORDINATOR}={address}: give another "
+            "port, or end the program that has it"
+        ) from error
 
 
 @contextlib.contextmanager

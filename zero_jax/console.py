@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from zero_jax.metrics import format_bytes
 Log = Callable[[str], None]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_SIGNAL_SECONDS = 0.2  # in which the signal comes that a terminal sends when it is closed
 
 
 class Console:
@@ -92,10 +94,12 @@ class Console:
 
     def line(self, text: str) -> None:
         """Shows some text, above the bar if there is one."""
-        if self._live is None:
-            self._log(text)
-        else:
-            self._live.console.print(Text(text), soft_wrap=True)
+        if self._live is not None:
+            try:
+                return self._live.console.print(Text(text), soft_wrap=True)
+            except OSError:  # the terminal is gone
+                self.close()
+        self._log(text)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Shows a record of kind `train`, or, always as a line, of any other kind."""
@@ -115,8 +119,9 @@ class Console:
     def close(self) -> None:
         """Takes the bar away."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
+            with contextlib.suppress(OSError):
+                live.stop()
 
     def _eta(self, step: int) -> str:
         """Returns the time left, at the speed since the first step that was shown, which compiles."""
@@ -129,17 +134,20 @@ class Console:
         return f"  {format_duration(left)} left"
 
 
-def lasting(log: Log) -> Log:
+def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log:
     """Returns a log that a full disk or a terminal that is gone does not end: such a line is lost, and the run goes on.
 
-    A pipe whose reader has ended does end it: that is how a reader says that it has seen enough.
+    A pipe whose reader has ended does end it: that is how a reader says that it has seen enough. Not where the run is
+    stopping anyway: a terminal that is closed takes the reader along, and what is done is still to be saved.
     """
 
     def told(line: str) -> None:
         try:
             log(line)
         except BrokenPipeError:
-            raise
+            time.sleep(_SIGNAL_SECONDS)
+            if not is_stopping():
+                raise
         except OSError:
             pass
 

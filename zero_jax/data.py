@@ -3,17 +3,18 @@
 import dataclasses
 import hashlib
 import pathlib
-import typing
 
 import numpy as np
 
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.sources import Format, find
 from zero_jax.split import TokenPart, split_documents
-from zero_jax.token_cache import TOKENIZER_FILE, Log, read_tokens
-from zero_jax.token_files import TokenDtype, Tokens, is_token_folder, open_folder
+from zero_jax.token_cache import TOKENIZER_FILE, Log, checked, read_tokens
+from zero_jax.token_files import TokenDtype, TokenFile, Tokens, is_token_folder, open_folder
 from zero_jax.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.user_cache import cache_folder
+
+_MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,19 +50,14 @@ class DataConfig:
 
     def __post_init__(self):
         """Refuses what cannot be read."""
-        check_fields(self)
+        check_fields(self, lowest={"prefetch_batches": 0}, highest={"prefetch_batches": _MOST_PREFETCHED})
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} leaves nothing on one side: choose it between 0 "
                 "and 1, 0.1 for example"
             )
-        if self.prefetch_batches < 0:
-            raise ValueError(f"prefetch_batches={self.prefetch_batches}: give 0 to read none ahead, or more")
-        for name, words in (("format", Format), ("token_dtype", TokenDtype)):
-            if getattr(self, name) not in typing.get_args(words):
-                raise ValueError(f"{name}={getattr(self, name)!r}: give one of {', '.join(typing.get_args(words))}")
-        for name in ("data", "text_field", "tokenizer"):
-            if not getattr(self, name):
+        for name in ("data", "text_field", "tokenizer", "token_cache"):
+            if getattr(self, name) == "":
                 raise ValueError(f"{name}='' says nothing: leave it out for {getattr(DataConfig, name)!r}")
 
     @property
@@ -123,7 +119,7 @@ def load(
     folder = pathlib.Path(config.data).expanduser()
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
-        name, tokens = str(folder), open_folder(folder)
+        name, tokens = str(folder), checked(open_folder(folder))
         tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
@@ -188,4 +184,7 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "empty documents left out": tokens.meta.num_empty,
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
-    return tuple(f"{count:,} {what}" for what, count in counts.items() if count)
+    notes = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.sums is None:
+        notes.append("written without checksums, so that damage is not noticed (`zero-jax tokenize` writes them)")
+    return tuple(notes)

@@ -105,7 +105,7 @@ def _open_maybe_zipped(file: SourceFile) -> Any:
 def _json_text(line: str, text_field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # thousands of brackets
         raise ValueError(f"{where} is no JSON ({error}): mend or remove the line") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{{text_field!r}: ...}}")

@@ -6,6 +6,7 @@ A record is a dict of figures with a `kind` (`train`, `validation`) and a `step`
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import json
 import math
@@ -16,6 +17,22 @@ from typing import Any, Literal
 
 Record = Mapping[str, Any]
 _MOST_WAITING = 1_000_000  # records kept while a disk is full; some hundred bytes each
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file, which is the old or the new one and never half of it.
+
+    Raises:
+      OSError: it cannot be written; the error names the file, unlike the system's own where the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class WrittenLater(OSError):
@@ -104,7 +121,7 @@ def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 

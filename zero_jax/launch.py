@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, TextIO, cast
 
 from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.merge import Merger
 from zero_jax.preemption import EXIT_CODE as SAVED
 
@@ -55,11 +55,8 @@ class LaunchConfig:
     grace_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for name, lowest in {"num_processes": 1, "devices_per_process": 1, "grace_seconds": 0}.items():
-            value = getattr(self, name)
-            if not lowest <= value < 10_000:
-                raise ValueError(f"{name}={value}: give a number from {lowest} on, below 10,000")
+        lowest = {"num_processes": 1, "devices_per_process": 1, "grace_seconds": 0}
+        check_fields(self, lowest=lowest, highest=dict.fromkeys(lowest, 9_999))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

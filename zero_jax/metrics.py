@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zero_jax.evaluation import Metrics
+from zero_jax.flops import forward_flops
+from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.noise_scale import NoiseScale
+from zero_jax.topology import hardware_of
 
 Log = Callable[[str], None]
 
@@ -58,6 +62,19 @@ class Speedometer:
     def mfu(self, step_seconds: float) -> float | None:
         """Returns the model FLOPs utilization at so many seconds a step (Chowdhery et al. 2022, appendix B)."""
         return None if self.peak_flops_per_second is None else self.flops / step_seconds / self.peak_flops_per_second
+
+
+def make_speedometer(loss_fn: Callable[..., Any] | MeshLoss, params: Any, batch: Any, *, mesh: Mesh) -> Speedometer:
+    """Counts the operations of a step on batches of `[batch_size, seq_len]`, and what the devices could do."""
+    batch_size, seq_len = next(iter(batch.values())).shape
+    params, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    hardware = hardware_of(mesh.devices.flat[0])
+    return Speedometer(
+        batch_size=batch_size,
+        num_tokens=batch_size * seq_len,
+        flops=3 * forward_flops(normalize_loss(loss_fn, mesh), params, batch, jax.random.key(0)),
+        peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
+    )
 
 
 class Progress:

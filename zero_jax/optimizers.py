@@ -12,8 +12,8 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax import schedules
-from zero_jax.config_fields import check_fields
 from zero_jax.ema import check_decay, params_ema
+from zero_jax.field_checks import check_fields
 from zero_jax.sharding import check_matched
 from zero_jax.tree import leaf_names, path_name
 

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+from zero_jax.json_lines import write_text
 from zero_jax.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 
 
@@ -279,7 +280,7 @@ def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any
     for section, entries in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {json.dumps('none' if value is None else value)}" for name, value in entries.items()]
-    pathlib.Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(pathlib.Path(path), "\n".join(lines) + "\n")
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.tree import PyTree
 
 
@@ -111,6 +111,15 @@ def resolve_precision(precision: str | Precision) -> Precision:
             f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision"
         )
     return _NAMED[precision]
+
+
+def explain_float16(error: Exception, *, platform: str) -> None:
+    """Adds to an error of an operation that a platform does not have in float16 what to do about it."""
+    if "F16" in str(error) and "not supported" in str(error) and platform not in ("cuda", "gpu", "rocm"):
+        error.add_note(
+            f"A {platform.upper()} has not all operations in float16 ('fp16'): take 'bf16' or 'fp32', or cast the "
+            "operands of that one to float32 in the model"
+        )
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from jax.experimental import multihost_utils
 
 EXIT_CODE = 75
 
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+_NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT")
 
 
 class Preemption:
@@ -22,8 +23,8 @@ class Preemption:
 
     SIGTERM is what clouds and clusters send ahead of taking a machine back (Kubernetes, SLURM's time limit, and on
     Google Cloud the preemption of a spot machine or its maintenance, once the machine shuts down or its agent passes
-    the notice on); SIGUSR1 and SIGUSR2 are what `sbatch --signal` sends; SIGINT is Ctrl-C, the second of which ends the
-    process at once.
+    the notice on); SIGHUP is what a terminal sends that is closed, or a connection that is cut; SIGUSR1 and SIGUSR2 are
+    what `sbatch --signal` sends; SIGINT is Ctrl-C, the second of which ends the process at once.
 
     With `jax.distributed` the request may come to any one process. JAX's own notifier, which `initialize` installs,
     takes SIGTERM there, tells the others, and agrees with them on the step after the furthest one; so SIGTERM is left
@@ -76,11 +77,17 @@ class Preemption:
         """What asked for the stop, or None if nothing did: a signal to this process, or a notice to another one."""
         return self._signal or ("a preemption notice" if self._is_stopping else None)
 
+    @property
+    def stops_alone(self) -> bool:
+        """Whether this process was asked to stop and has no others to agree with, so that it may do so at any point."""
+        return self._signal is not None and not self._is_shared
+
     def should_stop(self, step: int) -> bool:
         """Tells whether to save and stop after a step; the answer is the same in all processes.
 
         Args:
-          step: the number of the step that was done. All processes ask after each step, from the same first one on.
+          step: the number of the step that was done. All processes ask after each step, from the same first one on,
+            which may be that before the first.
         """
         if not self._is_stopping:
             if self._is_shared:
@@ -96,7 +103,8 @@ class Preemption:
         if number == signal.SIGINT:
             self._restore(number)
             # Printing is not safe in a handler: the signal may have come in the middle of a print.
-            os.write(2, b"\nCtrl-C: saving and stopping after this step; once more stops at once\n")
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                os.write(2, b"\nCtrl-C: saving and stopping after this step; once more stops at once\n")
         if self._is_shared:
             signal.raise_signal(signal.SIGTERM)
 

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,20 @@ from etils import epath
 
 from zero_jax.agreement import Agreement, from_first_process
 from zero_jax.folder_lock import FolderInUse, FolderLock
+from zero_jax.json_lines import write_text
+from zero_jax.tree import shown
+
+_LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some
+
+
+def check_name(name: str) -> None:
+    """Raises `ValueError` for a name that is not that of one folder, directly in the folder of all runs."""
+    is_folder = name == pathlib.PurePath(name).name and name not in ("", "..")
+    if not (is_folder and name.isprintable() and len(name.encode()) <= _LONGEST_NAME_BYTES):
+        raise ValueError(
+            f"name={shown(name)} is not the name of a folder in out: give one without slashes and control characters, "
+            f"of at most {_LONGEST_NAME_BYTES} bytes, and the folder above it by out"
+        )
 
 
 def make_folder(
@@ -36,6 +51,7 @@ def make_folder(
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
+    made_up = re.sub(r"[^\w.+-]", "-", made_up)
     return pathlib.Path(
         from_first_process(lambda: str(_make(out, name, made_up, resume=resume, check=check).absolute()))
     )
@@ -63,6 +79,24 @@ def _make(
     )
 
 
+@contextlib.contextmanager
+def discarding(folder: pathlib.Path) -> Iterator[None]:
+    """Removes the folder of a run that an error ends before it has begun, so that its name is free.
+
+    To be entered by who holds the folder. What is begun has more in it than a lock and configs, and stays.
+    """
+    try:
+        yield
+    except Exception:
+        own = {"lock", "config.toml", "config.json"}
+        with contextlib.suppress(OSError):
+            if not jax.process_index() and own.issuperset(path.name for path in folder.iterdir()):
+                for name in own:
+                    (folder / name).unlink(missing_ok=True)
+                folder.rmdir()
+        raise
+
+
 def hold(folder: pathlib.Path) -> contextlib.ExitStack:
     """Keeps a folder to this run until the context is left or the process ends; the first process alone does.
 
@@ -80,10 +114,7 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
     """Writes all of a run's config as JSON, whatever has no JSON form as text; the first process alone does."""
     if jax.process_index() == 0:
-        text = json.dumps(config, indent=2, default=str) + "\n"
-        partial = folder / "config.json.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / "config.json")
+        write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

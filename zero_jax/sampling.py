@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,32 +10,70 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.precision import cast_floating, resolve_precision
-from zero_jax.training_run import Run
+from zero_jax.precision import cast_floating
+from zero_jax.tokenizer import Tokenizer
+from zero_jax.tree import shown
 
 
-def make_sampler(run: Run) -> Callable[[Any], str] | None:
-    """Makes the function from params to text that goes on from the run's prompt; None if there is none to make."""
-    config, tokenizer = run.config, run.dataset.tokenizer
-    if run.model.generate_fn is None or not config.sample_tokens:
-        return None
-    generate = functools.partial(
-        run.model.generate_fn,
-        num_tokens=config.sample_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-    )
-    compute = resolve_precision(config.zero.precision).compute
-    prompt = tokenizer.encode(config.sample_prompt).astype(np.int32)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampler:
+    """Makes text that goes on from a prompt.
 
-    @functools.partial(jax.jit, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
-    def generate_tokens(params: Any, seed: Array) -> Array:
-        return generate(cast_floating(params, compute), prompt, jax.random.key(seed))
+    Attributes:
+      generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`.
+      tokenizer: makes tokens of the prompt, and text of tokens.
+      compute: dtype that the params are cast to, or None.
+      prompt: the text to go on from.
+      num_tokens: tokens to add.
+      temperature: below 1 likelier tokens are preferred.
+      top_k: how many of the likeliest tokens are chosen among, or None for all.
+      seed: of the choice.
+    """
 
-    def sample(params: Any) -> str:
-        tokens = np.asarray(generate_tokens(params, np.int32(config.seed % 2**31)))
-        return tokenizer.decode(tokens[tokens < tokenizer.vocab_size])
+    generate_fn: Callable[..., Array]
+    tokenizer: Tokenizer
+    compute: Any
+    prompt: str
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
 
-    return sample
+    def check(self, init_fn: Callable[[Array], Any]) -> None:
+        """Traces the sampling once, before there is anything to lose.
+
+        Raises:
+          ValueError: what the sampler cannot do, such as a `top_k` beyond the vocabulary.
+        """
+        if not self._prompt_tokens.size:
+            raise ValueError(
+                f"sample_prompt={shown(self.prompt)} makes no tokens with the tokenizer {self.tokenizer.name}: give "
+                "another prompt, or sample_tokens=0 for no sample"
+            )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params = jax.eval_shape(init_fn, key)
+        try:
+            jax.eval_shape(self._tokens, params, key)
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"no sample can be made: {why}. sample_tokens=0 makes none") from error
+
+    def on(self, mesh: Mesh) -> Callable[[Any], str]:
+        """Returns the function from params on a mesh to the text."""
+        generate = jax.jit(self._tokens, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+        def sample(params: Any) -> str:
+            tokens = np.asarray(generate(params, jax.random.key(self.seed)))
+            return self.tokenizer.decode(tokens[tokens < self.tokenizer.vocab_size])
+
+        return sample
+
+    @functools.cached_property
+    def _prompt_tokens(self) -> np.ndarray:
+        return self.tokenizer.encode(self.prompt).astype(np.int32)
+
+    def _tokens(self, params: Any, key: Array) -> Array:
+        settings = {"num_tokens": self.num_tokens, "temperature": self.temperature, "top_k": self.top_k}
+        return self.generate_fn(cast_floating(params, self.compute), self._prompt_tokens, key, **settings)

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import os
 import pathlib
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -17,8 +19,9 @@ from zero_jax.tokenizer import JsonTokenizer, Tokenizer
 
 Log = Callable[[str], None]
 TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
-_VERSION = "1"  # of how sources are read: another one makes the cache anew
+_VERSION = "2"  # of how sources are read: another one makes the cache anew
 _LOG_SECONDS = 5.0
+_AT_ONCE_BYTES = 1 << 30
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -47,11 +50,12 @@ def read_tokens(
     key = source.fingerprint(_VERSION, tokenizer.fingerprint, text_field, token_dtype)
     folder = cache / f"{''.join(c if c.isalnum() else '-' for c in stem)[:40]}-{key}"
     if folder.exists():
+        damaged = folder.stat()
         try:
-            return open_folder(folder)
+            return checked(open_folder(folder, is_cache=True))
         except ValueError as error:
             log(f"{error}; making it anew")
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder, damaged)
     with contextlib.suppress(OSError):
         _remove_abandoned(cache)
     try:
@@ -59,6 +63,28 @@ def read_tokens(
     except OSError as error:
         log(f"cannot keep the tokens in {folder} ({error}): they stay in memory, and the next run makes them again")
         return make(None)
+
+
+def checked(tokens: Tokens) -> Tokens:
+    """Compares tokens with their checksums at once where that takes no longer than a second or so.
+
+    Those of a larger file are checked as they are read, before anything is trained on them.
+
+    Raises:
+      ValueError: they are damaged.
+    """
+    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.nbytes <= _AT_ONCE_BYTES:
+        tokens.tokens.verify()
+    return tokens
+
+
+def _remove(folder: pathlib.Path, damaged: os.stat_result) -> None:
+    """Removes a damaged folder, unless another process has put a new one in its place meanwhile."""
+    aside = folder.with_name(f".{folder.name}.damaged-{uuid.uuid4().hex[:12]}")
+    with contextlib.suppress(OSError):
+        if folder.stat().st_ino == damaged.st_ino:
+            folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _make(
@@ -70,7 +96,8 @@ def _make(
         chunks = array_chunks(kept, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
         chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    return make_tokens(told(chunks, source.name, log=log), source.name, tokenizer, folder=folder, kept=kept)
+    chunks = told(chunks, source.name, log=log)
+    return make_tokens(chunks, source.name, tokenizer, folder=folder, kept=kept, is_cache=True)
 
 
 def make_tokens(
@@ -80,6 +107,7 @@ def make_tokens(
     *,
     folder: pathlib.Path | None,
     kept: TokenFile | None = None,
+    is_cache: bool = False,
 ) -> Tokens:
     """Writes chunks as a token folder and opens it, or keeps them in memory where `folder` is None.
 
@@ -100,7 +128,7 @@ def make_tokens(
         return keep_in_memory(some, meta=meta, dtype=dtype)
     attached = {TOKENIZER_FILE: tokenizer.content} if isinstance(tokenizer, JsonTokenizer) else {}
     write_folder(folder, some, meta=meta, dtype=dtype, kept=kept, attached=attached)
-    return open_folder(folder)
+    return open_folder(folder, is_cache=is_cache)
 
 
 def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str) -> Iterator[Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import jax
@@ -14,33 +15,31 @@ import optax
 from zero_jax.agreement import from_first_process
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.batches import train_batches, validation_batches
-from zero_jax.checkpoint import Checkpointer, latest_step
+from zero_jax.checkpoint import Checkpointer
 from zero_jax.console import Console, lasting
-from zero_jax.curves import plot_losses, read_run
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.ema import ema_params
-from zero_jax.evaluation import make_eval_step
-from zero_jax.flops import forward_flops
-from zero_jax.grads import normalize_loss
 from zero_jax.mesh import batch_sharding
-from zero_jax.metrics import Dispatched, Log, Progress, Speedometer, per_device_bytes
+from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.noise_scale import NoiseScale
+from zero_jax.nonfinite import nonfinite_leaves
+from zero_jax.precision import explain_float16
 from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, hold, save_config
-from zero_jax.sampling import make_sampler
+from zero_jax.run_folder import as_json, discarding, hold, save_config
+from zero_jax.run_losses import Losses, draw_losses, run_losses
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
-from zero_jax.topology import hardware_of
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
 from zero_jax.tree import leaf_names
+from zero_jax.validation import Validation
 from zero_jax.variables import Variables
 from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 
-EXIT_STATUS = {"done": 0, "unsaved": 1, "diverged": 3, "preempted": SAVED}
+EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 
 
 def train(
@@ -74,8 +73,12 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
     Raises:
       ResumeError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
     """
-    with contextlib.ExitStack() as stack:
-        return _Training(run, log=lasting(log), terminal=terminal, stack=stack).execute()
+    try:
+        with contextlib.ExitStack() as stack:
+            return _Training(run, log=log, terminal=terminal, stack=stack).execute()
+    except Exception as error:
+        explain_float16(error, platform=run.mesh.devices.flat[0].platform)
+        raise
 
 
 class _Training:
@@ -85,8 +88,13 @@ class _Training:
         """Makes or restores the state, and opens what the run writes to."""
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
+        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None)
         is_first = jax.process_index() == 0
+        self.preemption = Preemption(log=log if is_first else _silent)
         stack.enter_context(hold(run.folder))
+        stack.enter_context(discarding(run.folder))
+        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
+        save_config(run.folder, self.saved_config)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -95,8 +103,8 @@ class _Training:
                 num_processes=jax.process_count(),
             )
         )
-        self.compiled: set[str] = set()
-        self.preemption = stack.enter_context(Preemption(log=log if is_first else _silent))
+        self.executed: set[str] = set()
+        stack.enter_context(self.preemption)
         self.say = log if is_first else _silent
         self.checkpointer = stack.enter_context(
             Checkpointer(
@@ -104,8 +112,10 @@ class _Training:
             )
         )
         self.checkpointer.take()
+        self.num_failed_before = 0
         start = begin(run)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
+        self.first_step, self.born_nonfinite = start.step, set(nonfinite_leaves(start.state, mesh=run.mesh))
         self.console = stack.enter_context(
             Console(
                 config.steps,
@@ -116,13 +126,11 @@ class _Training:
             )
         )
         self.say = self.console.line
-        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
         for line in (self._describe(), *start.lines):
             self.say(line)
         self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
-        self.evaluate = make_eval_step(model.loss_fn, mesh=run.mesh, config=run.zero)
-        self.sample = make_sampler(run)
-        self.norm, self.total = jax.jit(_norm), jax.jit(jnp.sum)
+        self.sample = None if run.sampler is None else run.sampler.on(run.mesh)
+        self.norm = jax.jit(_norm)
         sizes = {
             "batch_size": config.batch_size,
             "seq_len": model.seq_len,
@@ -140,10 +148,11 @@ class _Training:
         )
         self.buffers = BatchBuffers()
         self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
+        self.validation = Validation(model.loss_fn, self.held_out, mesh=run.mesh, config=run.zero, buffers=self.buffers)
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if is_first else [],
-            speedometer=self._speedometer(),
+            speedometer=make_speedometer(model.loss_fn, self.state.variables, self.held_out[0], mesh=run.mesh),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
             noise=self.noise,
@@ -153,20 +162,19 @@ class _Training:
     def execute(self) -> TrainResult:
         """Takes all the steps, and draws and tells what came of them."""
         config, run = self.config, self.run
-        save_config(run.folder, self.saved_config)
         status = self._fit()
         self._beat("save")
         self.checkpointer.wait()
-        if status == "done" and from_first_process(lambda: str(latest_step(run.checkpoints))) != str(self.step):
-            status = "unsaved"
+        if status in ("done", "preempted") and not self._is_saved():
+            status = {"done": "unsaved", "preempted": "preempted_unsaved"}[status]
         if advice := self.noise.advice(config.batch_size):
             self.say(advice)
         sample = self._show_sample() if status in ("done", "unsaved") else ""
         self.console.close()
         self._beat("end")
-        train, validation = self._losses()
-        self._draw(train, validation)
         progress = self.progress
+        train, validation = run_losses(run.folder, (progress.train, progress.validation))
+        self._draw(train, validation)
         return TrainResult(
             status=status,
             directory=str(run.folder),
@@ -216,49 +224,34 @@ class _Training:
         }
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    def _speedometer(self) -> Speedometer:
-        """Counts the operations of a step, and what the devices could do."""
-        config, mesh = self.config, self.run.mesh
-        shape = (config.batch_size, self.model.seq_len)
-        batch = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in self.held_out[0].items()}
-        variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.variables)
-        loss_fn = normalize_loss(self.model.loss_fn, mesh)
-        hardware = hardware_of(mesh.devices.flat[0])
-        return Speedometer(
-            batch_size=config.batch_size,
-            num_tokens=math.prod(shape),
-            flops=3 * forward_flops(loss_fn, variables, batch, jax.random.key(0)),
-            peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
-        )
+    def _is_saved(self) -> bool:
+        """Tells whether nothing that was done is lost; says what is."""
+        steps = self.checkpointer.steps()
+        is_whole = self.step in steps and self.checkpointer.num_failed == self.num_failed_before
+        if self.step == self.first_step or from_first_process(lambda: str(is_whole)) == "True":
+            return True
+        newest = f"the newest checkpoint is that of step {max(steps)}" if steps else "there is no checkpoint"
+        self.say(f"the state of step {self.step} is NOT SAVED: {newest}")
+        return False
 
-    def _losses(self) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Returns step and loss of all training steps and evaluations, those before a resume included."""
-        own = self.progress.train, self.progress.validation
-        try:
-            records = read_run(self.run.folder)
-        except (OSError, ValueError):  # another process's file, or one that could not be written
-            return own
-        # The file may lack this process's own last steps: its disk was full.
-        train, validation = (
-            {one["step"]: math.nan if one["loss"] is None else one["loss"] for one in kind} | dict(of_this_process)
-            for kind, of_this_process in zip((records.train, records.validation), own, strict=True)
-        )
-        return sorted(train.items()), sorted(validation.items())
-
-    def _draw(self, train: list[tuple[int, float]], validation: list[tuple[int, float]]) -> None:
+    def _draw(self, train: Losses, validation: Losses) -> None:
         if jax.process_index():
             return
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
-        try:
-            plot_losses(self.run.folder / "loss.png", train=train, validation=validation, title=title)
-        except (OSError, ValueError) as error:  # the run is done, and saved; a picture is not worth its end
-            self.say(f"no picture of the loss: {error}")
+        losses, path = {"train": train, "validation": validation}, self.run.folder / "loss.png"
+        failure = draw_losses(path, **losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
+        if failure:
+            self.say(f"no picture of the loss: {failure}")
 
     def _beat(self, phase: str, step: int | None = None) -> None:
-        """Tells the watchdog what comes; whatever is done for the first time compiles."""
-        is_new = phase in ("step", "evaluation", "sample", "save") and phase not in self.compiled
-        self.compiled.add(phase)
+        """Tells the watchdog what comes; until its first execution is over a phase compiles, and tries kernels out."""
+        is_new = phase in ("step", "evaluation", "sample", "save") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
+
+    def _read_back(self, dispatched: Dispatched) -> None:
+        """Waits until a step is done."""
+        self.progress.add_step(dispatched)
+        self.executed.add("step")
 
     def _fit(self) -> str:
         """Takes the steps; each one's metrics are read when the next one is already on its way.
@@ -268,33 +261,35 @@ class _Training:
         """
         config, progress = self.config, self.progress
         if not self.is_evaluated and self.step % config.eval_every == 0:
-            progress.add_validation(self.step, *self._validation_losses())
+            self._evaluate(is_last=self.step == config.steps)
+        if self.step < config.steps and self.preemption.should_stop(self.step):
+            return "preempted"
         waiting: Dispatched | None = None
         with Profiler(config.profiled, self.run.folder / "profile", say=self.say) as profiler:
             while self.step < config.steps:
                 previous, waiting = waiting, self._dispatch(profiler)
                 if previous:
-                    progress.add_step(previous)
+                    self._read_back(previous)
                 stops = self.preemption.should_stop(self.step)
                 is_last = self.step == config.steps
                 evaluates = is_last or self.step % config.eval_every == 0
                 saves = stops or is_last or self.checkpointer.is_due(self.step)
                 samples = not is_last and _is_due(self.step, config.sample_every)
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
-                    progress.add_step(waiting)
+                    self._read_back(waiting)
                     waiting = None
                     profiler.done(self.step)
                 if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
-                    self._tell_diverged()
+                    many, leaf = progress.num_nonfinite_in_a_row, progress.nonfinite_leaf or "no param (only the loss)"
+                    self._tell_diverged(f"{many} steps in a row were not finite, first in the gradient of {leaf}")
                     return "diverged"
                 loss = None
                 if evaluates and (is_last or not stops):
-                    losses = self._validation_losses()
-                    progress.add_validation(self.step, *losses)
-                    loss = losses[0]
-                if saves:
-                    self._save(loss, is_last=stops or is_last)
-                if samples:
+                    loss = self._evaluate(is_last=is_last)
+                    stops = stops or (loss is None and self.preemption.should_stop(self.step))
+                if (saves or stops) and not self._save(loss, is_last=stops or is_last):
+                    return "diverged"
+                if samples and not stops:
                     self._show_sample()
                 progress.resume_clock()
                 if stops and not is_last:
@@ -320,33 +315,52 @@ class _Training:
             data_wait_seconds=waited_seconds,
         )
 
-    def _validation_losses(self) -> tuple[float, float | None]:
-        """Returns the validation loss of the params, and of their moving average where the optimizer keeps one."""
+    def _evaluate(self, *, is_last: bool) -> float | None:
+        """Takes down the validation loss of the params, and of their moving average where the optimizer keeps one.
+
+        Returns:
+          The loss, or None where a signal came first: what time is left then is for saving.
+        """
+
+        def goes_on() -> bool:
+            self.executed.add("evaluation")
+            self._beat("evaluation")
+            return is_last or not self.preemption.stops_alone
+
         self._beat("evaluation")
         params, ema = self.state.params, ema_params(self.state.opt_state)
+        loss = self._validation_loss(params, goes_on)
         # What is not trained (integers) has no average.
-        return self._validation_loss(params), None if ema is None else self._validation_loss(merge(params, ema))
+        average = None if ema is None else self._validation_loss(merge(params, ema), goes_on)
+        if loss is None or (ema is not None and average is None):
+            return None
+        self.progress.add_validation(self.step, loss, average)
+        return loss
 
-    def _validation_loss(self, params: Any) -> float:
-        total = weight = 0.0
+    def _validation_loss(self, params: Any, goes_on: Callable[[], bool]) -> float | None:
         variables = Variables(params=params, model_state=self.state.model_state)
-        for batch in map(self.buffers.fill, self.held_out):
-            # Each loss is read before the next is asked for: simulated devices that run far ahead of others can
-            # deadlock.
-            batch_weight = float(self.total(batch["weights"]))
-            total += float(self.evaluate(variables, batch).loss) * batch_weight
-            weight += batch_weight
-            self._beat("evaluation")
-        return total / weight
+        return self.validation.loss(variables, goes_on=goes_on)
 
-    def _save(self, loss: float | None, *, is_last: bool) -> None:
+    def _save(self, loss: float | None, *, is_last: bool) -> bool:
         """Begins to save the state, unless it came of a step that was not finite.
 
         Where that step's update was skipped the state is that of the step before: the end of a run keeps it.
+
+        Returns:
+          Whether the run can go on: not with a state that is not finite itself.
         """
-        if self.progress.num_nonfinite_in_a_row and not (is_last and self.run.zero.skip_nonfinite):
+        is_skipped = is_last and self.run.zero.skip_nonfinite
+        if self.progress.num_nonfinite_in_a_row and not is_skipped:
             self.say(f"step {self.step}: not saved, because its loss or gradients are not finite")
-            return
+            return True
+        leaves = [x for x in nonfinite_leaves(self.state, mesh=self.run.mesh) if x not in self.born_nonfinite]
+        if leaves:
+            others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""
+            self._tell_diverged(f"NaN or infinities in {leaves[0]}{others} of its state")
+            return False
+        if not math.isfinite(loss or 0):
+            self.say(f"step {self.step}: not saved, because its validation loss is not finite")
+            return True
         self._beat("save")
         extra = {
             "data": {"position": self.batches.position, **identity(self.run)},
@@ -354,7 +368,12 @@ class _Training:
             "config": self.saved_config,
             "is_evaluated": loss is not None,
         }
-        self.checkpointer.save(self.step, self.state, extra=extra, loss=loss)
+        self.checkpointer.wait()  # for the save before, which counts as well
+        self.num_failed_before = self.checkpointer.num_failed
+        may_be = bool(self.born_nonfinite)
+        self.checkpointer.save(self.step, self.state, extra=extra, loss=loss, allow_nonfinite=may_be)
+        self.executed.add("save")
+        return True
 
     def _show_sample(self) -> str:
         """Tells, and returns, text that the model adds to the prompt; nothing if none is asked for."""
@@ -362,17 +381,16 @@ class _Training:
             return ""
         self._beat("sample")
         prompt, text = self.config.sample_prompt, self.sample(self.state.params)
+        self.executed.add("sample")
         self.say(f"\nstep {self.step}, a sample that goes on from {prompt!r}:\n\n{prompt}{text}\n")
         return text
 
-    def _tell_diverged(self) -> None:
+    def _tell_diverged(self, why: str) -> None:
         """Says why the run stops, and what there is to go on from."""
-        progress = self.progress
         self.checkpointer.wait()
         kept = self.checkpointer.steps()
         self.say(
-            f"stopping at step {self.step}: {progress.num_nonfinite_in_a_row} steps in a row were not finite, first in "
-            f"the gradient of {progress.nonfinite_leaf or 'no param (only the loss)'}. The last good checkpoint is "
+            f"stopping at step {self.step}: {why}. The last good checkpoint is "
             f"{f'that of step {max(kept)}' if kept else 'none: there was no save before'}. A smaller learning rate, a "
             "longer warm-up or another seed may help"
         )

@@ -21,14 +21,17 @@ from zero_jax.agreement import from_first_process
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint_files import candidates, find
-from zero_jax.config_fields import check_fields
 from zero_jax.data import DataConfig, Dataset, load
+from zero_jax.field_checks import check_fields
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.precision import resolve_precision
 from zero_jax.remat import rematerialize
-from zero_jax.run_folder import make_folder
+from zero_jax.run_folder import check_name, make_folder
+from zero_jax.sampling import Sampler
 from zero_jax.state import ZeroConfig
+from zero_jax.tree import shown
 from zero_jax.writers import WriterConfig
 
 
@@ -58,6 +61,22 @@ class Model:
     loss_fn: Callable[..., Any] | MeshLoss
     generate_fn: Callable[..., Array] | None = None
     param_specs: Any = None
+
+
+# Counts of steps are int32 on the devices.
+_COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
+_LOWEST = {
+    **dict.fromkeys(_COUNTS.split(), 1),
+    **dict.fromkeys(("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"), 0),
+}
+_HIGHEST = {"steps": 2**31 - 1, "sample_tokens": 2**20}
+_PARTS = {
+    "zero": ZeroConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "log": WriterConfig,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,21 +147,18 @@ class TrainConfig:
     top_k: int | None = 40
 
     def __post_init__(self):
-        """Refuses counts that make no run."""
-        check_fields(self)
-        for name in ("steps", "batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
-        for name in ("devices", "replica", "model_axis", "top_k"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
-        for name in ("seed", "sample_tokens", "sample_every", "temperature", "hang_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it may not be negative; none may be negative")
+        """Refuses values that make no run."""
+        check_fields(self, lowest=_LOWEST, highest=_HIGHEST)
+        for name, kind in _PARTS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={shown(getattr(self, name))}: give a {kind.__name__}")
+        if self.name is not None:
+            check_name(self.name)
+        for name in ("out", "checkpoints", "init_from"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}='' names no folder: give a path, or leave it out")
         if self.sample_tokens and not self.sample_prompt:
             raise ValueError("a sample needs a prompt to go on from: give a sample_prompt, or sample_tokens=0 for none")
-        if self.resume not in ("never", "auto"):
-            raise ValueError(f"resume={self.resume!r}: give 'auto' or 'never'")
         self.profiled  # noqa: B018
 
     @property
@@ -171,6 +187,7 @@ class Run:
       dataset: the text.
       tx: the optimizer.
       schedule: its learning rate by the number of updates, or None where the optimizer is the user's own.
+      sampler: makes the samples, or None where there are none.
       folder: where everything is left.
     """
 
@@ -181,6 +198,7 @@ class Run:
     dataset: Dataset
     tx: optax.GradientTransformation
     schedule: optax.Schedule | None
+    sampler: Sampler | None
     folder: pathlib.Path
 
     @property
@@ -244,6 +262,7 @@ def prepare(
         )
     if config.init_from is not None and config.resume == "never":
         find(config.init_from)  # before there is a folder
+    sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     return Run(
         config=config,
@@ -253,6 +272,7 @@ def prepare(
         dataset=dataset,
         tx=tx,
         schedule=schedule,
+        sampler=sampler,
         folder=make_folder(
             pathlib.Path(config.out),
             config.name,
@@ -269,6 +289,23 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
         folder = f"{config.checkpoints.rstrip('/')}/{name}"
         if candidates(folder):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder)
+
+
+def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sampler | None:
+    if model.generate_fn is None or not config.sample_tokens:
+        return None
+    sampler = Sampler(
+        generate_fn=model.generate_fn,
+        tokenizer=dataset.tokenizer,
+        compute=resolve_precision(config.zero.precision).compute,
+        prompt=config.sample_prompt,
+        num_tokens=config.sample_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=config.seed,
+    )
+    sampler.check(model.init_fn)
+    return sampler
 
 
 def _param_specs(config: TrainConfig, model: Model) -> Any:
@@ -291,8 +328,9 @@ class TrainResult:
     """What came of a run; losses are in nats per token.
 
     `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
-    with `--resume auto`) or `diverged` (the loss stayed not finite; the last good checkpoint is there). Losses are
-    those of the whole run, what came before a resume included.
+    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (the loss
+    stayed not finite, or the params were not; the last good checkpoint is there). Losses are those of the whole run,
+    what came before a resume included.
     """
 
     status: str
@@ -329,7 +367,8 @@ class TrainResult:
             "done": "",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
             "preempted": "; stopped when told to",
-            "diverged": "; stopped: the loss stayed not finite",
+            "preempted_unsaved": "; stopped when told to; THE LAST STATE IS NOT SAVED",
+            "diverged": "; stopped: loss or params were not finite",
         }
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import pathlib
 import sys
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_jax.config_fields import check_value
+from zero_jax.field_checks import check_value
 
 EXIT_CODE = 76
 
@@ -138,11 +139,15 @@ class Watchdog:
         self._stop = threading.Event()
         # Two threads, because a file system that hangs, and the run with it, must not stop the one that watches.
         loops = {"watchdog": self._watch, "watchdog-word": self._keep_word}
-        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
+        self._threads = [
+            threading.Thread(target=self._reported, args=(loop,), name=name, daemon=True)
+            for name, loop in loops.items()
+        ]
         self._beat = self._told = _Beat("start", None, clock(), time.time())
         self._pardoned: tuple[_Beat, float] = (self._beat, 0.0)
         self._checked = clock()
         self._is_told = self._has_failed_to_write = False
+        self._error: BaseException | None = None
 
     def __enter__(self) -> Watchdog:
         if self._seconds:
@@ -157,6 +162,9 @@ class Watchdog:
         if self._seconds:
             for thread in self._threads:
                 thread.join(timeout=5)
+            if self._error is not None:
+                _within(5, self._log, f"watchdog: one of its threads failed: {self._error!r}")
+                self._error = None
             self.beat("ended")
             _within(5, self._leave_word)
 
@@ -166,8 +174,14 @@ class Watchdog:
         Args:
           phase: what comes now, such as `step`, `data`, `save`, `evaluation` or `compile`.
           step: the step that the loop is at.
+
+        Raises:
+          RuntimeError: one of the watchdog's threads has ended, for the reason that is the error's cause.
         """
-        self._beat = _Beat(phase, step, self._clock(), time.time())
+        if self._error is not None:
+            raise RuntimeError("the watchdog does not watch any more: one of its threads failed") from self._error
+        at = None if step is None else operator.index(step)  # what the thread that leaves word can write
+        self._beat = _Beat(str(phase), at, self._clock(), time.time())
 
     def check(self) -> None:
         """Looks once at how long ago the last beat was; the thread does so regularly."""
@@ -197,6 +211,13 @@ class Watchdog:
         self._leave_word()
         while not self._stop.wait(self._interval):
             self._leave_word()
+
+    def _reported(self, loop: Callable[[], None]) -> None:
+        """Runs the loop of a thread; an error is for the next beat, which nobody would hear of otherwise."""
+        try:
+            loop()
+        except Exception as error:
+            self._error = error
 
     def _tell(self, beat: _Beat, age: float, allowed: float) -> None:
         self._told, self._is_told = beat, True
@@ -256,7 +277,7 @@ def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
             silent_seconds=silent,
             is_silent=word["phase"] != "ended" and silent > 1 + 3 * word["every_seconds"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ProcessPlace(process_index=process_index, phase=None)
 
 

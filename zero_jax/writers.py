@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.json_lines import JsonLinesWriter, Record, WrittenLater
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from zero_jax.config_fields import check_fields
+from zero_jax.field_checks import check_fields
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.precision import Precision, resolve_precision
 from zero_jax.remat_policies import Remat, resolve_remat

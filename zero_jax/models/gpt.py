@@ -292,7 +292,20 @@ def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array, segme
     if config.position == "rotary":
         q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
     same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
+    if q_BTD.dtype == jnp.float16:
+        return _float16_attention(q_BTHK, k_BTHK, v_BTHK, same_B1TT).reshape(q_BTD.shape)
     return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, mask=same_B1TT, is_causal=True).reshape(q_BTD.shape)
+
+
+def _float16_attention(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, mask_B1TT: Array | None) -> Array:
+    """Does what `jax.nn.dot_product_attention` does, which asks for a float16 dot that only GPUs have."""
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    num_tokens, head_dim = q_BTHK.shape[1], q_BTHK.shape[-1]
+    is_seen = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    is_seen = is_seen if mask_B1TT is None else is_seen & mask_B1TT
+    logits_BHTT = einsum("BTHK,BSHK->BHTS", q_BTHK, k_BTHK) * head_dim**-0.5
+    weights_BHTT = jax.nn.softmax(jnp.where(is_seen, logits_BHTT, -1e30))
+    return einsum("BHTS,BSHK->BTHK", weights_BHTT.astype(v_BTHK.dtype), v_BTHK).astype(v_BTHK.dtype)
 
 
 def rotate(x_BTHK: Array) -> Array:

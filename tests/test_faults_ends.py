@@ -1,0 +1,230 @@
+"""How a run ends: what its status promises, and what it may not be saved as."""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import os
+import pathlib
+import resource
+import signal
+
+import faults
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, checkpoints, make_config, step_folder, train
+
+import zero_jax as zero
+from zero_jax import cli, run_losses, trainer
+from zero_jax.checkpoint import CheckpointConfig, Checkpointer
+from zero_jax.nonfinite import NonfiniteState
+
+pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+
+
+@pytest.fixture
+def tamper(monkeypatch):
+    """Lets something happen to batches by the step; the next run of the test is whole again."""
+
+    def start(at):
+        monkeypatch.setattr(trainer, "train_batches", faults.tampering(at))
+        return lambda: monkeypatch.setattr(trainer, "train_batches", faults.real_train_batches)
+
+    return start
+
+
+# What is not finite is not saved as good
+
+
+def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_gradients_are_finite(tmp_path):
+    """As with an infinite learning rate, from the sixth update on; step 6 is the one that is saved next."""
+    tx = optax.sgd(lambda count: jnp.where(count == 5, jnp.inf, 0.02))
+    config, lines = make_config(tmp_path, checkpoint=CheckpointConfig(save_every=3, keep_last=1, keep_best=0)), []
+    result = trainer.train(config, model=MODEL, tx=tx, log=lines.append)
+    assert (result.status, trainer.EXIT_STATUS[result.status], result.num_steps) == ("diverged", 3, 6)
+    assert checkpoints(tmp_path) == ["step_00000003"]
+    (told,) = [line for line in lines if line.startswith("stopping at step 6")]
+    assert "NaN or infinities in params/blocks/" in told and "other leaves of its state" in told
+    assert "The last good checkpoint is that of step 3" in told
+
+
+def test_a_state_whose_validation_loss_is_not_finite_is_not_saved_as_good(tmp_path, monkeypatch, unbroken):
+    """Params may be finite, and useless."""
+    loss, lines = trainer.Validation.loss, []
+
+    def useless(self, params, **options):
+        return loss(self, params, **options) * (jnp.nan if int(trainer_step[0]) >= 6 else 1)
+
+    trainer_step = [0]
+    monkeypatch.setattr(trainer, "train_batches", faults.tampering({6: lambda _, step: trainer_step.insert(0, step)}))
+    monkeypatch.setattr(trainer.Validation, "loss", useless)
+    result = train(tmp_path, lines=lines, steps=6)
+    assert (result.status, trainer.EXIT_STATUS[result.status]) == ("unsaved", 1)
+    assert checkpoints(tmp_path) == ["step_00000004"]
+    assert "step 6: not saved, because its validation loss is not finite" in lines
+
+
+def test_leaves_that_were_infinite_from_the_start_are_no_reason_to_stop(tmp_path, unbroken):
+    """A model may keep a mask of infinities among its params."""
+
+    def init_fn(key):
+        return {**MODEL.init_fn(key), "mask": jnp.array([0.0, -jnp.inf])}
+
+    def loss_fn(params, batch):
+        return MODEL.loss_fn({name: x for name, x in params.items() if name != "mask"}, batch)
+
+    masked = dataclasses.replace(MODEL, init_fn=init_fn, loss_fn=loss_fn)
+    config = make_config(tmp_path, steps=4)
+    assert trainer.train(config, model=masked, tx=optax.sgd(0.02), log=lambda _: None).status == "done"
+    assert checkpoints(tmp_path) == ["step_00000004"]
+
+
+def test_the_library_says_which_leaf_is_not_finite_and_saves_it_where_it_is_allowed(tmp_path):
+    mesh = zero.make_mesh(devices=jax.devices()[:2])
+    params = {"a": jnp.ones((64, 64)), "b": jnp.full(3, jnp.nan), "count": jnp.arange(3)}
+    best_so_far = optax.chain(optax.contrib.reduce_on_plateau(), optax.sgd(0.1))  # whose state begins with infinity
+    for precision, leaves in {"fp32": ("params/b",), "bf16": ("master/b", "params/b")}.items():
+        config = dataclasses.replace(ZERO, stage=2, precision=precision)
+        state = zero.init_state(params, best_so_far, jax.random.key(0), mesh=mesh, config=config)
+        folder = tmp_path / precision
+        with Checkpointer(folder, log=pytest.fail) as checkpointer:
+            with pytest.raises(
+                NonfiniteState, match=rf"step 1 is not saved: NaN or infinities in {leaves[0]}"
+            ) as caught:
+                checkpointer.save(1, state)
+            assert set(caught.value.leaves) == set(leaves) and isinstance(caught.value, ValueError)
+            assert not checkpointer.steps()
+            checkpointer.save(1, state, extra={"mine": 1}, allow_nonfinite=True)
+        found = zero.checkpoint.describe(folder)
+        assert found.extra["mine"] == 1 and set(found.extra["nonfinite_leaves"]) == set(leaves)
+
+
+@pytest.mark.parametrize("loss", ["x", [1.0], True, 1j])
+def test_a_loss_that_is_no_number_is_refused_at_the_call(loss, tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="give the validation loss as a numb"):
+        checkpointer.save(1, None, loss=loss)  # type: ignore[arg-type]
+
+
+# What happens at the start
+
+
+def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, unbroken):
+    """Kernels are tried out in it, and a step is only waited for when the next one is on its way."""
+    beats, compiling = [], set()
+    monkeypatch.setattr(trainer.Watchdog, "beat", lambda self, phase, step=None: beats.append((phase, step)))
+    add_step = trainer.Progress.add_step
+
+    def waited_for(self, dispatched):
+        if dispatched.step in (1, 2):
+            compiling.add((dispatched.step, beats[-1][0]))
+        return add_step(self, dispatched)
+
+    monkeypatch.setattr(trainer.Progress, "add_step", waited_for)
+    train(tmp_path, steps=4)
+    assert compiling == {(1, "compile"), (2, "step")}
+
+
+@pytest.mark.parametrize("where", ["config.toml", "config.json"])
+def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_name_free(where, tmp_path, monkeypatch):
+    write, full = pathlib.Path.write_text, [True]
+
+    def no_room(path, text, **options):
+        if where in path.name and full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the system has it: without a name
+        return write(path, text, **options)
+
+    monkeypatch.setattr(pathlib.Path, "write_text", no_room)
+    (tmp_path / "text.txt").write_text("the same words again and " * 200)
+    options = {"data": tmp_path / "text.txt", "token-cache": "none", "out": tmp_path / "runs", "name": "run"}
+    options |= {"num-layers": 1, "d-model": 16, "num-heads": 2, "seq-len": 16, "devices": 2, "sample-tokens": 0}
+    options |= {"steps": 1, "eval-batches": 1, "save-every": 0}
+    words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        assert cli.main(["train", *words]) == 1
+    told = stderr.getvalue()
+    assert told.endswith(f"No space left on device: '{tmp_path}/runs/run/{where}'\n") and len(told.splitlines()) == 1
+    assert not (tmp_path / "runs/run").exists()
+    full[0] = False
+    assert cli.main(["train", *words]) == 0
+
+
+# A run that was told to stop
+
+
+def no_room(folder):
+    """Returns functions that fill the disk (files may not grow), and free it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(*_):
+        faults.wait_for(step_folder(folder, 4))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+        signal.raise_signal(signal.SIGTERM)
+
+    return fill, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_stop_whose_state_cannot_be_saved_does_not_say_saved(tmp_path, tamper, unbroken):
+    fill, free = no_room(tmp_path)
+    mend, lines = tamper({6: fill}), []
+    try:
+        result = train(tmp_path, lines=lines)
+    finally:
+        free()
+    assert (result.status, trainer.EXIT_STATUS[result.status]) == ("preempted_unsaved", 1)
+    assert "the state of step 6 is NOT SAVED: the newest checkpoint is that of step 4" in lines
+    assert "THE LAST STATE IS NOT SAVED" in str(result) and checkpoints(tmp_path) == ["step_00000004"]
+    mend()
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
+
+
+def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path, monkeypatch, unbroken):
+    begin = trainer.begin
+
+    def interrupted(run):
+        signal.raise_signal(signal.SIGTERM)
+        return begin(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "begin", interrupted)
+        result = train(tmp_path)
+        assert (result.status, result.num_steps) == ("preempted", 0) and not result.num_failed_saves
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=0)
+
+
+def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_evaluates(tmp_path, monkeypatch, unbroken):
+    loss = trainer.Validation.loss
+    calls = []
+
+    def interrupted(self, params, *, goes_on):
+        calls.append(params)
+        if len(calls) == 2:  # the first is that of step 0
+            signal.raise_signal(signal.SIGHUP)
+        return loss(self, params, goes_on=goes_on)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Validation, "loss", interrupted)
+        result = train(tmp_path)
+    assert (result.status, result.num_steps) == ("preempted", 6)
+    assert checkpoints(tmp_path) == ["step_00000004", "step_00000006"]
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=6)
+
+
+def test_a_picture_that_takes_long_is_not_waited_for_and_half_of_it_never_seen(tmp_path, monkeypatch):
+    path, asked = tmp_path / "loss.png", {"is_hurried": lambda: True}
+    losses = {"train": [(1, 2.0)], "validation": [], "title": "run"}
+    assert run_losses.draw_losses(path, **losses, **asked) is None
+    assert path.read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path) == ["loss.png"]
+
+    def forever(partial, **_):
+        partial.write_text("half")
+        import time
+
+        time.sleep(20)
+
+    monkeypatch.setattr(run_losses, "_HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(run_losses, "plot_losses", forever)
+    assert run_losses.draw_losses(path, **losses, **asked) == "drawing it took longer than 0 s"
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,117 @@
+"""Values that no config can use are refused before anything is done: every field, of every kind of wrong value."""
+
+import dataclasses
+import pathlib
+import typing
+
+import numpy as np
+import pytest
+
+from zero_jax import cli, cli_train
+from zero_jax.data import DataConfig
+from zero_jax.field_checks import check_fields
+from zero_jax.launch import LaunchConfig
+from zero_jax.models.gpt import GPTConfig
+from zero_jax.options import option_fields
+from zero_jax.run_folder import make_folder
+from zero_jax.training_run import TrainConfig
+from zero_jax.writers import WriterConfig
+
+NAN, INF = float("nan"), float("inf")
+CONFIGS = [TrainConfig, DataConfig, WriterConfig, LaunchConfig]
+WRONG = {
+    bool: [0, 1, "yes", NAN],
+    int: [-1, 2**70, 1.5, NAN, INF, "x", "1", True, b"1", [1]],
+    float: [-1, -0.5, NAN, INF, -INF, 10**400, "x", "1", True, 1j, [1.0], np.float64("nan"), np.float32("inf")],
+    str: [1, 1.5, True, b"x", ["x"], "a\0b", "\udc80"],
+}
+
+
+@pytest.mark.parametrize("config_class", [*CONFIGS, GPTConfig])
+def test_every_field_refuses_what_is_not_of_its_type_not_finite_or_out_of_range(config_class):
+    for name, kind in option_fields(config_class).items():
+        if config_class is GPTConfig and kind.base is not int:
+            continue
+        for value in [*WRONG[kind.base], *([] if kind.is_optional else [None])]:
+            with pytest.raises(ValueError, match=rf"^{name}=") as refused:
+                config_class(**{name: value})
+            assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+            assert "give" in str(refused.value) or "choose" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["train", "launch"])
+def test_every_option_refuses_numbers_that_are_none_in_one_line(name, capsys):
+    classes = cli_train.sections().values() if name == "train" else [LaunchConfig]
+    words = {int: ["nan", "inf", "x", "1.5", ""], float: ["nan", "inf", "-inf", "1e999", "x", ""]}
+    num_options = 0
+    for option, kind in [pair for one in classes for pair in option_fields(one).items()]:
+        for word in words.get(kind.base, []):
+            with pytest.raises(SystemExit) as ended:
+                cli.parse(
+                    [name, f"--{option.replace('_', '-')}={word}", *(["--", "train"] if name == "launch" else [])]
+                )
+            told = capsys.readouterr().err
+            assert ended.value.code == 2 and len(told.splitlines()) == 1, told
+            assert f"--{option.replace('_', '-')}" in told
+            num_options += 1
+    assert num_options > 10
+
+
+def test_a_file_refuses_them_too(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    for line in ("learning_rate = inf", "weight_decay = nan", f"learning_rate = {10**400}"):
+        path.write_text(f"[optimizer]\n{line}\n")
+        with pytest.raises(SystemExit) as ended:
+            cli.parse(["train", "--config", str(path)])
+        told = capsys.readouterr().err
+        assert ended.value.code == 2 and "optimizer." in told and len(told.splitlines()) == 1
+    path.write_text("a = " + "[" * 100_000)
+    with pytest.raises(SystemExit):
+        cli.parse(["train", "--config", str(path)])
+    assert "is no TOML" in capsys.readouterr().err
+
+
+NAMES = ["../..", "..", ".", "", "a/b", "/tmp/a", "a/", "a\0b", "x" * 300, "\udc80", "a\nb", "~/../a"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_is_named_as_one_folder(name, tmp_path):
+    with pytest.raises(ValueError, match=r"^name=.*: give|^name=.* give one without slashes") as refused:
+        TrainConfig(name=name, out=str(tmp_path / "out"))
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+def test_ordinary_names_are_taken_and_a_models_name_is_made_one(tmp_path):
+    for name in ("run", "läuft 2", "a.b-c_d+e", "x" * 200, ".hidden", "~"):
+        assert TrainConfig(name=name).name == name
+    folder = make_folder(tmp_path, None, "../meta/llama-stage3", resume=False)
+    assert folder == tmp_path / "..-meta-llama-stage3" and folder.is_dir()
+
+
+def test_numbers_of_numpy_and_paths_are_taken_as_pythons():
+    config = TrainConfig(steps=np.int32(5), temperature=np.float32(0.5), out=pathlib.Path("a/b"), hang_seconds=600)
+    assert (type(config.steps), type(config.temperature), config.out) == (int, float, "a/b")
+
+
+def test_parts_are_of_their_types():
+    for name in ("zero", "data", "optimizer", "checkpoint", "log"):
+        with pytest.raises(ValueError, match=rf"^{name}='x': give a \w+Config"):
+            TrainConfig(**{name: "x"})
+
+
+def test_other_types_and_literals():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        words: typing.Literal["a", 3] | None = None
+        either: int | str = 1
+        anything: typing.Any = None
+
+        def __post_init__(self):
+            check_fields(self)
+
+    assert (Config(words="a").words, Config(either="x").either) == ("a", "x")
+    with pytest.raises(ValueError, match=r"^words='b': give one of a, 3 or None"):
+        Config(words="b")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^either=1\.5: give a whole number or text"):
+        Config(either=1.5)  # type: ignore[arg-type]
+    assert Config(anything=object)

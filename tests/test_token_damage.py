@@ -1,0 +1,140 @@
+"""Tokens that are not what was written: noticed before anything is trained on them, wherever the damage is."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from test_data import ENDED, STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
+
+from zero_jax import token_cache
+from zero_jax.token_files import TokenFile, open_folder
+from zero_jax.token_sums import CHUNK_BYTES, RunningSums
+
+
+def flip(path, place):
+    """Changes one bit; size and time of change stay what they were."""
+    status, raw = path.stat(), bytearray(path.read_bytes())
+    raw[place] ^= 0x10
+    path.write_bytes(raw)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+FILES = ["tokens.bin", "documents.npy", "hashes.npy", "sums.npy", "meta.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_in_a_cache_is_told_and_the_cache_made_anew(name, load, tmp_path):  # noqa: F811
+    source = tmp_path / "text"
+    source.mkdir()
+    first = load(write_text(source))
+    expected = in_order(first)
+    (folder,) = (tmp_path / "cache").iterdir()
+    size = (folder / name).stat().st_size
+    for place in range(0, size, max(1, size // 40)):
+        flip(folder / name, place)
+        lines = []
+        again = load(source, log=lines.append)
+        assert "making it anew" in lines[0] and str(folder) in lines[0], place
+        assert again.fingerprint == first.fingerprint and in_order(again) == expected
+        assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_in_a_token_folder_is_an_error(name, load, tmp_path):  # noqa: F811
+    """It is the user's own, and there may be no text to make it of."""
+    folder = write_token_folder(tmp_path)
+    whole = (folder / name).read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 40)):
+        flip(folder / name, place)
+        with pytest.raises(ValueError, match=r"(write the folder again|there is no|holds no text|another --val)"):
+            load(folder)
+        assert set(os.listdir(folder)) == set(FILES)
+        (folder / name).write_bytes(whole)
+    assert in_order(load(folder)) == STREAM
+
+
+def test_a_large_file_is_checked_as_it_is_read_and_given_up_for_the_next_run(load, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(token_cache, "_AT_ONCE_BYTES", 0)
+    text = tmp_path / "x.txt"
+    text.write_text("abcdefg " * 40_000)
+    first = load(text)
+    (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
+    whole = tokens.read_bytes()
+    assert len(whole) > 4 * CHUNK_BYTES
+    flip(tokens, 2 * CHUNK_BYTES + 17)
+    again = load(text)
+    np.testing.assert_array_equal(again.train.read(0, 1000), first.train.read(0, 1000))
+    with pytest.raises(ValueError, match=r"tokens.bin is damaged: bytes 131,072 to 196,608 .*run again.*made anew"):
+        again.train.read(CHUNK_BYTES, CHUNK_BYTES + 10)  # of two bytes each
+    lines = []
+    assert load(text, log=lines.append).fingerprint == first.fingerprint
+    assert "making it anew" in lines[0] and tokens.read_bytes() == whole
+
+
+def test_a_token_file_that_stays_in_its_place_is_checked_too(load, tmp_path):  # noqa: F811
+    path = tmp_path / "a.bin"
+    path.write_bytes(np.array(STREAM, "<u2").tobytes())
+    first = load(path)
+    assert load(path).fingerprint == first.fingerprint
+    flip(path, 20)
+    lines = []
+    assert load(path, log=lines.append).fingerprint != first.fingerprint  # which a run that is resumed does not take
+    assert "a.bin is damaged" in lines[0] and "changed on purpose" in lines[0]
+
+
+def test_a_folder_of_an_older_release_is_read_and_says_what_it_lacks(load, tmp_path):  # noqa: F811
+    folder = write_token_folder(tmp_path)
+    record = json.loads((folder / "meta.json").read_text())
+    assert load(folder).notes == ()
+    old = {name: value for name, value in record.items() if name not in ("sum", "sums")}
+    (folder / "meta.json").write_text(json.dumps({**old, "version": 1, "dtype": "uint16"}))
+    with pytest.raises(ValueError, match="is of version 1"):
+        load(folder)  # whoever wrote the checksums beside it did not write that
+    (folder / "sums.npy").unlink()
+    dataset = load(folder)
+    assert in_order(dataset) == STREAM
+    assert "written without checksums" in dataset.notes[0]
+
+
+def test_a_process_that_is_late_does_not_remove_what_another_has_made_anew(load, tmp_path):  # noqa: F811
+    text = tmp_path / "x.txt"
+    text.write_text("a" * 100)
+    load(text)
+    (folder,) = (tmp_path / "cache").iterdir()
+    damaged = folder.stat()
+    shutil.copytree(folder, tmp_path / "new")
+    shutil.rmtree(folder)
+    (tmp_path / "spare").mkdir()  # takes the number of the file that is gone
+    shutil.move(tmp_path / "new", folder)
+    if folder.stat().st_ino != damaged.st_ino:
+        token_cache._remove(folder, damaged)
+        assert open_folder(folder).tokens.size == 101
+    token_cache._remove(folder, folder.stat())
+    assert not folder.exists()
+
+
+def test_tokens_of_any_byte_order_come_out_of_the_cache_as_they_went_in(load, tmp_path):  # noqa: F811
+    np.save(tmp_path / "a.npy", np.array(STREAM, ">u2"))
+    for _ in range(2):
+        assert in_order(load(tmp_path / "a.npy")) == STREAM
+
+
+def test_sums_do_not_depend_on_the_pieces():
+    data = np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 5)
+    sums = []
+    for size in (7_001, CHUNK_BYTES, len(data)):
+        running = RunningSums()
+        for start in range(0, len(data), size):
+            running.add(data[start : start + size])
+        sums.append(running.finish().tolist())
+    assert sums[0] == sums[1] == sums[2] and len(sums[0]) == 4
+    assert RunningSums().finish().size == 0
+
+
+def test_a_file_without_sums_is_read_as_before(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(10)))
+    file = TokenFile(path=tmp_path / "a", dtype=np.dtype("u1"), size=10)
+    file.verify()
+    assert file[2:4].tolist() == [2, 3] and len(ENDED) == 4

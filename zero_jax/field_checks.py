@@ -1,0 +1,123 @@
+"""Whether the values of a config's fields have their types, are finite and in range."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import operator
+import os
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from zero_jax.tree import shown
+
+_SIMPLE = (bool, int, float, str, type(None))
+_LARGEST_INT = 2**63 - 1
+_WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+
+
+def check_fields(
+    config: Any, *, lowest: Mapping[str, float] | None = None, highest: Mapping[str, float] | None = None
+) -> None:
+    """Refuses fields of a frozen dataclass whose values are not of their type, not finite or out of range.
+
+    Fields of other types than bool, int, float, str, None and `Literal`s are left alone. Numbers of numpy become
+    Python's, and paths become text.
+
+    Args:
+      config: an instance of a dataclass, in its `__post_init__`.
+      lowest: by the names of fields, the least value; None (where a field may be None) passes.
+      highest: the same for the largest value.
+
+    Raises:
+      ValueError: names the first such field, its value, and what to give.
+    """
+    lowest, highest = lowest or {}, highest or {}
+    for name, kinds in _kinds(type(config)).items():
+        value = _checked(name, getattr(config, name), kinds)
+        object.__setattr__(config, name, value)
+        if value is None:
+            continue
+        none = " or None" if type(None) in kinds[0] else ""
+        if name in lowest and not value >= lowest[name]:
+            hint = "; none may be negative" if lowest[name] == 0 else ""
+            raise ValueError(f"{name}={shown(value)}: give at least {lowest[name]:,}{none}{hint}")
+        if name in highest and not value <= highest[name]:
+            raise ValueError(f"{name}={shown(value)}: give at most {highest[name]:,}{none}")
+
+
+def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
+    """Raises `ValueError` for a value that is not a `kind` of bool, int, float or str, or not finite."""
+    _checked(name, value, ((kind, type(None)) if is_optional else (kind,), ()))
+
+
+@functools.cache
+def _kinds(config_class: type) -> dict[str, tuple[tuple[type, ...], tuple[Any, ...]]]:
+    """Returns by field the types that it may have and the words that it is limited to."""
+    found = {}
+    for name, hint in typing.get_type_hints(config_class).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
+        words = [word for one in members if typing.get_origin(one) is typing.Literal for word in typing.get_args(one)]
+        rest = [one for one in members if typing.get_origin(one) is not typing.Literal]
+        if all(one in _SIMPLE for one in rest):
+            found[name] = tuple(rest), tuple(words)
+    return found
+
+
+def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ...]]) -> Any:
+    allowed, words = kinds
+    if (value is None and type(None) in allowed) or (isinstance(value, str) and value in words):
+        return value
+    for kind in allowed:
+        taken = _TAKES[kind](value) if kind in _TAKES else None
+        if taken is not None:
+            return taken
+    wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
+    wanted += [f"one of {', '.join(map(str, words))}"] if words else []
+    wanted += ["None"] if type(None) in allowed else []
+    if isinstance(value, int) and int in allowed:
+        wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"
+    elif isinstance(value, str) and str in allowed:
+        wanted[0] += " of valid Unicode without NUL"
+    raise ValueError(f"{name}={shown(value)}: give {' or '.join(wanted)}")
+
+
+def _as_bool(value: Any) -> bool | None:
+    return bool(value) if type(value).__name__ in ("bool", "bool_") else None
+
+
+def _as_int(value: Any) -> int | None:
+    if _as_bool(value) is not None or not isinstance(value, numbers.Integral):
+        return None
+    number = operator.index(value)
+    return number if -_LARGEST_INT - 1 <= number <= _LARGEST_INT else None
+
+
+def _as_float(value: Any) -> float | None:
+    if _as_bool(value) is not None or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return value if type(value) is int else number
+
+
+def _as_str(value: Any) -> str | None:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or "\0" in text:
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return None
+    return text
+
+
+_TAKES: Mapping[type, Any] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}

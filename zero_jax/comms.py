@@ -13,7 +13,7 @@ from zero_jax.comms_findings import Finding, find
 from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
 from zero_jax.comms_rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
 from zero_jax.hlo_program import Program
-from zero_jax.signatures import check_methods
+from zero_jax.signatures import check_arguments, check_methods
 from zero_jax.tree import PyTree, leaf_names
 
 __all__ = [
@@ -124,6 +124,7 @@ def measure(
         check_methods(
             "compiled", compiled, ("as_text",), remedy="give what `.lower(...).compile()` returns, or its text"
         )
+    check_arguments(mesh=mesh, param_shapes=param_shapes, unknown_trip_count=unknown_trip_count)
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
     leaves = state_leaves(program, getattr(compiled, "in_avals", None))

@@ -20,6 +20,7 @@ from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.loss_trace import LossTrace
 from zero_jax.mesh import axis_size
 from zero_jax.sharding import LeafPlacement
+from zero_jax.signatures import check_arguments
 from zero_jax.spec import Dims, gather_steps, scatter_steps
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
 from zero_jax.state_checks import check_is_state
@@ -110,6 +111,7 @@ def estimate(
       traced: From `zero.trace_loss`, for the traffic over `model`; without it only `data` and `replica` are counted.
       tx: The optimizer; with it, params that it freezes are gathered at stage 3 and otherwise do not move.
     """
+    check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
     totals: dict[tuple, float] = {}
     num_params = 0

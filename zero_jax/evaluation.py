@@ -17,6 +17,7 @@ from zero_jax.grads import MeshLoss, check_batch, normalize_loss
 from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.model_inputs import cast_batch
+from zero_jax.signatures import check_arguments
 from zero_jax.state import Placement, TrainState, make_placement
 from zero_jax.state_checks import check_not_donated
 from zero_jax.tree import PyTree, check_arrays
@@ -103,6 +104,7 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     Raises:
       ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array.
     """
+    check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
     sharded, whole = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
 

@@ -24,7 +24,7 @@ from zero_jax.mesh import Axes, axes_of
 from zero_jax.model_specs import dims_of_each
 from zero_jax.passthrough import is_float
 from zero_jax.scopes import gather_scope
-from zero_jax.signatures import check_callable
+from zero_jax.signatures import check_arguments, check_callable
 from zero_jax.spec import carries, named
 from zero_jax.tree import PyTree, eval_shapes
 from zero_jax.variables import variable_names
@@ -69,6 +69,9 @@ def gather_on_use(
     """
     check_callable("fn", fn, remedy="give a function of params, as gather_on_use(fn, specs, mesh=mesh)")
     axes = axes_of(mesh, data=data_axes, replica=replica_axes)
+    check_arguments(
+        specs=specs, keep_gathered=keep_gathered, reduce_dtype=reduce_dtype, max_hoisted_bytes=max_hoisted_bytes
+    )
     options = Options(
         mesh=mesh,
         axes=axes,

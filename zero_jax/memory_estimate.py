@@ -33,6 +33,7 @@ from zero_jax.memory_groups import (
 from zero_jax.mesh import axis_size
 from zero_jax.precision import resolve_precision
 from zero_jax.remat_policies import resolve_remat
+from zero_jax.signatures import check_arguments
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
 from zero_jax.state_checks import check_is_state
 
@@ -209,6 +210,7 @@ def estimate(
       ValueError: something else than a `TrainState`.
     """
     check_is_state(state, who="memory.estimate")
+    check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
     groups["grads"] = grad_group(state, placement, config, needed_grads(tx, state))

@@ -22,7 +22,7 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
-from zero_jax.signatures import check_methods
+from zero_jax.signatures import check_arguments, check_methods
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
@@ -197,6 +197,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     check_methods(
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"
     )
+    check_arguments(layout=layout)
     text, analysis = compiled.as_text(), compiled.memory_analysis()
     if not text or analysis is None:
         raise ValueError(

@@ -13,7 +13,9 @@ from zero_jax.compile_job import Job, batch_shapes
 from zero_jax.compile_process import compile_apart
 from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
+from zero_jax.signatures import check_arguments
 from zero_jax.state import ZeroConfig
+from zero_jax.topology import parse
 from zero_jax.tree import PyTree
 from zero_jax.user_cache import cache_folder
 
@@ -63,6 +65,10 @@ def plan(
       ModelError: a function of the model raised in the compiler's process; the message names its lines.
       CompilerCrash: the compiler's process ended without a result.
     """
+    check_arguments(init_fn=init_fn, tx=tx, config=config, compiler_options=compiler_options, name=name, cache=cache)
+    check_arguments(own_process=own_process, timeout_seconds=timeout_seconds, log=log, loss_fn=loss_fn)
+    check_arguments(replica=replica, model=model, data_layout=data_layout)
+    parse(topology)
     job = Job(
         loss_fn=loss_fn,
         init_fn=init_fn,

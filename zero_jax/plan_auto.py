@@ -17,6 +17,7 @@ from zero_jax.plan_report import PlanReport
 from zero_jax.ranking import Outcome, Ranking, Setting
 from zero_jax.remat_policies import resolve_remat
 from zero_jax.search import candidates, search
+from zero_jax.signatures import check_arguments
 from zero_jax.state import ZeroConfig
 from zero_jax.tree import PyTree
 
@@ -100,6 +101,10 @@ def plan_auto(
     Raises:
       ValueError: an unknown topology, or a batch that no setting divides.
     """
+    check_arguments(init_fn=init_fn, tx=tx, config=config, stages=stages, replicas=replicas, models=models)
+    check_arguments(remats=remats, temporaries=temporaries, max_num_microbatches=max_num_microbatches)
+    check_arguments(max_compiles=max_compiles, name=name, cache=cache, own_process=own_process, log=log)
+    check_arguments(timeout_seconds=timeout_seconds, loss_fn=loss_fn)
     policies = _policies(loss_fn, config, remats)
     guess = Guess(policies, init_fn, tx, batch=batch, name=topology, config=config, temporaries=temporaries, log=log)
     sizes = _models(guess, topology, models, log)

@@ -15,6 +15,7 @@ from zero_jax.grads import MeshLoss
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
+from zero_jax.signatures import check_arguments
 from zero_jax.state import ZeroConfig
 from zero_jax.topology import parse
 
@@ -83,6 +84,7 @@ def plan_layouts(
     Raises:
       ValueError: as `plan` does.
     """
+    check_arguments(loss_fn=loss_fn, init_fn=init_fn, tx=tx, config=config, layouts=layouts)
     chosen = _layout_of(make_mesh(topology=topology, replica=replica, model=model), config)
     tried = dict.fromkeys([chosen, *(layouts if layouts is not None else _merged(topology, math.prod(chosen)))])
     plans = {}

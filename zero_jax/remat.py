@@ -24,7 +24,7 @@ from zero_jax.remat_regions import Setting
 from zero_jax.remat_report import RematReport
 from zero_jax.remat_values import Mark, on_model
 from zero_jax.remat_walk import Frame, Log, Walk
-from zero_jax.signatures import check_callable, place_of
+from zero_jax.signatures import check_arguments, check_callable, place_of
 from zero_jax.tree import PyTree, eval_shapes
 
 _FUNCTION = "give a function of params and further arguments"
@@ -54,6 +54,7 @@ def rematerialize(
         block that the policy could apply to, or names to keep that it does not use.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
+    check_arguments(axes=axes, specs=specs)
     remat, axes = resolve_remat(remat), axes or axes_of(mesh)
     if remat.is_own:
         return loss_fn

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.jaxprs import Chain, reshard
 from zero_jax.mesh import GPUS, axes_of, axis_size
+from zero_jax.signatures import check_arguments
 
 
 def sequence_parallel(
@@ -39,9 +40,13 @@ def sequence_parallel(
 
     Returns:
       The function. It raises `ValueError` for a kind it does not know, and for a sequence that does not divide.
+
+    Raises:
+      ValueError: axes that the mesh does not have, or no dim.
     """
-    axes = axes_of(mesh)
-    model = model_axes or axes.model
+    check_arguments(model_axes=model_axes, dim=dim)
+    axes = axes_of(mesh) if model_axes is None else axes_of(mesh, model=model_axes)
+    model = axes.model
     num_shards, num_examples = axis_size(mesh, model), axis_size(mesh, axes.batch)
     on_gpus = mesh.devices.flat[0].platform in GPUS
 

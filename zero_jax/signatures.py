@@ -1,11 +1,19 @@
-"""Whether what a user gave can be called as it will be."""
+"""Whether what a user gave is what the functions of zero_jax take."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.tree import shown
 
@@ -61,3 +69,112 @@ def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -
     missing = [name for name in names if not callable(getattr(value, name, None))]
     if missing:
         raise ValueError(f"{what}={shown(value)} has no {'() and no '.join(missing)}(): {remedy}")
+
+
+def check_arguments(**given: Any) -> None:
+    """Refuses arguments that cannot be what their parameter takes, which has one meaning in all public functions.
+
+    Raises:
+      ValueError: one of another kind; the message names it, and what to give.
+    """
+    for name, value in given.items():
+        is_right, remedy = _KINDS[name]
+        if not is_right(value):
+            raise ValueError(f"{name}={shown(value)}: {remedy}")
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def _optional(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_count(lowest: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= lowest
+
+
+def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_right, value))
+    )
+
+
+def _is_seconds(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_number and bool(0 < value < math.inf)
+
+
+def _is_dtype(value: Any) -> bool:
+    if (isinstance(value, type) and value in (dict, list, tuple, object)) or isinstance(value, jax.Array):
+        return False
+    try:
+        return jnp.issubdtype(jnp.dtype(value), jnp.inexact)
+    except (TypeError, ValueError):
+        return False
+
+
+def _are_specs(value: Any) -> bool:
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    leaves = jax.tree.leaves(value, is_leaf=is_spec)
+    return all(is_spec(leaf) or isinstance(leaf, NamedSharding) for leaf in leaves)
+
+
+def _are_losses(value: Any) -> bool:
+    losses = list(value.values()) if isinstance(value, Mapping) else [value]
+    return bool(losses) and all(callable(loss) or hasattr(loss, "make") for loss in losses)
+
+
+def _are_shapes(value: Any) -> bool:
+    return all(map(_has("shape", "dtype"), jax.tree.leaves(value)))
+
+
+def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: _are(is_right)(value) and len(value) > 0
+
+
+_AXES = "give names of the mesh's axes, such as ('model',)"
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "axes": (
+        _optional(_has("data", "replica", "model", "batch")),
+        "leave it out, or give what `axes_of(mesh)` returns",
+    ),
+    "cache": (_optional(_is(str, os.PathLike)), "give a folder, '' for the user's cache folder, or None for none"),
+    "compiler_options": (_optional(_is(Mapping)), "give a dict of compiler options, or None"),
+    "config": (_has("stage", "num_microbatches", "axes_of"), "give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)"),
+    "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),
+    "dim": (_is_count(0), "give the number of the dim, counted from 0"),
+    "init_fn": (callable, "it is no function: give a function of a key that returns the params"),
+    "keep_gathered": (_is(bool), "give True or False"),
+    "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),
+    "layouts": (_optional(_are(_are(_is_count(1)))), "give sizes of mesh axes, such as [(4,), (2, 2)]"),
+    "log": (callable, "give a function of a line, such as print"),
+    "max_compiles": (_is_count(0), "give how many settings to compile, 0 for none"),
+    "max_hoisted_bytes": (_is_count(0), "give a number of bytes"),
+    "max_num_microbatches": (_is_count(1), "give at least 1"),
+    "loss_fn": (_are_losses, "it is no function: give a loss function, or several by name"),
+    "mesh": (_optional(_is(Mesh)), "give a jax.sharding.Mesh, as zero.make_mesh() returns"),
+    "model": (_is_count(1), "give the size of the mesh axis, at least 1"),
+    "model_axes": (_optional(_are(_is(str))), _AXES),
+    "models": (_optional(_some(_is_count(1))), "give sizes of the axis `model`, such as (1, 2, 4)"),
+    "name": (_is(str), "give a text"),
+    "own_process": (_is(bool), "give True or False"),
+    "param_shapes": (_are_shapes, "give arrays or jax.ShapeDtypeStructs"),
+    "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),
+    "remats": (_optional(_some(_is(str))), "give names of policies, such as ('none', 'full')"),
+    "replica": (_is_count(1), "give the size of the mesh axis, at least 1"),
+    "replicas": (_optional(_some(_is_count(1))), "give sizes of the axis `replica`, such as (1, 2)"),
+    "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),
+    "specs": (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),
+    "stages": (_some(_is_count(0)), "give stages to try, such as (2, 3)"),
+    "temporaries": (_optional(callable), "give a function of a setting that returns bytes, or None"),
+    "timeout_seconds": (_optional(_is_seconds), "give a positive number of seconds, or None for no limit"),
+    "traced": (_optional(_has("moves", "residuals")), "give what `zero.trace_loss` returns"),
+    "tx": (_has("init", "update"), "it is no optimizer: give an optax transformation, as optax.adamw(3e-4)"),
+    "unknown_trip_count": (_optional(_is_count(0)), "give a number of iterations"),
+}

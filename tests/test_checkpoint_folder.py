@@ -382,13 +382,14 @@ def test_a_file_of_the_name_of_a_lock_is_not_taken_for_one(what, tmp_path, state
     assert tree(tmp_path) == before
 
 
-def test_a_second_run_with_the_same_checkpoints_is_refused_while_the_first_lives(tmp_path):
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_second_run_with_the_same_checkpoints_is_refused_while_the_first_lives(tmp_path, resume):
     checkpoints = tmp_path / "shared"
     (checkpoints / "run").mkdir(parents=True)
     with FolderLock(epath.Path(checkpoints) / "run" / "zero_jax.lock", run="runs-a/run"):
         with pytest.raises(ValueError, match=r"shared/run is in use by another run \(.*run runs-a/run\)"):
-            faults.train(tmp_path, checkpoints=str(checkpoints))
-    assert not list((checkpoints / "run").iterdir())
+            faults.train(tmp_path, checkpoints=str(checkpoints), resume=resume)
+    assert not list((checkpoints / "run").iterdir()) and not (tmp_path / "runs").exists()
 
 
 def test_a_new_run_does_not_begin_in_the_checkpoints_of_an_older_one(tmp_path, saved):

@@ -70,6 +70,17 @@ class FolderLock:
             self._take_by_content(had_it)
         self._pid = os.getpid()
 
+    def check(self) -> None:
+        """Raises what `take` would, and takes nothing; the file has to be there.
+
+        A file that nobody holds, and that this removes, is one that a process left when it was ended.
+        """
+        if "://" not in os.fspath(self.file):
+            self.take()
+            self.release()
+        elif (holder := self._holder()).get("host") == socket.gethostname() and _is_alive(holder):
+            raise self._refused()
+
     def release(self) -> None:
         """Gives the lock back and removes its file; does nothing where it is not held."""
         if self._pid != os.getpid():

@@ -69,6 +69,9 @@ def _make(
             check(one)
             (out / one).mkdir(parents=True, exist_ok=resume)
             return out / one
+        except FolderInUse:
+            if len(names) == 1:
+                raise
         except FileExistsError as error:
             taken = error.filename or taken
         except OSError as error:

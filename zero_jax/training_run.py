@@ -21,8 +21,11 @@ from zero_jax.agreement import from_first_process
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint_files import candidates, find
+from zero_jax.checkpoint_record import resolve
+from zero_jax.checkpoint_save import LOCK
 from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.field_checks import check_fields
+from zero_jax.folder_lock import FolderLock
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
@@ -284,11 +287,14 @@ def prepare(
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
-    """Refuses the name of a new run of which the folder of checkpoints holds those of another one."""
-    if config.checkpoints is not None and config.resume == "never":
-        folder = f"{config.checkpoints.rstrip('/')}/{name}"
-        if candidates(folder):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), folder)
+    """Refuses the name of a run whose folder of checkpoints another run has, or has left its own in, to a new one."""
+    if config.checkpoints is None:
+        return
+    folder = resolve(f"{config.checkpoints.rstrip('/')}/{name}")
+    if (folder / LOCK).exists():
+        FolderLock(folder / LOCK).check()
+    if config.resume == "never" and candidates(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 
 
 def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sampler | None:

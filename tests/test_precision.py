@@ -229,7 +229,8 @@ def test_dtypes_of_each_group(precision, stage):
         assert floats(one.master) == (set() if master is None else {jnp.dtype(NAMES[master])})
         assert floats(one.opt_state) == {jnp.dtype(NAMES[master or param])}  # and so are the gradients it is given
         assert one.params["count"].dtype == jnp.int32
-    assert seen == [{jnp.dtype(NAMES[compute])}]
+    # Traced once more where the batch has floats: to find out which of them the model takes.
+    assert 1 <= len(seen) <= 2 and all(found == {jnp.dtype(NAMES[compute])} for found in seen)
     assert metrics.loss.dtype == metrics.grad_norm.dtype == metrics.loss_scale.dtype == jnp.float32
 
 

@@ -156,12 +156,6 @@ def test_apply_if_finite_passes_over_a_bad_batch():
     assert_close((state.params, state.opt_state), (params, opt_state), tolerance=TOLERANCE)
 
 
-def test_a_line_search_says_what_it_lacks():
-    # It evaluates the loss at params of its own choice, several times a step.
-    with pytest.raises(TypeError, match="value_fn"):
-        reference.run_zero(loss_fn, optax.lbfgs(), make_batches(1), mesh=mesh_of(MESH), stage=1, params=host_params())
-
-
 def lora_params():
     rng = np.random.default_rng(2)
     normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32) / 4  # noqa: E731

@@ -36,7 +36,8 @@ class Metrics:
       grad_norm: the global norm of the gradients before clipping, `float32[]`.
       skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
       nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
-        finite, -1 if all are, `int32[]`; `TrainStep.leaf_name` turns it into a path.
+        finite, else of the first with elements that the update would have made so (they keep their values), -1 if there
+        is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
       loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
       num_skipped_steps: steps skipped so far, `int32[]`.
       small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before

@@ -451,11 +451,11 @@ def program(seed, kind="plain"):
 
     Args:
       seed: the same program for the same seed and kind.
-      kind: `plain`; `examples`, whose loss is a mean over examples that never meet; `loop` or `scan`, of layers.
+      kind: `plain`; `half`, which takes half of the batch at a time; `examples`, whose loss is a mean over examples that never meet; `loop` or `scan`, of layers.
     """
     rng = random.Random(f"{seed} {kind}")
     shapes = {name: some_shape(rng) for name in "abc"} | {"d": (8, rng.choice((8, 16)))}
-    x = (8,) if kind == "examples" else (BATCH, 8)
+    x = {"examples": (8,), "half": (BATCH // 2, 8)}.get(kind, (BATCH, 8))
     layered = kind in ("loop", "scan")
     writer = Writer(rng.random(), shapes, {"x": x})
     text, unused = body(writer, rng.randint(3, 7) if layered else rng.randint(6, 14), " " * 8 if layered else " " * 4)
@@ -491,6 +491,7 @@ def program(seed, kind="plain"):
 
 # --- the ways to transform it ----------------------------------------------------------------------------------------
 
+CONSTRAIN = lax.with_sharding_constraint
 POLICIES = ("full", "full_sharded", "full_offloaded", "dots", "dots_sharded", "dots_offloaded", "attention", "none")
 
 
@@ -512,11 +513,10 @@ def some_specs(params, mesh, rng):
 
 def placed(fn, program, specs, mesh):
     """Returns value and gradients of a function on params that are sharded."""
-    batch = {
-        "x": jax.device_put(program.batch["x"], zero.batch_sharding(mesh)),
-        "i": jax.device_put(program.batch["i"], NamedSharding(mesh, PartitionSpec())),
-    }
-    return jax.jit(jax.value_and_grad(fn))(jax.device_put(program.params, specs), batch)
+    whole = NamedSharding(mesh, PartitionSpec())
+    params, x = (specs, zero.batch_sharding(mesh)) if lax.with_sharding_constraint is CONSTRAIN else (whole, whole)
+    batch = {"x": jax.device_put(program.batch["x"], x), "i": jax.device_put(program.batch["i"], whole)}
+    return jax.jit(jax.value_and_grad(fn))(jax.device_put(program.params, params), batch)
 
 
 def gathered(program, rng):
@@ -563,7 +563,7 @@ MODES = {
     "gather": (gathered, ("plain", "plain", "plain", "loop", "scan"), 1),
     "scatter": (scattered, ("plain", "plain", "plain", "loop", "scan"), 1),
     "remat": (rematerialized, ("loop", "scan"), 1),
-    "microbatches": (in_microbatches, ("plain",), 2),
+    "microbatches": (in_microbatches, ("half",), 2),
     "separable": (in_separable_microbatches, ("examples",), 2),
 }
 

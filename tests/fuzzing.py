@@ -551,7 +551,9 @@ def in_microbatches(program, rng, stages=(2, 3)):
     state, step = reference.make_trainer(
         loss_fn, tx, mesh=mesh, params=program.params, stage=stage, num_microbatches=2, skip_nonfinite=False
     )
-    state, metrics = step(state, {"x": program.batch["x"]})
+    # A microbatch takes a part of what each device holds: together these parts are a half of the examples.
+    x = program.batch["x"].reshape(2, mesh.size, -1, 8).swapaxes(0, 1).reshape(BATCH, 8)
+    state, metrics = step(state, {"x": x})
     return metrics["loss"], state.opt_state
 
 

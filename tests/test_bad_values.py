@@ -14,6 +14,7 @@ import pytest
 
 from zero_jax import cli, cli_checkpoint, cli_data, cli_launch, cli_plot, cli_request, cli_train, options, training_run
 from zero_jax.option_values import check_value
+from zero_jax.tokenizer import load_tokenizer
 
 HUGE = "18446744073709551616"
 WIDEST = "4611686018427387904"
@@ -271,6 +272,8 @@ def test_what_is_checked_is_named():
         (["plan", "--topology", "v5p:4000x4000x4000"], "has 64,000,000,000 chips, and plans are for at most 131,072"),
         (["plan", "--topology", f"v5p:{'9' * 3000}"], "of 3,004 characters: give a name such as"),
         (["plan", "--data-layout", f"{'9' * 3000}x2"], "give sizes of mesh axes, such as 8x8x16"),
+        (["launch", "-n", "300", "--", "train"], "num_processes=300, devices_per_process=4: one machine stands in for"),
+        (["launch", "--devices-per-process", "9000", "--", "train"], "at most 256 processes and 4,096 devices"),
         (["plan", "--timeout", "0"], "timeout_seconds=0.0: give a positive number of seconds"),
     ],
 )
@@ -298,3 +301,10 @@ def test_as_a_program(arguments, message, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(ValueError, match=r"cannot read the tokenizer .* .it is no regular file.: give 'bytes'"):
+            load_tokenizer(path)

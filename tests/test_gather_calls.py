@@ -367,3 +367,18 @@ def test_errors_of_a_trace_name_the_loss(fields):
         step(state, {"x": examples()})
     with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument (params|batch)\['(up|x)'\]"):
         step(state, {"x": examples()})
+
+
+def test_slices_that_straddle_shards():
+    """XLA's own gradient of `a[20:22]` on shards of three rows is zero, with plain shardings too."""
+    mesh, rows = mesh_of("8"), [(0, 2), (2, 4), (5, 7), (11, 13), (20, 22), (2, 7)]
+    params = {f"{a}:{b}": normal(24, 8, seed=a) for a, b in rows} | {"pad": normal(24, 8)}
+    specs = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), params)
+
+    def loss_fn(params, x):
+        parts = [x[:, :8] @ params[f"{a}:{b}"][a:b].T for a, b in rows]
+        parts.append(x[:, :8] @ lax.pad(params["pad"], 0.0, ((-20, -2, 0), (0, 0, 0))).T)
+        return mean_square(jnp.concatenate(parts, axis=1))
+
+    report = check(loss_fn, params, examples(), mesh=mesh, specs=specs)
+    assert {event.path for event in report.events if "gathered first" in event.reason} == set(params)

@@ -76,7 +76,7 @@ def test_a_schedule_may_be_traced():
         ({"epsilon": 0.0}, "epsilon=0.0: give a positive number"),
         ({"no_decay": "("}, "is not a regular expression"),
         ({"ema_decay": 1.0}, "ema_decay=1.0: give a number above 0 and below 1"),
-        ({"weight_decay": float("nan")}, "no negative numbers"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan: give a finite number"),
     ],
 )
 def test_what_no_optimizer_can_use(fields, message):

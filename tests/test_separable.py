@@ -288,6 +288,39 @@ def test_groups_within_a_microbatch_are_no_other_loss():
     assert not judged(paired, size=32).not_local
 
 
+def on_shards(fn, *specs):
+    def loss_fn(params, batch):
+        x = jax.shard_map(fn, mesh=mesh_of(MESH), in_specs=specs, out_specs=P(*specs[0]), check_vma=False)(
+            batch["x"], params["w"]
+        )
+        return jnp.square(x).mean()
+
+    return loss_fn
+
+
+def column_parallel(x, w):
+    y = jnp.tanh(x @ w)
+    return jax.lax.all_gather(y, "model", axis=1, tiled=True) + jax.lax.psum(y.sum(1, keepdims=True), "model")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "not_local", "another_loss"),
+    [
+        (on_shards(column_parallel, P(), P(None, "model")), "", ""),
+        (on_shards(column_parallel, P("data"), P(None, "model")), "shards values over", ""),
+        (on_shards(lambda x, w: x - jax.lax.psum(x, "data"), P("data"), P()), "shards values over", "mixed at"),
+        (on_shards(lambda x, w: x - x.mean(0), P("data"), P()), "shards values over", "mixed at"),
+        (on_shards(lambda x, w: x * jax.lax.axis_index("data"), P("data"), P()), "shards values over", "'axis_index'"),
+        (on_shards(lambda x, w: x[:, :2] * w.sum(), P("data"), P("data")), "shards values over", "mixed at"),
+        (on_shards(lambda x, w: jax.lax.psum(x, "model").sum(0, keepdims=True), P(), P()), "mixed", "mixed"),
+    ],
+)
+def test_functions_of_shards(loss_fn, not_local, another_loss):
+    found = judged(loss_fn, mesh=mesh_of(MESH))
+    assert not_local in found.not_local and bool(not_local) == bool(found.not_local)
+    assert another_loss in found.another_loss and bool(another_loss) == bool(found.another_loss)
+
+
 def test_a_weight_of_none_is_believed_of_microbatches_alone():
     found = judged(mixing_losses.masked, loss_weight=None)
     assert "loss_weight" in found.not_local and not found.another_loss

@@ -98,8 +98,8 @@ def find_left_out(jaxpr: Any, is_param: Sequence[bool], blocks: Sequence[Block])
 
 def _share(sequence: EqnSequence, uses: np.ndarray, of_block: np.ndarray) -> float:
     """Returns which share of a block's uses of params some others are like."""
-    uses, of_block = (collections.Counter(sequence.numbers[places].tolist()) for places in (uses, of_block))
-    return (uses & of_block).total() / max(of_block.total(), 1)
+    counts = [collections.Counter(sequence.numbers[places].tolist()) for places in (uses, of_block)]
+    return (counts[0] & counts[1]).total() / max(len(of_block), 1)
 
 
 def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[Block]:

@@ -37,6 +37,7 @@ while os.read(0, 1):
 os.killpg(0, signal.SIGKILL)
 """
 _NUM_LAST_LINES = 12
+_MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -57,6 +58,11 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         lowest = {"num_processes": 1, "devices_per_process": 1, "grace_seconds": 0}
         check_fields(self, lowest=lowest, highest=dict.fromkeys(lowest, 9_999))
+        if self.num_processes * self.devices_per_process > _MAX_DEVICES or self.num_processes > _MAX_PROCESSES:
+            raise ValueError(
+                f"num_processes={self.num_processes}, devices_per_process={self.devices_per_process}: one machine "
+                f"stands in for at most {_MAX_PROCESSES} processes and {_MAX_DEVICES:,} devices"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

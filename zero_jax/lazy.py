@@ -31,6 +31,12 @@ class Lazy:
         """Whether it is to be gathered at its use."""
         return self.dims is not None and any(self.dims)
 
+    @property
+    def shard(self) -> Dims:
+        """`dims` of what is not gathered yet."""
+        assert self.dims is not None
+        return self.dims
+
     def widened(self, array: Any) -> Any:
         """Returns what was built, gathered or not, in the dtype that it is used in."""
         return array if self.cast is None else array.astype(self.cast)

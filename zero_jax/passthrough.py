@@ -216,6 +216,11 @@ def narrows(eqn: Any) -> bool:
     return taken and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
 
+def pads_cotangents(eqn: Any) -> bool:
+    """Tells whether the transpose of an equation pads: XLA pads some shards wrongly (docs/gather_on_use.md)."""
+    return eqn.primitive.name in ("slice", "pad")
+
+
 def is_float(aval: Any) -> bool:
     """Tells whether an abstract value can have a gradient."""
     return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)

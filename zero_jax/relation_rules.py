@@ -241,10 +241,13 @@ SIZED = {
     "gather": {"slice_sizes"},
     **{name: {"update_jaxpr"} for name in relation_lookups.SCATTERS},
 }
+# Values in another place, whatever the parameters say.
+PLACES = frozenset(
+    "device_put pvary sharding_constraint reshard zero_reshard zero_order zero_join optimization_barrier".split()
+)
 # Values, whatever their relation, under another dtype, shape or placement.
-KEEPS = frozenset(
-    "copy name optimization_barrier reduce_precision stop_gradient device_put pvary sharding_constraint reshard "
-    "zero_reshard zero_order convert_element_type reshape squeeze broadcast_in_dim transpose".split()
+KEEPS = PLACES | frozenset(
+    "copy name reduce_precision stop_gradient convert_element_type reshape squeeze broadcast_in_dim transpose".split()
 )
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),

@@ -15,8 +15,9 @@ import numpy as np
 
 from zero_jax import jaxprs
 from zero_jax.relation_pair import Pair
-from zero_jax.relation_rules import KEEPS, RULES, SIZED
+from zero_jax.relation_rules import KEEPS, PLACES, RULES, SIZED
 from zero_jax.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
+from zero_jax.spec import dims_of
 
 _CALLS = frozenset({"jit", "closed_call", "remat2", "custom_vmap_call"})
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
@@ -37,6 +38,7 @@ class Comparison:
         self.source = ""
         self.roots = itertools.count()
         self.in_derivative = False
+        self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
 
     def run(self, whole: Any, part: Any, inputs: Sequence[Relation]) -> list[Relation]:
         """Returns the relations of the results of a jaxpr, open or closed, from those of its inputs."""
@@ -127,7 +129,7 @@ class Comparison:
             raise Refused("sized" if rule else f"the primitive {name!r} may mix examples of a batch")
         if rule:
             return rule(pair, inputs)
-        if all(x.kind is Kind.SAME and x.is_plain for x in inputs):
+        if inputs and all(_is_same(x) for x in inputs):
             return [SAME] * len(pair.whole.outvars)
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
 
@@ -137,11 +139,9 @@ class Comparison:
 
     def same_params(self, pair: Pair) -> bool:
         """Tells whether an equation does the same on the whole as on a part."""
-        differ = SIZED.get(pair.whole.primitive.name, set()) | {"sharding", "out_sharding"}
-        whole, part = pair.whole.params, pair.part.params
-        return whole.keys() == part.keys() and all(
-            _equal(whole[name], part[name]) for name in whole if name not in differ
-        )
+        name, whole, part = pair.whole.primitive.name, pair.whole.params, pair.part.params
+        compared = whole.keys() - SIZED.get(name, set()) - {"sharding", "out_sharding"}
+        return name in PLACES or (whole.keys() == part.keys() and all(_equal(whole[x], part[x]) for x in compared))
 
     def checked(self, pair: Pair, i: int, x: Relation, of_params: bool) -> Relation:
         """Returns the relation of a result, if it fits the shapes; sums get a name that a division can refer to."""
@@ -238,6 +238,42 @@ class Comparison:
             results = [self.either(x, y) for x, y in zip(results, other, strict=True)]
         return results
 
+    # Devices of their own.
+
+    def shard_map(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A function of shards; those of a batch have examples of their own."""
+        specs = [dims_of(spec, len(spec)) for spec in pair.params["in_specs"]]
+        axes = [{axis for dim in spec for axis in dim} for spec in specs]
+        of_rows = [
+            spec[x.dim] for spec, x in zip(specs, inputs, strict=True) if x.dim is not None and x.dim < len(spec)
+        ]
+        outer, self.batch_axes = self.batch_axes, frozenset(axis for dim in of_rows for axis in dim)
+        try:
+            if any(x.kind is not Kind.ROWS and a & self.batch_axes for a, x in zip(axes, inputs, strict=True)):
+                raise Refused("mixed")
+            results = self.called(pair, inputs)
+            sums = any(x.kind not in (Kind.SAME, Kind.ROWS, Kind.UNKNOWN) for x in results)
+            if sums and self.batch_axes:
+                raise Refused("mixed")
+        finally:
+            self.batch_axes = outer
+        return [dataclasses.replace(x, root=None, is_false=False) for x in results]
+
+    def collective(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """A sum, or the like, over devices that have the same examples."""
+        if _unknown(inputs):
+            return [_unknown(inputs)[0]] * len(pair.whole.outvars)
+        params = pair.params
+        axes = params["axes"] if "axes" in params else params["axis_name"]
+        along = params.get("all_gather_dimension", params.get("scatter_dimension"))
+        largest = pair.whole.primitive.name in ("pmax", "pmin")
+        for x in inputs:
+            fits = x.is_plain or (x.kind in (Kind.SAME, Kind.ROWS, Kind.SUM) and not x.bounded and not largest)
+            moves = along is not None and (x.dim == along or not params["tiled"])
+            if moves or not fits or self.batch_axes & set(axes) or not self.same_params(pair):
+                raise Refused("mixed")
+        return [x.of_elements() for x in inputs]
+
     # Functions with derivatives of their own.
 
     def custom_jvp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
@@ -319,6 +355,10 @@ _SPECIAL: dict[str, Callable[[Comparison, Pair, list[Relation]], list[Relation]]
     "scan": Comparison.scan,
     "while": Comparison.while_loop,
     "cond": Comparison.cond,
+    "shard_map": Comparison.shard_map,
+    **dict.fromkeys(
+        "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter".split(), Comparison.collective
+    ),
     "custom_jvp_call": Comparison.custom_jvp,
     "custom_vjp_call": Comparison.custom_vjp,
     "custom_linear_solve": Comparison.linear_solve,

@@ -53,15 +53,13 @@ def check_callable(what: str, function: Any, *, remedy: str) -> None:
 
 def place_of(function: Callable[..., Any]) -> str:
     """Returns `file:line (name)` of a function, or its name alone if it is not of Python."""
-    while True:
-        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
-        if inner is None:
-            break
+    inner: Any = function
+    while inner is not None:
         function = inner
-    if not hasattr(function, "__qualname__"):
-        function = type(function).__call__
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno} ({function.__qualname__})" if code else function.__qualname__
+        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+    named: Any = function if hasattr(function, "__qualname__") else type(function).__call__
+    code = getattr(named, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({named.__qualname__})" if code else named.__qualname__
 
 
 def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import pathlib
@@ -120,6 +121,8 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
         return ByteTokenizer()
     path = pathlib.Path(name).expanduser()
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device may never end
+            raise OSError(errno.EINVAL, "it is no regular file")
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(

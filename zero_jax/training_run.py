@@ -87,7 +87,7 @@ class TrainConfig:
     """Says what to train, on what, and for how long.
 
     Attributes:
-      zero: stage, precision, microbatches and clipping. Where `skip_nonfinite` is None, the trainer skips such updates.
+      zero: stage, precision, microbatches and clipping.
       data: the text.
       optimizer: how params are updated.
       checkpoint: when the state is saved, and what is kept.

@@ -25,14 +25,14 @@ from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.ordering import Ordering
-from zero_jax.passthrough import is_contraction, is_local_reduction, passthrough
+from zero_jax.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 from zero_jax.scopes import gather_scope
-from zero_jax.spec import Dims, named
+from zero_jax.spec import Dims, named, without
 from zero_jax.torus import gather_shardings, scattering
 from zero_jax.uses import last_use, used_whole
 from zero_jax.weight_grads import needs_dtype, product
 
-# Longer computations on params alone are not made again at each use: a recipe is a chain of nested calls.
+# Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
 
 
@@ -86,8 +86,7 @@ class Walk:
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
 
-        shards = [isinstance(value, Lazy) and value.is_shard for value in ins]
-        last = last_use(jaxpr, shards) if frame.ends_forward else None
+        last = last_use(jaxpr, [isinstance(v, Lazy) and v.is_shard for v in ins]) if frame.ends_forward else None
         within = dataclasses.replace(frame, ends_forward=False)
 
         def evaluate(eqn: Any) -> None:
@@ -111,16 +110,18 @@ class Walk:
 
     # --- uses ----------------------------------------------------------------------------------------------------
 
-    def whole(self, value: Lazy, *roots: Any, dtype: Any = None) -> Any:
-        """Rebuilds a value from its roots and gathers it if it is a shard; in a dtype, if not in that of its use."""
+    def whole(self, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:
+        """Rebuilds a value from its roots and gathers a shard; its cotangent is made whole, too, if `pin`."""
         array = value.build(*roots)
         array = array if dtype is None else array.astype(dtype)
         if value.is_shard:
-            assert value.dims is not None
             options = self.options
-            backward = scattering(options.mesh, value.dims, options.axes.data, dtype=options.reduce_dtype)
+            backward = scattering(options.mesh, value.shard, options.axes.data, dtype=options.reduce_dtype)
             with gather_scope(value.path):
-                array = jaxprs.reshard(array, forward=self.gathering(value.dims), backward=backward)
+                array = jaxprs.reshard(array, forward=self.gathering(value.shard), backward=backward)
+            if pin:
+                backward = Chain((named(options.mesh, without(value.shard, options.axes.data)),))
+                array = jaxprs.reshard(array, forward=Chain(), backward=backward)
         return value.widened(array) if dtype is None else array
 
     def gathering(self, dims: Dims) -> Chain:
@@ -201,9 +202,10 @@ class Walk:
         split = Roots(values)
         lazy = [value for value in values if isinstance(value, Lazy)]
         cast = pending(eqn, values)[1] if out_dims is not None else None
+        pin = pads_cotangents(eqn)
 
         def make_all(arrays: Sequence[Any]) -> list[Any]:
-            make = (lambda v, *roots: v.build(*roots)) if out_dims is not None else self.whole
+            make = functools.partial(self.whole, pin=pin) if out_dims is None else lambda v, *roots: v.build(*roots)
             inputs = [make(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in split.assign(arrays)]
             return jaxprs.bind(eqn, inputs)
 
@@ -222,8 +224,9 @@ class Walk:
         depth = 1 + max(value.depth for value in lazy)
         path = " and ".join(dict.fromkeys(value.path for value in lazy))
         if out_dims is None:
+            reason = "of its sharded dim, gathered first: XLA's gradient on shards may be wrong" if pin else "of params"
             for value in lazy:
-                self.notes.gather(value, eqn, f"{eqn.primitive.name} of params", early=False)
+                self.notes.gather(value, eqn, f"{eqn.primitive.name} {reason}", early=False)
         all_whole = all(value.dims is not None and not value.is_shard for value in lazy)
         made = [
             Lazy(
@@ -355,19 +358,16 @@ class Walk:
                 consts.append(Value(self.whole(value, *value.roots), pure=True))
             else:
                 # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
-                aval = value.aval.update(dtype=value.cast or value.aval.dtype)
                 root = self.whole(value, *value.roots)
-                consts.append(Lazy((root,), lambda x: x, aval, value.path, ((),) * aval.ndim))
+                consts.append(Lazy((root,), lambda x: x, jax.typeof(root), value.path, ((),) * root.ndim))
         return consts
 
     def copies(self, value: Lazy) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
-        mesh, axes, dims = self.options.mesh, self.options.axes, value.dims
-        assert dims is not None
-        array = value.build(*value.roots)
+        options, dims, array = self.options, value.shard, value.build(*value.roots)
         with gather_scope(value.path):
-            array = jaxprs.reshard(array, forward=self.gathering(dims), backward=Chain((named(mesh, dims),)))
-            return copy_per_device(array, dims, mesh=mesh, axes=axes, dtype=self.options.reduce_dtype)
+            array = jaxprs.reshard(array, forward=self.gathering(dims), backward=Chain((named(options.mesh, dims),)))
+            return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
         """Gathers a value before an equation that cannot take a shard."""
@@ -384,9 +384,9 @@ class Walk:
             (rows,) = self.lookup(eqn, [dataclasses.replace(table, cast=None), *values[1:]], frame)
             return [Value(table.widened(as_array(rows)), pure=False)]
         plan = None
-        if isinstance(table, Lazy) and table.dims is not None and table.is_shard and isinstance(indices, Value):
+        if isinstance(table, Lazy) and table.is_shard and isinstance(indices, Value):
             mesh, axes = self.options.mesh, self.options.axes
-            plan = plan_lookup(eqn, table.dims, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
+            plan = plan_lookup(eqn, table.shard, mesh=mesh, axes=axes, batch_sizes=self.batch_sizes)
         if plan is None or indices.pure:
             return self.first_order(eqn, values, frame)
         assert isinstance(table, Lazy)

@@ -188,14 +188,14 @@ def judge(loss_fn, params, batch):
     """Returns why a loss is no mean over examples, empty if it is."""
     mesh = types.SimpleNamespace(shape={"data": DEVICES})
     axes = Axes(replica=(), data=("data",), model=())
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
     return separability(with_aux, params, batch, jax.random.key(0), **sizes).not_local
 
 
 def difference(loss_fn, params, batch):
     """Returns how far the weighted mean over the parts of loss and gradients is from those of the whole batch."""
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     weighted = with_weight(with_aux, "auto")
     grad = jax.jit(jax.value_and_grad(lambda params, batch: weighted(params, batch, jax.random.key(0)), has_aux=True))
     size = len(batch["x"]) // PARTS

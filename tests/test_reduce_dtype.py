@@ -191,7 +191,7 @@ def test_floating_inputs_of_the_model_are_cast():
     fixed = {"mask": jnp.dtype(F32), "label": jnp.dtype(np.int32), "on": jnp.dtype(bool)}
     for keep, dtypes in {(): (BF16, BF16), ("time",): (BF16, F32), (".*",): (F32, F32)}.items():
         seen.clear()
-        run(loss_fn, params, batch, stage=1, num_microbatches=2, loss_weight=None, keep_batch_dtype=keep)
+        run(loss_fn, params, batch, stage=1, num_microbatches=2, keep_batch_dtype=keep)
         assert seen[-1] == {"x": dtypes[0], "bias": dtypes[0], "time": dtypes[1], **fixed}
     seen.clear()
     zero.make_eval_step(loss_fn, mesh=mesh_of("4"), config=zero.ZeroConfig())(params, batch)

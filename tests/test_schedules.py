@@ -64,7 +64,7 @@ def test_a_schedule_may_be_traced():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": "wds"}, "unknown schedule 'wds': did you mean 'wsd'"),
+        ({"schedule": "wds"}, "schedule='wds': did you mean 'wsd'"),
         ({"schedule": "constant", "final_learning_rate": 0.1}, "'constant' does not fall"),
         ({"schedule": "cosine", "decay_fraction": 0.1}, "is for the schedule 'wsd'; 'cosine' has no such phase"),
         ({"schedule": "wsd", "decay_fraction": 0.0}, "above 0 and at most 1"),

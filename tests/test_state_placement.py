@@ -86,4 +86,4 @@ def test_master_params_of_another_dtype_are_refused_at_first():
     with pytest.raises(
         ValueError, match="'master/b' of the state is bfloat16, and the precision of the step has float32"
     ):
-        step(zero.TrainState(**{**vars(state), "master": state.params}), BATCH)
+        step(zero.TrainState(**{**vars(state), "master": jax.tree.map(jnp.copy, state.params)}), BATCH)

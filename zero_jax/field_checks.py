@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import numbers
@@ -77,13 +78,15 @@ def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ..
         if taken is not None:
             return taken
     wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
+    near = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {near[0]!r}? " if near else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
     wanted += ["None"] if type(None) in allowed else []
     if isinstance(value, int) and int in allowed:
         wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"
     elif isinstance(value, str) and str in allowed:
         wanted[0] += " of valid Unicode without NUL"
-    raise ValueError(f"{name}={shown(value)}: give {' or '.join(wanted)}")
+    raise ValueError(f"{name}={shown(value)}: {hint}give {' or '.join(wanted)}")
 
 
 def _as_bool(value: Any) -> bool | None:

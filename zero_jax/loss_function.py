@@ -79,8 +79,8 @@ class LossFunction:
         """Returns it as a function with the name and place of the user's, which JAX's errors tell."""
 
         @stands_for(self.function)
-        def call(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-            return self(variables, batch, key)
+        def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+            return self(params, batch, key)
 
         return call
 

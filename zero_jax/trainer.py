@@ -94,7 +94,6 @@ class _Training:
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
         self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
-        save_config(run.folder, self.saved_config)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -114,6 +113,7 @@ class _Training:
         self.checkpointer.take()
         self.num_failed_before = 0
         start = begin(run)
+        save_config(run.folder, self.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         self.first_step, self.born_nonfinite = start.step, set(nonfinite_leaves(start.state, mesh=run.mesh))
         self.console = stack.enter_context(

@@ -128,7 +128,7 @@ class Watchdog:
           clock: seconds that never go back.
           exit: ends the process.
         """
-        check_value("seconds", seconds, float)
+        check_value("watchdog: seconds", seconds, float)
         if not seconds >= 0:
             raise ValueError(f"watchdog: seconds={seconds}: give a positive time, or 0 to switch it off")
         self._seconds, self._folder = seconds, pathlib.Path(folder)

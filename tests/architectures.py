@@ -81,7 +81,7 @@ def unet_batch(seed):
     return images | {"time": np.linspace(0.1, 1.5, BATCH_SIZE, dtype=np.float32)}
 
 
-# --- T5: encoder and decoder, one bias by distance for all layers of each, cross-attention, one table in three places --
+# --- T5: encoder and decoder, biases by distance that layers share, cross-attention, one table in three places --------
 
 HEADS, HEAD_SIZE, BUCKETS = 4, 8, 8
 
@@ -90,8 +90,10 @@ def t5_init(key):
     keys = iter(jax.random.split(key, 64))
 
     def attention():
-        ones = {"norm": jnp.ones(FEATURES)}
-        return ones | {name: normal(next(keys), FEATURES, HEADS * HEAD_SIZE).reshape(FEATURES, HEADS, HEAD_SIZE) for name in "qkv"} | {"out": normal(next(keys), HEADS * HEAD_SIZE, FEATURES).reshape(HEADS, HEAD_SIZE, FEATURES)}  # fmt: skip
+        inner = HEADS * HEAD_SIZE
+        qkv = {name: normal(next(keys), FEATURES, inner).reshape(FEATURES, HEADS, HEAD_SIZE) for name in "qkv"}
+        out = normal(next(keys), inner, FEATURES).reshape(HEADS, HEAD_SIZE, FEATURES)
+        return qkv | {"out": out, "norm": jnp.ones(FEATURES)}
 
     def mlp():
         shapes = {"gate": (FEATURES, 32), "up": (FEATURES, 32), "down": (32, FEATURES)}
@@ -221,7 +223,11 @@ def mamba_batch(seed):
 
 def maml_init(key):
     keys = jax.random.split(key, 3)
-    params = {"in": 2 * jax.random.normal(keys[0], (2, 32)), "mid": normal(keys[1], 32, 32), "out": normal(keys[2], 32, 8)}
+    params = {
+        "in": 2 * jax.random.normal(keys[0], (2, 32)),
+        "mid": normal(keys[1], 32, 32),
+        "out": normal(keys[2], 32, 8),
+    }
     return {"params": params, "rates": jax.tree.map(lambda x: jnp.full(x.shape, 0.1), params)}
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 from architectures import MODELS
 from reference import assert_close, assert_placed_alike, make_trainer, mesh_of, norm, run_plain, to_host
+from wheel_models import WHEEL_MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def optimizer():
 @functools.cache
 def plain(name):
     """Returns the loss function, the first params on the host, batches, and params and losses of plain optax."""
-    init_fn, loss_fn, make_batch = MODELS[name] if name in MODELS else wheel_model(name)
+    init_fn, loss_fn, make_batch = MODELS[name] if name in MODELS else WHEEL_MODELS[name]()
     params = jax.tree.map(np.asarray, jax.jit(init_fn)(jax.random.key(0)))
     batches = [make_batch(seed) for seed in range(NUM_STEPS)]
     expected, _, losses = run_plain(loss_fn, optimizer(), batches, params=params)
@@ -63,3 +64,10 @@ def test_equals_one_device(name, stage):
 @pytest.mark.parametrize("name", ["mamba", "unet"])
 def test_microbatches_equal_one_device(name, stage):
     check(name, stage, num_microbatches=2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what wheels use of JAX and Flax
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", WHEEL_MODELS)
+def test_models_of_wheels_equal_one_device(name, stage):
+    check(name, stage)

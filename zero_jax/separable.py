@@ -33,10 +33,13 @@ class Separability:
       another_loss: why its mean over the microbatches is another loss than that of the whole batch, as a sentence;
         empty if it is not.
       not_local: why it cannot be called on each device's own examples; empty if it can.
+      convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
+        (docs/xla_faults.md).
     """
 
     another_loss: str
     not_local: str
+    convolves: bool = False
 
 
 def separability(
@@ -73,8 +76,12 @@ def separability(
         return Separability(another_loss="", not_local="")
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
     not_local = another = ""
-    if local and lays_over(jaxprs.without_dead_code(traces.of(size // num_microbatches)), axes.batch):
+    trace = jaxprs.without_dead_code(traces.of(size // num_microbatches)) if local else None
+    convolves = local and "conv_general_dilated" in _names(trace)
+    if local and lays_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
+    elif convolves and (num_devices < mesh.size or lays_over(trace, None)):
+        not_local = "XLA partitions each device's own convolutions wrongly where the model is sharded over other axes"
     elif local:
         not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
@@ -82,7 +89,7 @@ def separability(
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
-    return Separability(another_loss=another, not_local=not_local)
+    return Separability(another_loss=another, not_local=not_local, convolves=convolves)
 
 
 class _Traces:
@@ -164,13 +171,16 @@ def _names(jaxpr: Any) -> Iterator[str]:
             yield from _names(inner)
 
 
-def lays_over(jaxpr: Any, axes: Sequence[str]) -> bool:
-    """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
+def lays_over(jaxpr: Any, axes: Sequence[str] | None) -> bool:
+    """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`.
+
+    None asks whether it names a sharding at all.
+    """
     for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "custom_vmap_call":
             continue  # it says itself what it does when it is mapped
         specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
-        if any(carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
+        if any(axes is None or carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
             return True
         if any(lays_over(inner, axes) for inner in jaxprs.inner_jaxprs(eqn)):
             return True

@@ -56,7 +56,10 @@ def tunix(name, class_name, vocab="vocab_size", **fields):
     assert not jax.tree.leaves(rest)
 
     def init_fn(key):
-        return nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)[1]
+        params = nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)[1]
+        leaves, tree = jax.tree.flatten(params)  # many are zeros, for a checkpoint to fill in
+        keys = jax.random.split(key, len(leaves))
+        return tree.unflatten([x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
 
     def loss_fn(params, batch):
         tokens = batch["tokens"][:, :-1]

@@ -67,15 +67,15 @@ def save():
         checkpointer.save(1, state)
         checkpointer.wait()
         first = checkpointer.steps()
-        write, ArrayWrites.write = ArrayWrites.write, fail_to_write if INDEX == 1 else ArrayWrites.write
+        wait, ArrayWrites.wait = ArrayWrites.wait, fail_to_write if INDEX == 1 else ArrayWrites.wait
         checkpointer.save(2, state)
         checkpointer.wait()
-        ArrayWrites.write = write
+        ArrayWrites.wait = wait
         checkpointer.save(3, state)
     return [first, checkpointer.num_failed, checkpointer.steps(), sorted(os.listdir(FOLDER + "/steps")), lines]
 
 
-def fail_to_write(self, folder):
+def fail_to_write(self):
     raise OSError(28, "No space left on device")
 
 

@@ -20,6 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import reference
+import tensorstore
 from etils import epath
 
 import zero_jax as zero
@@ -27,6 +28,7 @@ from zero_jax import checkpoint_files, checkpoint_folder, folder_lock
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
 from zero_jax.checkpoint_folder import CheckpointFolder
 from zero_jax.checkpoint_record import record_to_json
+from zero_jax.checkpoint_write import ArrayWrites
 from zero_jax.folder_lock import FolderInUse, FolderLock
 from zero_jax.saved_state import encode_state
 
@@ -195,6 +197,45 @@ def test_orbax_reads_the_arrays(state, saved):
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = checkpointer.restore(saved / "state")
     np.testing.assert_array_equal(found["params/w"], state.params["w"])
+
+
+def test_no_chunk_is_tiny_whatever_primes_a_shard_is_made_of(tmp_path):
+    """Orbax divides shards by their factors: of a prime number of elements it would write every one on its own."""
+    shapes = {"prime": (4_194_319,), "twice": (2 * 4_194_319, 2), "vocabulary": (50_257, 96), "powers": (1024, 8192)}
+    writes = ArrayWrites({name: jnp.zeros(shape, "float32") for name, shape in shapes.items()}, epath.Path(tmp_path))
+    writes.wait()
+    writes.finalize()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert {name: x.shape for name, x in checkpointer.restore(tmp_path).items()} == shapes
+    for name in shapes:
+        base = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": f"{name}/"}
+        chunk = tensorstore.open({"driver": "zarr", "kvstore": base}).result().chunk_layout.read_chunk.shape
+        assert np.prod(chunk) * 4 >= 8192, (name, chunk)
+        assert np.prod(chunk) * 4 <= 1 << 24 or name in ("prime", "twice"), (name, chunk)
+
+
+LEFT_ALONE = """
+import asyncio, os, sys
+os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
+import jax, optax
+import reference
+from zero_jax.checkpoint import Checkpointer
+
+state, _ = reference.make_trainer(reference.loss_fn, optax.sgd(1e-2), mesh=reference.mesh_of("2"), stage=3)
+checkpointer = Checkpointer(sys.argv[1])
+
+async def save():
+    checkpointer.save(1, state)
+
+asyncio.run(save())  # as in a notebook
+"""
+
+
+def test_a_process_that_ends_while_a_save_is_under_way_ends_when_it_is_whole(tmp_path):
+    command = [sys.executable, "-c", LEFT_ALONE, tmp_path]
+    done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert describe(tmp_path, verify_leaves=True).problems == () and latest_step(tmp_path) == 1
 
 
 def test_reading_removes_nothing_of_a_save_that_is_under_way(tmp_path, state, monkeypatch):

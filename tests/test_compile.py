@@ -39,7 +39,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_traces_and_compiles_once(name):
     # On JAX 0.10 a jit's own cache counts typed keys twice, so a raw key is used here, and a typed one below.
-    times = 1 + (name == "stage 1 accumulating")  # once more to see whether it can be mapped over devices
+    times = 1 + 2 * ("num_microbatches" in CONFIGS[name])  # on a batch and a part of it, to see if it is a mean
     times += "precision" in CONFIGS[name]  # and to see which floating leaves of the batch the model takes
     state, step = make_trainer(traced_once(loss_fn, times), key=jax.random.PRNGKey(0), **CONFIGS[name])
     for _ in range(STEPS):

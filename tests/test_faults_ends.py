@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import logging
 import os
 import pathlib
 import resource
@@ -19,6 +20,7 @@ from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, check
 import zero_jax as zero
 from zero_jax import cli, run_losses, trainer
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
+from zero_jax.checkpoint_write import ArrayWrites
 from zero_jax.nonfinite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
@@ -136,19 +138,37 @@ def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_n
         return write(path, text, **options)
 
     monkeypatch.setattr(pathlib.Path, "write_text", no_room)
-    (tmp_path / "text.txt").write_text("the same words again and " * 200)
-    options = {"data": tmp_path / "text.txt", "token-cache": "none", "out": tmp_path / "runs", "name": "run"}
-    options |= {"num-layers": 1, "d-model": 16, "num-heads": 2, "seq-len": 16, "devices": 2, "sample-tokens": 0}
-    options |= {"steps": 1, "eval-batches": 1, "save-every": 0}
-    words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    stderr = io.StringIO()
+    command, stderr = train_command(tmp_path), io.StringIO()
     with contextlib.redirect_stderr(stderr):
-        assert cli.main(["train", *words]) == 1
+        assert cli.main(command) == 1
     told = stderr.getvalue()
     assert told.endswith(f"No space left on device: '{tmp_path}/runs/run/{where}'\n") and len(told.splitlines()) == 1
     assert not (tmp_path / "runs/run").exists()
     full[0] = False
-    assert cli.main(["train", *words]) == 0
+    assert cli.main(command) == 0
+
+
+def train_command(folder):
+    """Returns the words of a command that takes a single step."""
+    (folder / "text.txt").write_text("the same words again and " * 200)
+    options = {"data": folder / "text.txt", "token-cache": "none", "out": folder / "runs", "name": "run"}
+    options |= {"num-layers": 1, "d-model": 16, "num-heads": 2, "seq-len": 16, "devices": 2, "sample-tokens": 0}
+    options |= {"steps": 1, "eval-batches": 1, "save-every": 0}
+    return ["train", *(str(x) for name, value in options.items() for x in (f"--{name}", value))]
+
+
+def test_a_save_that_fails_is_a_line_on_the_screen_without_tracebacks_of_orbax(tmp_path, monkeypatch, capfd, caplog):
+    def in_the_way(self, arrays, folder):
+        folder.rmdir()
+        folder.write_text("a file where a folder should be")
+        start(self, arrays, folder)
+
+    start = ArrayWrites.__init__
+    monkeypatch.setattr(ArrayWrites, "__init__", in_the_way)
+    assert cli.main(train_command(tmp_path)) == trainer.EXIT_STATUS["unsaved"]
+    shown = capfd.readouterr()
+    assert shown.out.count("NOT saved to") == 1 and "Not a directory" in shown.out and "Traceback" not in shown.err
+    assert not [record for record in caplog.records if record.exc_info] and not logging.getLogger("absl").filters
 
 
 # A run that was told to stop

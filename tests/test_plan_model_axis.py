@@ -12,7 +12,7 @@ pytestmark = pytest.mark.tpu_compiler
 OWN = ["--loss", "planned:loss_fn", "--init", "planned:init_fn", "--batch", "planned:batch", "--batch-size", "16"]
 SMALL = "--model gpt-tiny --num-layers 1 --seq-len 16 --d-model 32 --num-heads 2 --batch-size 8".split()
 # A sum of [16 / 2, 256] numbers in float32, which the loss computes in.
-SUM = 2 * 8 * planned.WIDTH * 4 / 2
+SUM = 2 * 8 * planned.WIDTH * 2 / 2  # in bfloat16, which the batch is cast to
 
 
 def run(command, capsys, *arguments):

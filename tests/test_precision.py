@@ -160,22 +160,6 @@ def test_does_not_skip_where_told_not_to():
     assert not bool(metrics.skipped) and np.isnan(np.asarray(state.master["in"])).all()
 
 
-@pytest.mark.parametrize(("rate", "stage", "precision"), [(np.inf, 1, "bf16"), (np.nan, 3, "fp32"), (1e7, 2, "fp16")])
-def test_an_update_that_is_not_finite_does_not_reach_the_params(rate, stage, precision):
-    """Loss and gradients are finite; in float16 it is the copy of the params that would not be."""
-    state, step = make_trainer(optax.sgd(rate), stage=stage, precision=precision)
-    before = snapshot(state)[:2]
-    state, metrics = step(state, make_batch())
-    assert np.isfinite(copies(metrics.loss)).all() and np.isfinite(copies(metrics.grad_norm)).all()
-    assert copies(metrics.nonfinite_leaf) == [1] * NUM_DEVICES  # `count`, `in`, `out`
-    assert not any(copies(metrics.skipped))
-    after = snapshot(state)[:2]
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.isfinite(new.astype(np.float32)).all()
-        if not np.isfinite(rate) and old.dtype != np.int32:
-            np.testing.assert_array_equal(new, old)
-
-
 def test_params_that_are_infinite_on_purpose_stay_so():
     params = {**host_params(), "mask": np.array([0, -np.inf] * 8, np.float32)}
     tx = optax.multi_transform(

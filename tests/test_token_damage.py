@@ -1,5 +1,6 @@
 """Tokens that are not what was written: noticed before anything is trained on them, wherever the damage is."""
 
+import gc
 import json
 import os
 import shutil
@@ -138,3 +139,22 @@ def test_a_file_without_sums_is_read_as_before(tmp_path):
     file = TokenFile(path=tmp_path / "a", dtype=np.dtype("u1"), size=10)
     file.verify()
     assert file[2:4].tolist() == [2, 3] and len(ENDED) == 4
+
+
+def test_the_cache_has_a_bound_and_what_is_in_use_stays(load, tmp_path, monkeypatch):  # noqa: F811
+    """Of three sources, with room for none: the one that is open stays, the one that nobody reads goes."""
+    cache, foreign = tmp_path / "cache", tmp_path / "cache" / "notes-0123456789abcdef"
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 0)
+    sources = []
+    for name in ("one", "two", "three"):
+        sources.append(tmp_path / name)
+        sources[-1].mkdir()
+        write_text(sources[-1])
+    opened = load(sources[0])
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("not a cache's")
+    load(sources[1])
+    gc.collect()
+    load(sources[2])
+    assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["notes", "one", "three"]
+    assert len(in_order(opened))

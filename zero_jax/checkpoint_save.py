@@ -189,6 +189,7 @@ class Checkpointer:
             if not allow_nonfinite:
                 raise NonfiniteState(step, nonfinite)
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
+        place = self._folder.writing(step) / STATE
         try:
             with Agreement(lambda processes: SaveFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
@@ -196,11 +197,11 @@ class Checkpointer:
                     self._folder.make()
                     self._lock.take()
                     self._folder.begin(step)
-                writes = ArrayWrites(encoded.arrays)
+                    place.mkdir()
         except Exception as error:
             self._failed(step, error)
         else:
-            job = (step, loss, record, writes)
+            job = (step, loss, record, ArrayWrites(encoded.arrays, place))
             self._thread = threading.Thread(target=self._finish, args=job, name=f"checkpoint of step {step}")
             self._thread.start()
         finally:
@@ -248,13 +249,12 @@ class Checkpointer:
             self._died = (step, error)
 
     def _write(self, step: int, record: bytes, writes: ArrayWrites) -> None:
-        place = self._folder.writing(step) / STATE
         assert self._barrier is not None
         with self._barrier:  # after it no process writes any more, whether one failed or none
-            writes.write(place)
+            writes.wait()
         with self._barrier:
             if _is_primary():
-                writes.merge(place)
+                writes.finalize()
                 self._folder.publish(step, record)
 
     def _delete_older(self, step: int) -> None:

@@ -1,126 +1,119 @@
-"""Writing the arrays of a checkpoint: every process its shards, each shard once, and no write left behind.
-
-The form is that of orbax (zarr arrays in OCDBT), which can read it. The writes are waited for here, all of them and
-also where one fails: orbax leaves the others to report, by the process-wide logs and hooks, after the save is over.
-"""
+"""Writing the arrays of a checkpoint: orbax does, in threads of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
-import math
+import threading
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import tensorstore
+import orbax.checkpoint as ocp
 from etils import epath
 from jax import Array
-
-from zero_jax import ocdbt
+from orbax.checkpoint.future import Future
 
 # Chunks are read whole: another mesh should not have to read much more than its shards.
 _CHUNK_BYTES = 1 << 24
-_LARGEST_FACTOR = 64  # by which a chunk is divided in one go
+_LEAST_CHUNK_BYTES = 1 << 13
+_UNDER_WAY: weakref.WeakSet[ArrayWrites] = weakref.WeakSet()
 
 
 class ArrayWrites:
-    """The shards that this process writes, on the host; the arrays may be donated once it is made."""
+    """Arrays that are being written to a folder; every process makes one for the same arrays and folder.
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        """Copies the shards to the host: of those that several devices hold, the first one."""
-        self._arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-        self._shard_shapes = {name: x.sharding.shard_shape(x.shape) for name, x in arrays.items()}
-        shards = {
-            name: [(shard.index, shard.data) for shard in x.addressable_shards if shard.replica_id == 0]
-            for name, x in arrays.items()
-        }
-        for parts in shards.values():
-            for _, data in parts:
-                data.copy_to_host_async()
-        self._shards = {name: [(index, np.asarray(data)) for index, data in parts] for name, parts in shards.items()}
+    What cannot be started is raised by `wait`, not here: of several processes each has to come to the barrier after it.
+    """
 
-    def write(self, folder: epath.Path) -> None:
-        """Writes them, and returns when all are written or none will be any more.
+    def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
+        """Copies the shards of this process to the host and begins to write them; the arrays may be donated then.
+
+        Args:
+          arrays: arrays by name, none without elements.
+          folder: a folder that is there.
+        """
+        self._folder, self._handler = folder, _handler()
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
+        args = ocp.args.PyTreeSave(dict(arrays), save_args=save_args)
+
+        async def save() -> list[Future]:
+            return await self._handler.async_save(folder, args=args) or []
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop, as in a notebook
+            self._started = thread.submit(lambda: asyncio.run(save()))
+        _UNDER_WAY.add(self)
+
+    def wait(self) -> None:
+        """Waits until this process has written its part, or will not write any more of it.
 
         Raises:
-          ValueError: one could not be written.
+          Exception: what orbax could not do; the first of several.
         """
-        context, transaction = tensorstore.Context(ocdbt.CONTEXT), tensorstore.Transaction(atomic=True)
-        kvstore = ocdbt.new_store(folder / _part(jax.process_index()))
-        pending = []
-        try:
-            for name, shards in self._shards.items():
-                spec = self._spec(name, kvstore)
-                options = {"open": True, "context": context, "transaction": transaction}
-                if jax.process_index() == 0:
-                    tensorstore.open(spec, create=True, **options).result()
-                store = tensorstore.open(spec, assume_metadata=True, **options).result()
-                pending += [
-                    store[index].write(data, can_reference_source_data_indefinitely=True) for index, data in shards
-                ]
-            ocdbt.finish(pending)
-            transaction.commit_async().result()
-        except BaseException:
-            transaction.abort()
-            with contextlib.suppress(Exception):
-                ocdbt.finish(pending)
-            raise
-        finally:
-            self._shards = {}
+        failed = [error for write in self._started.result() if (error := _error_of(write))]
+        if failed:
+            raise failed[0]
 
-    def merge(self, folder: epath.Path) -> None:
-        """Makes one index of what all processes have written into a folder; the first one does, when they have."""
-        ocdbt.merge(folder, [folder / _part(process) for process in range(jax.process_count())])
-        (folder / "_METADATA").write_text(json.dumps(self._metadata()))
-
-    def _metadata(self) -> dict[str, Any]:
-        """Returns what orbax wants to find beside the arrays."""
-        leaves = {
-            f"({name!r},)": {
-                "key_metadata": [{"key": name, "key_type": 2}],
-                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(shape)},
-            }
-            for name, shape in self._shard_shapes.items()
-        }
-        form = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
-        return {"tree_metadata": leaves, **form, "custom_metadata": None}
-
-    def _spec(self, name: str, kvstore: Mapping[str, Any]) -> Any:
-        x = self._arrays[name]
-        chunks = chunk_shape(self._shard_shapes[name], jnp.dtype(x.dtype).itemsize)
-        spec = {
-            "driver": "zarr",
-            "kvstore": {**kvstore, "path": f"{name}/"},
-            "dtype": jnp.dtype(x.dtype).name,
-            "metadata": {"shape": x.shape, "chunks": chunks, "compressor": {"id": "zstd", "level": 1}},
-            "store_data_equal_to_fill_value": True,
-            "recheck_cached_data": False,
-            "recheck_cached_metadata": False,
-        }
-        return tensorstore.Spec(spec)
+    def finalize(self) -> None:
+        """Makes one index of what all processes have written; the first one does, when they have."""
+        self._handler.finalize(self._folder)
 
 
-def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> list[int]:
-    """Returns chunks that divide a shard, so that no two processes write to one, and are near the limit or below it.
+class _Arrays(ocp.type_handlers.ArrayHandler):
+    """Writes the arrays alone, and has orbax read them as numpy arrays: nothing is to be known of the devices here."""
 
-    A shard of a large prime number of elements is one chunk: divided, it would be one chunk an element.
+    def __init__(self) -> None:
+        super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
+
+    def typestr(self) -> str:
+        return "np.ndarray"
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns what writes all arrays of a process in one transaction, so that a write that fails abandons no other.
+
+    By default orbax limits the bytes under way, for which it gives the transaction up.
     """
-    sizes = list(shard_shape)
-    while math.prod(sizes) * itemsize > _CHUNK_BYTES:
-        factor, _, dim = min((_smallest_factor(size), -size, dim) for dim, size in enumerate(sizes))
-        if factor > _LARGEST_FACTOR:
-            break
-        sizes[dim] //= factor
-    return sizes
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
+    unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(handler_impl=unlimited, type_handler_registry=registry)
 
 
-def _smallest_factor(size: int) -> int:
-    """Returns the smallest divisor above 1 of a size, or more than any that is of use."""
-    return next((n for n in range(2, _LARGEST_FACTOR + 1) if size % n == 0), _LARGEST_FACTOR + 1)
+def _chunk_bytes(x: Array) -> int:
+    """Returns how large the chunks of an array may be.
+
+    Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. By a large one it would come
+    far below: to chunks of one element, if there is a prime number of them.
+    """
+    factors = map(_largest_prime_factor, x.sharding.shard_shape(x.shape))
+    return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * max(factors, default=1))
 
 
-def _part(process: int) -> str:
-    return f"ocdbt.process_{process}"
+def _largest_prime_factor(number: int) -> int:
+    factor = 2
+    while factor * factor <= number:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+    return number
+
+
+def _error_of(write: Future) -> Exception | None:
+    try:
+        write.result()
+    except Exception as error:
+        return error
+    return None
+
+
+def _wait_for_all() -> None:
+    for writes in list(_UNDER_WAY):
+        with contextlib.suppress(Exception):
+            writes.wait()
+
+
+# Orbax gives its last file to a pool of threads. At the end of the process `concurrent.futures` closes all pools, in a
+# function that is registered here too; of these the last registered is called first, and threads are joined after them.
+threading._register_atexit(_wait_for_all)  # pyright: ignore[reportAttributeAccessIssue]

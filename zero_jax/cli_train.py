@@ -9,10 +9,12 @@ import functools
 import glob
 import importlib.metadata
 import json
+import logging
 import os
 import pathlib
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -101,7 +103,8 @@ def _train(options: argparse.Namespace) -> int:
     except OSError as error:
         return _refuse(options, error, place, status=1)
     try:
-        result = trainer.execute(run, log=log, terminal=stream)
+        with _failed_saves_in_a_line():
+            result = trainer.execute(run, log=log, terminal=stream)
     except ResumeError as error:
         return _refuse(options, error, place)
     except BrokenPipeError:
@@ -115,6 +118,21 @@ def _train(options: argparse.Namespace) -> int:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
             log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
     return place.leave(status)
+
+
+@contextlib.contextmanager
+def _failed_saves_in_a_line() -> Iterator[None]:
+    """Keeps orbax from logging the traceback of a save that fails: a `Checkpointer` says in a line what failed."""
+
+    def is_to_be_seen(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_to_be_seen)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_to_be_seen)
 
 
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:

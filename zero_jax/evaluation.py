@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.gather import gather_on_use, scatter_grads
-from zero_jax.grads import MeshLoss, check_batch, normalize_loss
+from zero_jax.grads import MeshLoss, check_batch, user_loss
 from zero_jax.jaxprs import is_traced
 from zero_jax.mesh import Axes, axes_of
 from zero_jax.model_inputs import cast_batch
@@ -36,8 +36,7 @@ class Metrics:
       grad_norm: the global norm of the gradients before clipping, `float32[]`.
       skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
       nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
-        finite, else of the first with elements that the update would have made so (they keep their values), -1 if there
-        is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
+        finite, -1 if there is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
       loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
       num_skipped_steps: steps skipped so far, `int32[]`.
       small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
@@ -73,7 +72,8 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
       that the loss function returns is dropped.
     """
     axes = check_config(config).axes_of(mesh)
-    normalized = normalize_loss(loss_fn, mesh)
+    function = user_loss(loss_fn, mesh)
+    normalized = function.named()
 
     @jax.jit
     def eval_step(variables: Variables, batch: PyTree) -> Metrics:
@@ -86,7 +86,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:
         variables = as_variables(state.variables if isinstance(state, TrainState) else state)
-        if normalized.model_state is None:  # a loss function of the params alone, such as another one than in training
+        if function.model_state is None:  # a loss function of the params alone, such as another one than in training
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         return eval_step(variables, shard_batch(batch, mesh=mesh, axes=axes))

@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import stat
+from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -177,9 +178,9 @@ class FolderLock:
             f"is none any more, remove {self.file}"
         )
 
-    def _close(self) -> None:
+    def _close(self, close: Callable[[int], None] = os.close) -> None:  # at the end of a process `os` is empty
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            close(self._descriptor)
         self._descriptor = None
 
 

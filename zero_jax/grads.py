@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.jaxprs import stands_for
 from zero_jax.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.noise_scale import mean_of_parts, shard_squares
@@ -32,24 +31,28 @@ class MeshLoss:
     make: Callable[[Mesh], Callable[..., Any]]
 
 
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> Callable[..., Any]:
-    """Returns a user's loss function in the form that the library calls, made for a mesh.
+def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFunction:
+    """Returns a user's loss function, made for a mesh, with what it takes.
 
-    The result raises `ValueError` when the loss is not a floating scalar.
+    Raises:
+      ValueError: it cannot be called as a loss function.
     """
     if isinstance(loss_fn, MeshLoss):
         remedy = "give a function of a mesh that returns the loss function"
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
     else:
         function = loss_fn
-    normalized = LossFunction(function, key_parameter(function), model_state_parameter(function))
-    normalized.check()
+    found = LossFunction(function, key_parameter(function), model_state_parameter(function))
+    found.check()
+    return found
 
-    @stands_for(function)
-    def call(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        return normalized(variables, batch, key)
 
-    return call
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> Callable[..., Any]:
+    """Returns a user's loss function in the form that the library calls, made for a mesh.
+
+    The result raises `ValueError` when the loss is not a floating scalar.
+    """
+    return user_loss(loss_fn, mesh).named()
 
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.jaxprs import stands_for
 from zero_jax.signatures import check_takes
 from zero_jax.tree import PyTree, check_arrays
 from zero_jax.variables import MODEL_STATE, Variables, as_variables, checked_model_state
@@ -73,6 +74,15 @@ class LossFunction:
             keywords=[*keywords, *([] if self.model_state is None else [MODEL_STATE])],
             remedy="give loss_fn(params, batch) or loss_fn(params, batch, key), or one with a keyword model_state",
         )
+
+    def named(self) -> Callable[..., Any]:
+        """Returns it as a function with the name and place of the user's, which JAX's errors tell."""
+
+        @stands_for(self.function)
+        def call(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+            return self(variables, batch, key)
+
+        return call
 
     def __call__(self, variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         """Calls the function and checks what it returns."""

@@ -1,56 +1,15 @@
-"""OCDBT, tensorstore's key-value store in a folder: writing one, merging several, the files that hold a key."""
+"""OCDBT, tensorstore's key-value store in a folder: its keys, and the files that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import tensorstore
 from etils import epath
-
-CONTEXT = {"file_io_concurrency": {"limit": 128}, "cache_pool": {"total_bytes_limit": 0}}
-_FILE_BYTES = 1 << 31
 
 
 def base(folder: epath.Path) -> str | dict[str, str]:
     """Returns a folder as tensorstore names it."""
     path = f"{folder}/"
     return path if "://" in path else {"driver": "file", "path": path}
-
-
-def new_store(folder: epath.Path) -> dict[str, Any]:
-    """Returns the spec of a store that is to be written to a folder."""
-    return {
-        "driver": "ocdbt",
-        "base": base(folder),
-        "assume_config": True,  # nobody else writes there
-        "target_data_file_size": _FILE_BYTES,
-        "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
-    }
-
-
-def merge(folder: epath.Path, parts: Sequence[epath.Path]) -> None:
-    """Makes one index of stores in folders below a folder; their data stays where it is."""
-    context, transaction = tensorstore.Context(CONTEXT), tensorstore.Transaction(atomic=True)
-    store = tensorstore.KvStore.open(new_store(folder), context=context).result()
-    copies = []
-    for part in parts:
-        opened = tensorstore.KvStore.open({"driver": "ocdbt", "base": base(part)}, context=context).result()
-        copies.append(opened.experimental_copy_range_to(store.with_transaction(transaction)))
-    finish(copies)
-    transaction.commit_async().result()
-
-
-def finish(pending: Sequence[Any]) -> None:
-    """Waits for all of some operations, and then raises the first error of one."""
-    errors = []
-    for operation in pending:
-        try:
-            operation.result()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def data_files(folder: epath.Path, prefix: bytes) -> list[str]:

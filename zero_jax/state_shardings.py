@@ -32,12 +32,12 @@ def state_shardings(
     Raises:
       ValueError: nothing at one of the paths.
     """
-    if isinstance(abstract_state, TrainState):
-        placement = make_placement(abstract_state.variables, mesh=mesh, config=config)
-        return train_state_shardings(abstract_state, placement)
     for name, path in (("params", params), (MODEL_STATE, model_state)):
         if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
             raise ValueError(f"{name}={path!r}: give a path, such as {name!r} or '0' (of a tuple)")
+    if isinstance(abstract_state, TrainState):
+        placement = make_placement(abstract_state.variables, mesh=mesh, config=config)
+        return train_state_shardings(abstract_state, placement)
     abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
     inside, subtree = _subtree(abstract_state, params, what="params")
     in_model_state, model_state_tree = {}, None

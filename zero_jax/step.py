@@ -22,7 +22,8 @@ from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.mesh import Axes
 from zero_jax.model_inputs import cast_batch
 from zero_jax.optimizer_update import call_update
-from zero_jax.precision import cast_floating, update_loss_scale
+from zero_jax.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
+from zero_jax.precision import update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import Separability, separability
 from zero_jax.spec import dims_of
@@ -163,28 +164,25 @@ class _Program:
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         grads = self.unscale(grads, masters, placement, scale)
-        norm, bad_grad = _norm_and_first_nonfinite(grads)
+        norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
         offers = {
             "value": loss,
-            "full_grads": _filled(grads, masters),
+            "full_grads": fill_zeros(grads, masters),
             **self.objective(state, placement, batch, key, needed),
         }
-        clipped = _filled(self.clip(grads, norm), masters)
-        new_state, bad_param = self.update(state, placement, masters, clipped, bad_grad < 0, offers, needed)
+        clipped = fill_zeros(self.clip(grads, norm), masters)
+        finite = bad_grad < 0
+        new_state = self.update(state, placement, masters, clipped, finite, offers, needed)
         if self.config.skip_nonfinite is not False:
-            model_state = jax.tree.map(
-                lambda new, old: jnp.where(bad_grad < 0, new, old), model_state, state.model_state
-            )
+            model_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), model_state, state.model_state)
         new_state = dataclasses.replace(new_state, model_state=model_state)
         metrics = Metrics(
             loss=loss,
             aux=aux,
             grad_norm=norm,
             skipped=new_state.num_skipped_steps > state.num_skipped_steps,
-            nonfinite_leaf=jnp.where(
-                bad_grad < 0, _leaf_index(bad_param, trainable(masters), masters), _leaf_index(bad_grad, grads, masters)
-            ),
+            nonfinite_leaf=leaf_index(bad_grad, grads, masters),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
             small_grad_norm_sq=None if parts is None else parts.grad_norm_sq / scale / scale,
@@ -207,7 +205,7 @@ class _Program:
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
-            grads = _filled(self.unscale(grads, masters, placement, scale), masters)
+            grads = fill_zeros(self.unscale(grads, masters, placement, scale), masters)
             return loss.astype(jnp.float32) / scale, grads
 
         @jax.custom_jvp
@@ -358,32 +356,29 @@ class _Program:
         finite: jax.Array,
         offers: dict[str, Any],
         needed: list[bool],
-    ) -> tuple[TrainState, jax.Array]:
-        """Returns the next state, and which param is the first that would not be finite in it (-1 if none)."""
+    ) -> TrainState:
         params = trainable(masters)
         updates, opt_state = call_update(self.tx, grads, state.opt_state, params, **offers)
         opt_state = strongly_typed(opt_state)
-        new_params, bad_param, skipped = optax.apply_updates(params, updates), jnp.int32(-1), jnp.int32(0)
+        new_params, skipped = optax.apply_updates(params, updates), jnp.int32(0)
         if self.config.skip_nonfinite is not False:
             choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
             opt_state = jax.tree.map(choose, opt_state, state.opt_state)
-            usable = jax.tree.map(self.usable(placement), new_params, params)
-            new_params = jax.tree.map(lambda ok, new, old: jnp.where(finite & ok, new, old), usable, new_params, params)
-            bad_param = _first_bad(jax.tree.leaves(usable))
+            new_params = jax.tree.map(choose, new_params, params)
             skipped = (~finite).astype(jnp.int32)
         new_masters = merge(masters, new_params)
         same = unchanged(self.tx, params, state.opt_state, needed=needed)
-        new_masters = _kept(masters, new_masters, same)
+        new_masters = keep_same(masters, new_masters, same)
         new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
         opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
         kept = placement.params_of(new_masters, into=state.params)
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-        kept = _kept(state.params, kept, same)
+        kept = keep_same(state.params, kept, same)
         scale = state.loss_scale
         if scale is not None:
             assert placement.precision.loss_scale is not None
             scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
-        new_state = TrainState(
+        return TrainState(
             step=state.step + 1,
             params=kept,
             master=new_masters if placement.keeps_copy else None,
@@ -392,55 +387,3 @@ class _Program:
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
         )
-        return new_state, bad_param
-
-    def usable(self, placement: Placement) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """Returns `usable(new, old)`, which of a param's new values are finite, or replace values that were not.
-
-        They have to be finite in the dtypes that the loss sees, too, which may overflow where the master's does not.
-        """
-        dtypes = placement.precision
-        used = lambda x: cast_floating(cast_floating(x, dtypes.param if placement.keeps_copy else None), dtypes.compute)  # noqa: E731
-        return lambda new, old: jnp.isfinite(used(new)) | ~jnp.isfinite(used(old))
-
-
-def _kept(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
-    """Returns the new params, but the old ones where they are the same; of `trainable` ones, in their order."""
-    flags, tree = iter(same), jax.tree.structure(old)
-    pairs = zip(jax.tree.leaves(old), tree.flatten_up_to(new), strict=True)
-    return tree.unflatten([x if jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) else y for x, y in pairs])
-
-
-def _norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm and the index among the gradients of the first one that is not finite (-1 if none)."""
-    leaves = jax.tree.leaves(grads)
-    if not leaves:
-        return jnp.float32(0), jnp.int32(-1)
-    # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
-    # Squared in float32: the square of a float16 overflows from 256 on.
-    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in leaves])
-    bad = ~jnp.isfinite(squares)
-    first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
-    return jnp.sqrt(squares.sum()), first
-
-
-def _first_bad(usable: list[jax.Array]) -> jax.Array:
-    """Returns the index of the first array that is not all True (-1 if none): counted, so that one sum is sent."""
-    if not usable:
-        return jnp.int32(-1)
-    bad = jnp.stack([(~x).sum(dtype=jnp.float32) for x in usable]) > 0
-    return jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
-
-
-def _filled(grads: PyTree, masters: PyTree) -> PyTree:
-    """Returns a gradient for each trainable param: zeros for those that have none (None)."""
-    fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
-    return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
-
-
-def _leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
-    """Turns an index among gradients or trainable params, some of which are None, into one among all params."""
-    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
-    if not present:
-        return index
-    return jnp.where(index < 0, -1, jnp.asarray(present, jnp.int32)[index])

@@ -4,9 +4,11 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import shutil
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -16,9 +18,11 @@ from zero_jax.sources import Source
 from zero_jax.token_chunks import array_chunks, file_chunks, read_offsets, record_chunks, text_chunks, token_file
 from zero_jax.token_files import Chunk, TokenFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
 from zero_jax.tokenizer import JsonTokenizer, Tokenizer
+from zero_jax.user_cache import evict_oldest, in_use
 
 Log = Callable[[str], None]
 TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
+MAX_BYTES = 20 * 10**9  # of all tokens in the cache; those in use stay, whatever their size
 _VERSION = "2"  # of how sources are read: another one makes the cache anew
 _LOG_SECONDS = 5.0
 _AT_ONCE_BYTES = 1 << 30
@@ -52,17 +56,32 @@ def read_tokens(
     if folder.exists():
         damaged = folder.stat()
         try:
-            return checked(open_folder(folder, is_cache=True))
+            return _in_use(checked(open_folder(folder, is_cache=True)), folder)
         except ValueError as error:
             log(f"{error}; making it anew")
             _remove(folder, damaged)
     with contextlib.suppress(OSError):
         _remove_abandoned(cache)
     try:
-        return make(folder)
+        tokens = _in_use(make(folder), folder)
+        evict_oldest(cache, is_own=_is_own, max_bytes=MAX_BYTES, keep=folder)
+        return tokens
     except OSError as error:
         log(f"cannot keep the tokens in {folder} ({error}): they stay in memory, and the next run makes them again")
         return make(None)
+
+
+def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
+    """Keeps the folder of tokens from being evicted, by any process of this machine, as long as they are there."""
+    use = contextlib.ExitStack()
+    with contextlib.suppress(OSError):  # another process has replaced it
+        use.enter_context(in_use(folder))
+    weakref.finalize(tokens.tokens, use.close)
+    return tokens
+
+
+def _is_own(path: pathlib.Path) -> bool:
+    return re.fullmatch(r".*-[0-9a-f]{16,}", path.name) is not None and (path / "meta.json").is_file()
 
 
 def checked(tokens: Tokens) -> Tokens:

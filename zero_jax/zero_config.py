@@ -33,8 +33,7 @@ class ZeroConfig:
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
         takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
         name takes that entry of the aux dict that the loss function returns; None weighs all alike.
-      skip_nonfinite: skip the update when a gradient is not finite, and leave alone the elements of params that an
-        update would make so; None does so too, False does not.
+      skip_nonfinite: skip the update when a gradient is not finite; None does so too, False does not.
       remat: what the backward pass computes again and where the rest is kept in between, for a model as it is: `own`
         leaves it to the model's own `jax.checkpoint`s, `full` keeps a block's input only, `full_sharded` keeps it in
         shards over the mesh axis `model` (the paper's P_a), `full_offloaded` in the host's memory (P_a+cpu); `dots`,

@@ -63,7 +63,7 @@ class GPTConfig:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}={str(value)[:60]!r}: give a whole number")
             if value < 1:
-                raise ValueError(f"{name}={value} is not positive: give {name} of at least 1")
+                raise ValueError(f"{name}={str(value)[:60]} is not positive: give {name} of at least 1")
             largest = _MAX_LAYERS if name == "num_layers" else 2**31 - 1
             if value > largest:
                 raise ValueError(f"{name}={str(value)[:60]}: give at most {largest}")

@@ -1,0 +1,43 @@
+"""Trees of gradients and params that some of the params have no entry in: their norm, their gaps, their leaves."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.state import trainable
+from zero_jax.tree import PyTree
+
+
+def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
+    """Returns the new params, but the old ones where they are the same; of `trainable` ones, in their order."""
+    flags, tree = iter(same), jax.tree.structure(old)
+    pairs = zip(jax.tree.leaves(old), tree.flatten_up_to(new), strict=True)
+    return tree.unflatten([x if jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) else y for x, y in pairs])
+
+
+def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm and the index among the gradients of the first one that is not finite (-1 if none)."""
+    leaves = jax.tree.leaves(grads)
+    if not leaves:
+        return jnp.float32(0), jnp.int32(-1)
+    # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
+    # Squared in float32: the square of a float16 overflows from 256 on.
+    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in leaves])
+    bad = ~jnp.isfinite(squares)
+    first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
+    return jnp.sqrt(squares.sum()), first
+
+
+def fill_zeros(grads: PyTree, masters: PyTree) -> PyTree:
+    """Returns a gradient for each trainable param: zeros for those that have none (None)."""
+    fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
+    return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
+
+
+def leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
+    """Turns an index among gradients or trainable params, some of which are None, into one among all params."""
+    present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
+    if not present:
+        return index
+    return jnp.where(index < 0, -1, jnp.asarray(present, jnp.int32)[index])

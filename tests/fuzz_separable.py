@@ -188,14 +188,14 @@ def judge(loss_fn, params, batch):
     """Returns why a loss is no mean over examples, empty if it is."""
     mesh = types.SimpleNamespace(shape={"data": DEVICES})
     axes = Axes(replica=(), data=("data",), model=())
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
     return separability(with_aux, params, batch, jax.random.key(0), **sizes).not_local
 
 
 def difference(loss_fn, params, batch):
     """Returns how far the weighted mean over the parts of loss and gradients is from those of the whole batch."""
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), None)  # noqa: E731
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     weighted = with_weight(with_aux, "auto")
     grad = jax.jit(jax.value_and_grad(lambda params, batch: weighted(params, batch, jax.random.key(0)), has_aux=True))
     size = len(batch["x"]) // PARTS
@@ -203,7 +203,7 @@ def difference(loss_fn, params, batch):
     (loss, _), grads = grad(params, batch)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
         return 0.0
-    weights = np.array([weight for (_, (_, weight)), _ in parts])
+    weights = np.array([weight for (_, (_, _, weight)), _ in parts])
     mean = lambda *xs: np.tensordot(weights / weights.sum(), np.stack(xs), 1)  # noqa: E731
     found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))

@@ -212,7 +212,7 @@ def test_what_couples_examples_is_seen(make, separable):
     loss_fn, params, batch = made if isinstance(made, tuple) else (made, params, batch)
     mesh = mesh_of("replica")
     found = separability(
-        lambda params, batch, key: (loss_fn(params, batch), None),
+        lambda params, batch, key: (loss_fn(params, batch), (None, None)),
         params,
         batch,
         jax.random.key(0),
@@ -241,7 +241,7 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
 def judged(loss_fn, size=64, **fields):
     params, batch = mixing_losses.make_inputs(size)
     return separability(
-        lambda params, batch, key: (loss_fn(params, batch), None),
+        lambda params, batch, key: (loss_fn(params, batch), (None, None)),
         params,
         batch,
         jax.random.key(0),

@@ -77,11 +77,12 @@ def separability(
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
     not_local = another = ""
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches)) if local else None
-    convolves = local and "conv_general_dilated" in _names(trace)
+    names = set(_names(trace)) if local else set()
+    convolves = "conv_general_dilated" in names
     if local and lays_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
-    elif convolves and (num_devices < mesh.size or lays_over(trace, None)):
-        not_local = "XLA partitions each device's own convolutions wrongly where the model is sharded over other axes"
+    elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
+        not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
     elif local:
         not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
@@ -171,16 +172,13 @@ def _names(jaxpr: Any) -> Iterator[str]:
             yield from _names(inner)
 
 
-def lays_over(jaxpr: Any, axes: Sequence[str] | None) -> bool:
-    """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`.
-
-    None asks whether it names a sharding at all.
-    """
+def lays_over(jaxpr: Any, axes: Sequence[str]) -> bool:
+    """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "custom_vmap_call":
             continue  # it says itself what it does when it is mapped
         specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
-        if any(axes is None or carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
+        if any(carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
             return True
         if any(lays_over(inner, axes) for inner in jaxprs.inner_jaxprs(eqn)):
             return True

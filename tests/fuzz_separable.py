@@ -203,7 +203,7 @@ def difference(loss_fn, params, batch):
     (loss, _), grads = grad(params, batch)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
         return 0.0
-    weights = np.array([weight for (_, (_, weight)), _ in parts])
+    weights = np.array([weight for (_, (_, _, weight)), _ in parts])
     mean = lambda *xs: np.tensordot(weights / weights.sum(), np.stack(xs), 1)  # noqa: E731
     found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))

@@ -250,6 +250,31 @@ def judged(loss_fn, size=64, **fields):
     )
 
 
+def convolved_loss(params, batch):
+    x = batch["targets"].reshape(-1, 2, 2, 2)
+    for kernel in params:
+        x = jnp.tanh(
+            jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+    return jnp.square(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch_size"), [("8", 16), ("staged24", 32), ("replica", 16), (MESH, 16)], ids=lambda x: str(x)
+)
+def test_each_device_convolves_its_own_examples(mesh, batch_size):
+    """XLA partitions the gradients of mapped kernels wrongly: 1 x 1 kernels, and any with one example a device."""
+    rng = np.random.default_rng(0)
+    params = [rng.standard_normal(shape, dtype=np.float32) / 2 for shape in ((1, 1, 2, 4), (3, 3, 4, 8))]
+    tx, batches = optax.sgd(1.0), [reference.make_batch(0, batch_size)]
+    warns = pytest.warns(UserWarning, match="own convolutions wrongly") if mesh == MESH else contextlib.nullcontext()
+    with warns:
+        fields = {"params": params, "mesh": mesh_of(mesh), "stage": 1, "num_microbatches": 2}
+        state, _ = reference.run_zero(convolved_loss, tx, batches, **fields)
+    expected, *_ = reference.run_plain(convolved_loss, tx, batches, params=params)
+    reference.assert_close(state.params, expected, tolerance=1e-5)
+
+
 def test_what_mixes_examples_is_another_loss():
     found = {name: judged(loss_fn) for name, loss_fn in mixing_losses.MIXING.items()}
     assert not [name for name, one in found.items() if not (one.not_local and one.another_loss)]

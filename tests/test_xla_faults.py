@@ -42,3 +42,16 @@ def test_the_gradient_of_the_kernel_of_a_convolution():
     loss_fn = lambda kernel, a: jnp.sum(jnp.square(convolved(kernel, a)))  # noqa: E731
     want, got = grads(loss_fn, kernel, row, mesh="staged24", spec=(None, None, "data_1"))
     np.testing.assert_allclose(got, 2 * want, rtol=1e-5)
+
+
+def test_the_gradient_of_kernels_that_are_mapped():
+    kernel, x = jnp.ones((3, 3, 4, 4)), jnp.sin(jnp.arange(512.0)).reshape(8, 1, 4, 4, 4)
+    dims = ("NHWC", "HWIO", "NHWC")
+
+    def loss_fn(kernel, x):
+        return jnp.sum(jnp.square(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)))
+
+    each = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0)))
+    sharded = jax.device_put(x, NamedSharding(mesh_of("8"), PartitionSpec("data")))
+    want, got = (np.asarray(each(kernel, a)) for a in (x, sharded))
+    assert np.abs(got - want).max() > 0.1 * np.abs(want).max()

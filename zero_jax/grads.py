@@ -175,28 +175,31 @@ class Accumulator:
         batch: PyTree,
         key: jax.Array,
         dims: list[Dims],
+        *,
+        convolves: bool = False,
     ) -> Any:
         """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
 
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
         gradients is turned from devices to shards by all-to-alls and summed where it lands. Arguments and results are
         those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the next.
+        XLA partitions the convolutions of `jax.vmap` wrongly: a loss that has some is mapped by `shard_map`.
         """
         k, n = self.num_microbatches, self.num_shards
         parts = self.split(batch)
         own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
-        mapped = jax.vmap(
-            lambda part, key: grad_fn(params, model_state, part, key),
-            in_axes=(jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0),
-            spmd_axis_name=self.axes.batch,
-        )
+        in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0)
+        if convolves:
+            mapped = self.shard_mapped(grad_fn, in_axes)
+        else:
+            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.axes.batch)
 
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, total = carry
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, (aux, _, weights)), grads = mapped(_rejoin(part, parts), keys)
+            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
@@ -212,6 +215,18 @@ class Accumulator:
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
+
+    def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        """Returns what `jax.vmap` of a function over the devices returns; the mesh has no other axes than the batch's.
+
+        `in_axes` are those of `jax.vmap`, 0 or None.
+        """
+        over_devices = PartitionSpec(self.axes.batch)
+        specs = jax.tree.map(
+            lambda axis: PartitionSpec() if axis is None else over_devices, in_axes, is_leaf=lambda axis: axis is None
+        )
+        one_device = jax.vmap(fn, in_axes=in_axes, axis_size=1)
+        return jax.shard_map(one_device, mesh=self.mesh, in_specs=specs, out_specs=over_devices, check_vma=False)
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.

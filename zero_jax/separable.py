@@ -33,10 +33,13 @@ class Separability:
       another_loss: why its mean over the microbatches is another loss than that of the whole batch, as a sentence;
         empty if it is not.
       not_local: why it cannot be called on each device's own examples; empty if it can.
+      convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
+        (docs/xla_faults.md).
     """
 
     another_loss: str
     not_local: str
+    convolves: bool = False
 
 
 def separability(
@@ -73,8 +76,13 @@ def separability(
         return Separability(another_loss="", not_local="")
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
     not_local = another = ""
-    if local and lays_over(jaxprs.without_dead_code(traces.of(size // num_microbatches)), axes.batch):
+    trace = jaxprs.without_dead_code(traces.of(size // num_microbatches)) if local else None
+    names = set(_names(trace)) if local else set()
+    convolves = "conv_general_dilated" in names
+    if local and lays_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
+    elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
+        not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
     elif local:
         not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
@@ -82,7 +90,7 @@ def separability(
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
-    return Separability(another_loss=another, not_local=not_local)
+    return Separability(another_loss=another, not_local=not_local, convolves=convolves)
 
 
 class _Traces:

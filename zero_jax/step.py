@@ -312,7 +312,7 @@ class _Program:
         results = None
         if own_grads and not not_local:
             try:
-                results = accumulator.local(own_grads, *inputs)
+                results = accumulator.local(own_grads, *inputs, convolves=found.convolves)
             except NotImplementedError as error:
                 not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"

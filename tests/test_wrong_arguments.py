@@ -35,6 +35,7 @@ TREES = {*NUMBERS, "None", "list", "nothing", "dict"}
 RIGHT = {
     "batch": TREES,
     "params": TREES,
+    "model_state": {"text"},  # a path
     "init_fn": {"class", "function"},
     "fn": {"class", "function"},
     "loss_fn": {"class", "function"},

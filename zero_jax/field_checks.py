@@ -78,7 +78,11 @@ def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ..
         if taken is not None:
             return taken
     wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
-    near = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+    near = (
+        difflib.get_close_matches(value, [word for word in words if isinstance(word, str)], n=1)
+        if isinstance(value, str)
+        else []
+    )
     hint = f"did you mean {near[0]!r}? " if near else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
     wanted += ["None"] if type(None) in allowed else []

@@ -8,6 +8,7 @@ itself shards values over the devices of a batch; that is no other loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -76,9 +77,9 @@ def separability(
         return Separability(another_loss="", not_local="")
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
     not_local = another = ""
-    trace = jaxprs.without_dead_code(traces.of(size // num_microbatches)) if local else None
-    names = set(_names(trace)) if local else set()
-    convolves = "conv_general_dilated" in names
+    trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
+    names = set(_names(trace))
+    convolves = local and "conv_general_dilated" in names
     if local and lays_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
     elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
@@ -104,6 +105,7 @@ class _Traces:
         """Returns the closed jaxpr of loss and weight on so many examples."""
         if size not in self.traced:
 
+            @functools.wraps(self.weighted)  # JAX's errors name the user's function
             def loss_and_weight(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
                 loss, (*_, weight) = self.weighted(params, batch, key)
                 return loss, weight

@@ -94,6 +94,8 @@ class _Training:
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
         self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
+        if not (run.folder / "config.json").exists():  # that of a run to go on with stays until it does
+            save_config(run.folder, self.saved_config)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,

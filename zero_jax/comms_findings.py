@@ -15,6 +15,10 @@ _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 # Of a model of unknown size, this is what counts as large.
 _LARGE_BYTES = 1e6
 _LARGE_SHARE = 0.01
+_MIXED = (
+    "activations, which move because examples are mixed there, as by a sort or a lookup over the batch; XLA gives each "
+    "device all of the result: mix the examples of each device alone (jax.shard_map), or a dim of groups under jax.vmap"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,10 @@ def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf], *, mesh: Mesh | Non
     sharded = not leaves or max(parts, default=1) > model
     found = [*_wide(rows, large / 10), *_gathered_often(rows, {leaf.path: leaf.shape for leaf in params}, large)]
     if sharded:
-        found += [*_all_reduced(rows, large), *_moved_activations(rows, large, has_params=bool(params))]
+        found += [
+            *_all_reduced(rows, large, has_params=bool(params)),
+            *_moved_activations(rows, large, has_params=bool(params)),
+        ]
     return tuple(sorted(_merged(found), key=lambda finding: -finding.extra_bytes))
 
 
@@ -68,11 +75,14 @@ def carries_batch(axes: Sequence[str]) -> bool:
     return any(axis != "model" and not axis.startswith("model_") for axis in axes)
 
 
-def _all_reduced(rows: Sequence[Row], large: float) -> Iterator[Finding]:
+def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iterator[Finding]:
     for row in rows:
         if row.kind != "all-reduce" or not carries_data(row.axes) or row.full_bytes < large:
             continue
         gathers = row.phase != "backward" or "rematted_computation" in row.op_name
+        if has_params and _mixes_examples(row, is_gradient=not gathers):
+            yield _finding("moved activations", row, _MIXED, extra=1)
+            continue
         expected = (
             "expected an all-gather, which sends half (XLA emulates one over three torus dims at once: "
             "zero.make_mesh gives `data` a mesh axis for each)"
@@ -80,6 +90,14 @@ def _all_reduced(rows: Sequence[Row], large: float) -> Iterator[Finding]:
             else "expected a reduce-scatter, which sends half"
         )
         yield _finding("emulated gather" if gathers else "all-reduced gradient", row, expected, extra=0.5)
+
+
+def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:
+    """Tells whether an all-reduce is of activations, by the operation that it stands for."""
+    operation = row.op_name.rpartition("/")[2]
+    if row.is_named or (row.param and is_gradient):
+        return False
+    return operation.startswith(("gather", "scatter", "sort", "ragged_dot", "dot_general"))
 
 
 def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:

@@ -20,7 +20,8 @@ from zero_jax import jaxprs
 from zero_jax.gather_events import GatherEvent, GatherReport, WideUse
 from zero_jax.jaxprs import Chain
 from zero_jax.lazy import Lazy, Value, as_array
-from zero_jax.mesh import Axes, axes_of
+from zero_jax.mesh import Axes, axes_of, axis_size
+from zero_jax.mixing import FREE, UNKNOWN, mixed_products
 from zero_jax.model_specs import dims_of_each
 from zero_jax.passthrough import is_float
 from zero_jax.scopes import gather_scope
@@ -115,8 +116,9 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent | WideUse], params: PyTree, *args: Any, **kwargs: Any) -> Any:
         closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
-        walk = Walk(options, _batch_sizes(values), events)
         marked = _mark(params, specs, options)
+        mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
+        walk = Walk(options, _batch_sizes(values), events, mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
         frame = Frame(regather=options.regather, prevent_cse=True, ends_forward=True)
@@ -136,6 +138,12 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
 
 def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(value.shape[0] for value in values if getattr(value, "ndim", 0) >= 1)
+
+
+def _examples(value: Any, options: Options) -> int | str:
+    """Returns the dim of examples of an argument."""
+    size = axis_size(options.mesh, options.axes.batch)
+    return 0 if getattr(value, "ndim", 0) and value.shape[0] % size == 0 else UNKNOWN
 
 
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:

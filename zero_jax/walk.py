@@ -60,9 +60,10 @@ class Options:
 class Walk:
     """One walk over one trace of a function."""
 
-    def __init__(self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent | WideUse]):
-        self.options = options
-        self.batch_sizes = batch_sizes
+    def __init__(
+        self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent | WideUse], mixed: frozenset[int]
+    ):
+        self.options, self.batch_sizes, self.mixed = options, batch_sizes, mixed
         self.notes = Notes(events, gathers=not options.stored_whole)
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
@@ -112,8 +113,7 @@ class Walk:
 
     def whole(self, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:
         """Rebuilds a value from its roots and gathers a shard; its cotangent is made whole, too, if `pin`."""
-        array = value.build(*roots)
-        array = array if dtype is None else array.astype(dtype)
+        array = value.build(*roots) if dtype is None else value.build(*roots).astype(dtype)
         if value.is_shard:
             options = self.options
             backward = scattering(options.mesh, value.shard, options.axes.data, dtype=options.reduce_dtype)
@@ -158,18 +158,18 @@ class Walk:
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         inputs, evaluate = flat_product(eqn, values)
-        split, dtype = Roots(inputs), self.options.reduce_dtype
+        split, dtype, pin = Roots(inputs), self.options.reduce_dtype, id(eqn) in self.mixed
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
 
         def region(*arrays: Any) -> list[Any]:
             pairs = split.assign(arrays)
-            made = [self.whole(v, *roots) if isinstance(v, Lazy) else roots[0] for v, roots in pairs]
+            made = [self.whole(v, *roots, pin=pin) if isinstance(v, Lazy) else roots[0] for v, roots in pairs]
             if not weights:
                 return evaluate(made, jaxprs.bind)
             (place,) = weights
             value, roots = pairs[place]
-            weight = self.whole(value, *roots, dtype=dtype)
+            weight = self.whole(value, *roots, dtype=dtype, pin=pin)
             return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight)])
 
         gathers = any(value.is_shard or value.dims is None for _, value in lazy)

@@ -1,0 +1,144 @@
+"""Mixtures of experts and other mixing of examples: the same values, and no activations sent beyond stage 0's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from gathering import check, normal
+from jax import lax
+from reference import mesh_of
+
+import zero_jax as zero
+from zero_jax import comms
+
+D, F, E = 128, 256, 8
+
+
+def init(_=None, d=D, f=F):
+    shapes = {"into": (d, d), "router": (d, E), "up": (E, d, f), "down": (E, f, d)}
+    return {name: normal(*shape) for name, shape in shapes.items()}
+
+
+def route(params, x):
+    weights = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
+    weight, expert = lax.top_k(weights, 2)
+    return weight.astype(x.dtype), expert
+
+
+def ragged(params, x):
+    """Top-2 of the experts, by a sort over the tokens of all examples."""
+    weight, expert = route(params, x)
+    order = jnp.argsort(expert.reshape(-1))
+    sizes = jnp.bincount(expert.reshape(-1), length=E)
+    h = jax.nn.relu(lax.ragged_dot(x[order // 2], params["up"], sizes))
+    h = lax.ragged_dot(h, params["down"], sizes)[jnp.argsort(order)].reshape(-1, 2, x.shape[-1])
+    return jnp.einsum("tkd,tk->td", h, weight)
+
+
+def one_hot(params, x):
+    """The first expert, with a capacity for all examples together."""
+    weight, expert = route(params, x)
+    chosen = jax.nn.one_hot(expert[:, 0], E, dtype=jnp.int32)
+    dispatch = jax.nn.one_hot(jnp.cumsum(chosen, 0) * chosen - 1, 2 * len(x) // E, dtype=x.dtype)
+    h = jnp.einsum("td,tec->ecd", x, dispatch)
+    h = jnp.einsum("ecf,efd->ecd", jax.nn.relu(jnp.einsum("ecd,edf->ecf", h, params["up"])), params["down"])
+    return jnp.einsum("ecd,tec->td", h, dispatch) * weight[:, :1]
+
+
+def slots(params, x):
+    """The same by a scatter into the experts' slots."""
+    weight, expert = route(params, x)
+    chosen = jax.nn.one_hot(expert[:, 0], E, dtype=jnp.int32)
+    size = 2 * len(x) // E
+    slot = expert[:, 0] * size + jnp.minimum((jnp.cumsum(chosen, 0) * chosen).sum(-1) - 1, size - 1)
+    h = jnp.zeros((E * size, x.shape[-1]), x.dtype).at[slot].add(x).reshape(E, size, -1)
+    h = jnp.einsum("ecf,efd->ecd", jax.nn.relu(jnp.einsum("ecd,edf->ecf", h, params["up"])), params["down"])
+    return h.reshape(E * size, -1)[slot] * weight[:, :1]
+
+
+def sorted_rows(params, x):
+    """A dense layer on the tokens of all examples in another order."""
+    order = jnp.argsort(x[:, 0])
+    return (jax.nn.relu(x[order] @ params["up"][0]) @ params["down"][0])[jnp.argsort(order)]
+
+
+def by_example(params, x):
+    """The experts of each example's own tokens: nothing is mixed."""
+    examples = x.reshape(-1, 16, x.shape[-1])
+    weight, chosen = lax.top_k(jnp.swapaxes(examples @ params["router"], 1, 2), 16 // E)
+    h = jax.vmap(lambda x, i: x[i])(examples, chosen)
+    h = jnp.einsum("becf,efd->becd", jax.nn.relu(jnp.einsum("becd,edf->becf", h, params["up"])), params["down"])
+    return jax.vmap(lambda h, i: jnp.zeros((16, x.shape[-1]), h.dtype).at[i].add(h))(h * weight[..., None], chosen)
+
+
+def loss(layer, params, batch):
+    x = jnp.tanh(batch @ params["into"])
+    y = layer(params, x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    return jnp.mean(jnp.square((x + y).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("layer", [ragged, one_hot, slots, sorted_rows, by_example])
+@pytest.mark.parametrize("reduce_dtype", [None, jnp.float32])
+def test_mixing_keeps_values_and_gradients(layer, reduce_dtype):
+    params = init(d=16, f=32)
+    check(functools.partial(loss, layer), params, normal(16, 16, 16), mesh=mesh_of("8"), reduce_dtype=reduce_dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_train_step_of_a_mixture_is_the_same_at_each_stage(stage):
+    mesh, tx = mesh_of("8"), optax.sgd(1.0)
+    config = zero.ZeroConfig(stage=stage, min_shard_size=1)
+    params, batch = init(d=16, f=32), normal(16, 16, 16)
+    want, grads = jax.value_and_grad(functools.partial(loss, ragged))(params, batch)
+    state = zero.init_state(
+        lambda _: jax.tree.map(jnp.asarray, params), tx, jax.random.key(0), mesh=mesh, config=config
+    )
+    state, metrics = zero.make_train_step(functools.partial(loss, ragged), tx, mesh=mesh, config=config)(state, batch)
+    assert metrics.loss == pytest.approx(float(want), rel=1e-5)
+    for name, grad in grads.items():
+        assert jnp.allclose(state.params[name], params[name] - grad, atol=1e-6), name
+
+
+def measured(layer, stage):
+    mesh, tx = zero.make_mesh(topology="v5p:2x2x4"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=stage, precision="bf16")
+    state = zero.abstract_state(lambda _: jax.tree.map(jnp.asarray, init()), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(functools.partial(loss, layer), tx, mesh=mesh, config=config)
+    return comms.measure(step.lower(state, jax.ShapeDtypeStruct((32, 16, D), jnp.bfloat16)).compile())
+
+
+def activations(report):
+    """Returns what is sent beside the gathers of params and the reduce-scatters of gradients."""
+    params = [row for row in report.rows if row.kind == "reduce-scatter" or (row.is_named and "gather" in row.kind)]
+    return report.sent_bytes - sum(row.total_sent_bytes for row in params)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("layer", "stage"),
+    [
+        pytest.param(ragged, 3),
+        *(pytest.param(layer, 2, marks=pytest.mark.slow) for layer in (ragged, one_hot, slots, sorted_rows)),
+        *(pytest.param(layer, 3, marks=pytest.mark.slow) for layer in (one_hot, slots)),
+    ],
+)
+def test_no_stage_sends_more_activations_than_the_tokens_there_and_back(layer, stage):
+    """Stage 0 all-reduces the tokens that the experts take, and their cotangents."""
+    pytest.importorskip("libtpu")
+    report = measured(layer, stage)
+    tokens = {ragged: 2, one_hot: 2, slots: 2, sorted_rows: 1}[layer] * 32 * 16 * D * 2
+    assert activations(report) < 1.05 * 2 * 2 * tokens * 15 / 16
+    for finding in report.findings:
+        assert finding.kind == "moved activations"
+        assert "examples are mixed there" in finding.message
+        assert "test_mixing.py" in finding.message
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+def test_gradients_of_a_mixture_by_example_are_reduce_scattered():
+    pytest.importorskip("libtpu")
+    reduced = [row for row in measured(by_example, 2).rows if row.kind == "all-reduce" and row.full_bytes > D * D]
+    assert not reduced

@@ -1,0 +1,215 @@
+"""Products whose factor XLA keeps whole on each device, though it is made of the batch: its examples were mixed.
+
+After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
+so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
+gradient, XLA instead cuts the product and the activations, and sends these (docs/gather_on_use.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_jax.jaxprs import inner_jaxprs, is_literal, open_jaxpr, scan_parts
+from zero_jax.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
+
+# How a value depends on the examples: an int is the dim that they are along, and that XLA cuts.
+UNKNOWN, FREE, MIXED = "unknown", "free", "mixed"
+State = int | str
+
+_SAME = ELEMENTWISE | {"convert_element_type", "name", "optimization_barrier", "reduce_precision"}
+_CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
+
+
+def mixed_products(jaxpr: Any, inputs: Sequence[State]) -> frozenset[int]:
+    """Returns the `id`s of the products of params with what every device has whole; "unknown" counts as cut.
+
+    Args:
+      jaxpr: open or closed.
+      inputs: for each input, the dim that its examples are along, or `FREE` for params, or `UNKNOWN`.
+    """
+    found: dict[int, bool] = {}
+    _run(jaxpr, inputs, found)
+    return frozenset(key for key, is_mixed in found.items() if is_mixed)
+
+
+def _run(jaxpr: Any, inputs: Sequence[State], found: dict[int, bool]) -> list[State]:
+    opened, consts = open_jaxpr(jaxpr)
+    env: dict[Any, State] = {var: UNKNOWN for var in opened.constvars}
+    env.update((var, UNKNOWN if var.aval.ndim else FREE) for var, _ in zip(opened.constvars, consts, strict=False))
+    env.update(zip(opened.invars, inputs, strict=True))
+    for eqn in opened.eqns:
+        states = [_read(env, atom) for atom in eqn.invars]
+        outs = _equation(eqn, states, found)
+        if is_contraction(eqn):
+            is_mixed = _is_ragged(eqn) or (MIXED in states[:2] and set(states[:2]) <= {MIXED, FREE})
+            found[id(eqn)] = is_mixed and found.get(id(eqn), True)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, atom) for atom in opened.outvars]
+
+
+def _read(env: Mapping[Any, State], atom: Any) -> State:
+    return FREE if is_literal(atom) else env[atom]
+
+
+def _equation(eqn: Any, states: list[State], found: dict[int, bool]) -> list[State]:
+    name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+    if name == "scan":
+        return _scan(eqn, states, found)
+    if name in _CALLS and len(inner) == 1 and len(open_jaxpr(inner[0])[0].invars) == len(states):
+        return _run(inner[0], states, found)
+    rule = _merge if name in _SAME else _RULES.get(name)
+    if inner and rule is None:
+        for each in inner:  # what is in it may be called with anything
+            _run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars), found)
+        return [UNKNOWN] * len(eqn.outvars)
+    if all(state == FREE for state in states):
+        return [UNKNOWN if name.startswith("random") else FREE] * len(eqn.outvars)
+    if _is_ragged(eqn):
+        return [MIXED]
+    if rule is None or UNKNOWN in states:
+        return [UNKNOWN] * len(eqn.outvars)
+    return [rule(eqn, states)] * len(eqn.outvars)
+
+
+def _is_ragged(eqn: Any) -> bool:
+    """Tells whether it is a product over groups of rows, which XLA does not cut (unless there is a dim of batches)."""
+    if not eqn.primitive.name.startswith("ragged_dot"):
+        return False
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    return numbers is not None and not numbers.dot_dimension_numbers[1][0]
+
+
+def _scan(eqn: Any, states: list[State], found: dict[int, bool]) -> list[State]:
+    parts = scan_parts(eqn)
+    first = parts.num_consts + parts.num_carry
+    consts, carry = states[: parts.num_consts], states[parts.num_consts : first]
+    slices = [UNKNOWN if x == 0 else x - 1 if isinstance(x, int) else x for x in states[first:]]
+    while True:
+        inside: dict[int, bool] = {}
+        outs = _run(parts.jaxpr, [*consts, *carry, *slices], inside)
+        joined = [x if x == out else UNKNOWN for x, out in zip(carry, outs, strict=False)]
+        if joined == carry:
+            break
+        carry = joined
+    for key, is_mixed in inside.items():
+        found[key] = is_mixed and found.get(key, True)
+    return [*carry, *(x + 1 if isinstance(x, int) else x for x in outs[parts.num_carry :])]
+
+
+# --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
+
+
+def _merge(eqn: Any, states: Sequence[State]) -> State:
+    """Elementwise: XLA cuts all factors as it cuts any."""
+    dims = {state for state in states if isinstance(state, int)}
+    if dims:
+        return dims.pop() if len(dims) == 1 else UNKNOWN
+    return MIXED if MIXED in states else FREE
+
+
+def _moved(eqn: Any, states: Sequence[State]) -> State:
+    """A transpose, a reshape or a broadcast of a value."""
+    state, name = states[0], eqn.primitive.name
+    if not isinstance(state, int):
+        return state
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if name == "transpose":
+        return eqn.params["permutation"].index(state)
+    if name == "broadcast_in_dim":
+        return eqn.params["broadcast_dimensions"][state]
+    if name == "squeeze":
+        return state - sum(dim < state for dim in eqn.params["dimensions"])
+    is_major = all(size == 1 for size in before[:state])  # a reshape: examples stay the major dim
+    return next((i for i, size in enumerate(after) if size > 1), UNKNOWN) if is_major else UNKNOWN
+
+
+def _resized(eqn: Any, states: Sequence[State]) -> State:
+    """A slice, a part or a padded value, whose examples are all there."""
+    state = states[0]
+    if not isinstance(state, int):
+        return state
+    return state if all(var.aval.shape[state] == eqn.invars[0].aval.shape[state] for var in eqn.outvars) else UNKNOWN
+
+
+def _joined(eqn: Any, states: Sequence[State]) -> State:
+    state = _merge(eqn, states)
+    return UNKNOWN if state == eqn.params["dimension"] else state
+
+
+def _reduced(eqn: Any, states: Sequence[State]) -> State:
+    state, axes = states[0], eqn.params["axes"]
+    if not isinstance(state, int):
+        return state
+    return MIXED if state in axes else state - sum(axis < state for axis in axes)
+
+
+def _sorted(eqn: Any, states: Sequence[State]) -> State:
+    """XLA sorts a row of all examples whole on each device; of several rows it may give each device some."""
+    state = _merge(eqn, states)
+    if not isinstance(state, int):
+        return state
+    along = eqn.params.get("dimension", eqn.params.get("axis", eqn.invars[0].aval.ndim - 1))
+    if along % eqn.invars[0].aval.ndim != state:
+        return state
+    return MIXED if eqn.invars[0].aval.ndim == 1 else UNKNOWN
+
+
+def _product(eqn: Any, states: Sequence[State]) -> State:
+    contracting, batch = eqn.params["dimension_numbers"]
+    examples = [(side, state) for side, state in enumerate(states) if isinstance(state, int)]
+    if not examples:
+        return MIXED
+    if all(state in contracting[side] for side, state in examples):
+        pairs = set(zip(contracting[0], contracting[1], strict=True))
+        return MIXED if len(examples) == 1 or tuple(states) in pairs else UNKNOWN
+    side, state = examples[0]
+    if len(examples) == 2 and tuple(states) not in set(zip(batch[0], batch[1], strict=True)):
+        return UNKNOWN
+    if state in batch[side]:
+        return batch[side].index(state)
+    free = [
+        [i for i in range(eqn.invars[s].aval.ndim) if i not in contracting[s] and i not in batch[s]] for s in (0, 1)
+    ]
+    return len(batch[0]) + free[side].index(state) + (len(free[0]) if side else 0)
+
+
+def _gather(eqn: Any, states: Sequence[State]) -> State:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    operand, index = states[0], states[1]
+    if numbers.operand_batching_dims:
+        return UNKNOWN
+    out = range(eqn.outvars[0].aval.ndim)
+    if isinstance(operand, int):
+        if sizes[operand] != eqn.invars[0].aval.shape[operand]:
+            return MIXED if index == MIXED else UNKNOWN
+        kept = [i for i in range(len(sizes)) if i not in numbers.collapsed_slice_dims]
+        return UNKNOWN if isinstance(index, int) else numbers.offset_dims[kept.index(operand)]
+    if isinstance(index, int):
+        rows = [i for i in out if i not in numbers.offset_dims]
+        return rows[index] if index < len(rows) else UNKNOWN
+    return MIXED
+
+
+def _scattered(eqn: Any, states: Sequence[State]) -> State:
+    numbers = eqn.params["dimension_numbers"]
+    operand, index, updates = states
+    if numbers.operand_batching_dims or isinstance(operand, int):
+        return UNKNOWN
+    if isinstance(updates, int) and updates in numbers.update_window_dims:
+        return UNKNOWN
+    return UNKNOWN if isinstance(index, int) and not isinstance(updates, int) else MIXED
+
+
+_RULES = {
+    **dict.fromkeys(("transpose", "broadcast_in_dim", "reshape", "squeeze"), _moved),
+    **dict.fromkeys(("slice", "dynamic_slice", "split", "pad"), _resized),
+    "concatenate": _joined,
+    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(_CUMULATIVE, _merge),
+    **dict.fromkeys(("sort", "top_k"), _sorted),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scattered),
+    "dot_general": _product,
+    "gather": _gather,
+}

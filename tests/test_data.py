@@ -506,7 +506,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path):
         ({"validation_fraction": 0.0}, "between 0 and 1"),
         ({"validation_fraction": 1.0}, "between 0 and 1"),
         ({"prefetch_batches": -1}, "prefetch_batches=-1"),
-        ({"format": "json"}, "format='json': give one of auto, text, jsonl"),
+        ({"format": "json"}, "format='json': did you mean 'jsonl'\\? give one of auto, text, jsonl"),
         ({"token_dtype": "float32"}, "give one of uint8"),
         ({"text_field": ""}, "leave it out for 'text'"),
     ],

@@ -38,7 +38,7 @@ def call_update(
     """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
 
     The functions cost nothing unless the optimizer calls them. Where one is None, a stand-in takes its place: the
-    result then tells shapes, and what depends on what.
+    result then tells shapes, and what depends on what. The gradients of a stand-in depend on `grads`, leaf by leaf.
 
     Args:
       tx: the optimizer.
@@ -53,7 +53,7 @@ def call_update(
     Raises:
       ValueError: the optimizer asks for what a step cannot make, or does not return an update for each param.
     """
-    loss_of, grad_of = loss_fn or _sum_of_squares, grad_fn or (lambda at: at)
+    loss_of, grad_of = loss_fn or _stand_in_loss(grads), grad_fn or (lambda at: jax.tree.map(jnp.multiply, grads, at))
 
     def value_fn(at: PyTree, *, loss: Any = None, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
         del loss, obj_fn, grad_fn  # optax's line searches hand on what they do not take, and refuse what this does not
@@ -143,8 +143,20 @@ def _widened(old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.structure(new).unflatten(widen(*leaf) for leaf in _described(new))
 
 
-def _sum_of_squares(params: PyTree) -> jax.Array:
-    return sum((jnp.square(jnp.abs(x)).sum().astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
+def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
+    """Returns a function of params whose value depends on params alone, and whose derivatives depend on gradients."""
+
+    @jax.custom_jvp
+    def loss_fn(at: PyTree) -> jax.Array:
+        return sum((jnp.square(jnp.abs(x)).sum().astype(jnp.float32) for x in jax.tree.leaves(at)), jnp.float32(0))
+
+    @loss_fn.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        at = primals[0]
+        slopes = jax.tree.map(lambda g, x, t: (g * x * t).sum().real.astype(jnp.float32), grads, at, tangents[0])
+        return loss_fn(at), jnp.asarray(sum(jax.tree.leaves(slopes)), jnp.float32)
+
+    return loss_fn
 
 
 def _unmasked(at: PyTree, params: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.precision import cast_floating
 from zero_jax.tokenizer import Tokenizer
 from zero_jax.tree import shown
+from zero_jax.variables import as_variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +54,7 @@ class Sampler:
                 "another prompt, or sample_tokens=0 for no sample"
             )
         key = jax.eval_shape(lambda: jax.random.key(0))
-        params = jax.eval_shape(init_fn, key)
+        params = as_variables(jax.eval_shape(init_fn, key)).params
         try:
             jax.eval_shape(self._tokens, params, key)
         except Exception as error:

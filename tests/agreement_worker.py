@@ -18,10 +18,10 @@ import reference
 from etils import epath
 
 import zero_jax as zero
-from zero_jax.agreement import Agreement, from_first_process
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.checkpoint_write import ArrayWrites
-from zero_jax.folder_lock import FolderLock
+from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.folder_lock import FolderLock
 
 result = {}
 

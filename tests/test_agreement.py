@@ -8,7 +8,7 @@ import sys
 import pytest
 from test_reload_processes import free_address
 
-from zero_jax.agreement import from_first_process
+from zero_jax.core.agreement import from_first_process
 
 WORKER = pathlib.Path(__file__).with_name("agreement_worker.py")
 

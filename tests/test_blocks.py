@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax import jaxprs
 from zero_jax.blocks import find_blocks
+from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 WIDTH, LAYERS, BATCH_SIZE = 16, 5, 8

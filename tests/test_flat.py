@@ -14,8 +14,8 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import comms
+from zero_jax.core.jaxprs import open_jaxpr
 from zero_jax.flat import flat_product
-from zero_jax.jaxprs import open_jaxpr
 from zero_jax.lazy import Lazy, Value
 
 P = PartitionSpec

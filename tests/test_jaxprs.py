@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
-from zero_jax import jaxprs
-from zero_jax.jaxprs import Chain
+from zero_jax.core import jaxprs
+from zero_jax.core.jaxprs import Chain
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
 TABLE = np.ones(4, np.float32)

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax import jaxprs, losses
+from zero_jax import losses
+from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 chunked = losses.softmax_cross_entropy_with_integer_labels

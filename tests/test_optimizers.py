@@ -12,7 +12,7 @@ import pytest
 import reference
 from reference import assert_close, assert_placed_alike, mesh_of, run_plain
 
-from zero_jax.tree import leaf_names, path_name
+from zero_jax.core.tree import leaf_names, path_name
 
 # Sums over a batch are made in another order on several devices, which float32 rounds at 6e-8, and steps of 0.01 hardly
 # magnify; what some optimizers keep is a sum over elements or steps.

@@ -8,7 +8,7 @@ from gathering import BATCH_SIZE, FEATURES, HIDDEN, block, check, examples, mlp,
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 
 LAYERS = 4
 

@@ -18,8 +18,9 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli, compile_job, compile_process, user_cache
-from zero_jax.user_cache import cache_folder
+from zero_jax import cli, compile_job, compile_process
+from zero_jax.core import user_cache
+from zero_jax.core.user_cache import cache_folder
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler

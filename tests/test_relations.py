@@ -12,7 +12,8 @@ import pytest
 from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
 
-from zero_jax import jaxprs, passthrough, spread, spread_kinds, spread_rules, weights
+from zero_jax import passthrough, spread, spread_kinds, spread_rules, weights
+from zero_jax.core import jaxprs
 from zero_jax.relation_pair import Pair
 from zero_jax.relation_rules import KEEPS, RULES, SIZED
 from zero_jax.relation_walk import _CALLS, _SPECIAL, Comparison

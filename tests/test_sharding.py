@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.core.tree import leaf_names
 from zero_jax.stages import sharded_groups
-from zero_jax.tree import leaf_names
 
 
 def shapes(**leaves):

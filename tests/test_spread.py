@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
+from zero_jax.core.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
 from zero_jax.spec import dims_of
 from zero_jax.spread import spread
 from zero_jax.spread_kinds import Laid

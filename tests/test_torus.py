@@ -10,7 +10,7 @@ from reference import mesh_of, torus_mesh
 
 import zero_jax as zero
 from zero_jax import hlo, torus
-from zero_jax.jaxprs import Chain, reshard
+from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.spec import named
 
 

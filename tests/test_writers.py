@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from zero_jax.json_lines import JsonLinesWriter, read_records
+from zero_jax.core.json_lines import JsonLinesWriter, read_records
 from zero_jax.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
 
 

@@ -3,6 +3,7 @@
 from zero_jax import comms, losses, memory
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
+from zero_jax.core.variables import Variables
 from zero_jax.ema import ema_params, params_ema
 from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
@@ -23,7 +24,6 @@ from zero_jax.sharding import ShardingReport
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
 from zero_jax.state_shardings import sharding_report, state_shardings
 from zero_jax.step import TrainStep, make_train_step
-from zero_jax.variables import Variables
 
 __all__ = [
     "PAPER_CONFIGS",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.tree import PyTree
+from zero_jax.core.tree import PyTree
 
 
 class BatchBuffers:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 from zero_jax.eqn_sequence import EqnSequence
 from zero_jax.repeats import Repeat, num_edits, overlap, tandem_repeats
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zero_jax.tree import PyTree
+from zero_jax.core.tree import PyTree
 
 _BYTES_A_TOKEN = 16  # input, target, weight and segment
 

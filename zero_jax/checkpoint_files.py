@@ -26,8 +26,8 @@ from zero_jax.checkpoint_record import (
     resolve,
     step_path,
 )
+from zero_jax.core.untrusted import irregular
 from zero_jax.fingerprint import host_fingerprint
-from zero_jax.untrusted import irregular
 
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 _MAX_INDEX_BYTES = 1 << 26

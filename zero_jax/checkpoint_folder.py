@@ -20,7 +20,7 @@ from etils import epath
 
 from zero_jax.checkpoint_files import COMMITTED, candidates
 from zero_jax.checkpoint_record import RECORD_FILE, CheckpointError, is_bucket, read_record, step_path
-from zero_jax.untrusted import parse_json, read_file
+from zero_jax.core.untrusted import parse_json, read_file
 
 MARK = "zero_jax.json"
 _MAX_MARK_BYTES = 1 << 12

@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.agreement import Agreement
 from zero_jax.checkpoint_files import check_fingerprint, damaged, make_context, open_leaf
 from zero_jax.checkpoint_record import CheckpointError, Record
+from zero_jax.core.agreement import Agreement
 from zero_jax.saved_leaf import SavedLeaf
 from zero_jax.saved_state import decode, fingerprints
 

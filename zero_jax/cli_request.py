@@ -14,7 +14,9 @@ from zero_jax.capacity import tree_bytes
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.compile_job import Job
-from zero_jax.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree
+from zero_jax.core.user_cache import cache_folder
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
@@ -24,8 +26,6 @@ from zero_jax.plan_report import PlanReport
 from zero_jax.state import ZeroConfig
 from zero_jax.topology import Hardware, parse
 from zero_jax.training_run import TrainConfig
-from zero_jax.tree import PyTree
-from zero_jax.user_cache import cache_folder
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 

@@ -12,9 +12,9 @@ from zero_jax.comms_estimate import CommsEstimate, EstimateRow, estimate, sharde
 from zero_jax.comms_findings import Finding, find
 from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
 from zero_jax.comms_rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
+from zero_jax.core.signatures import check_arguments, check_methods
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.hlo_program import Program
-from zero_jax.signatures import check_arguments, check_methods
-from zero_jax.tree import PyTree, leaf_names
 
 __all__ = [
     "CommsEstimate",

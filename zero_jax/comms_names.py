@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from zero_jax import hlo, hlo_cost
+from zero_jax.core.gather_names import escaped, gathered_path
+from zero_jax.core.tree import PyTree
 from zero_jax.hlo_program import Instruction, Program, integers
-from zero_jax.scopes import escaped, gathered_path
-from zero_jax.tree import PyTree
 
 _MAX_NAMES = 3
 _STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state|model_state)(?:'\])?(?=[.\[]|$)(.*)")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.jaxprs import Chain, bind, inner_jaxprs, is_literal, open_jaxpr, reshard
+from zero_jax.core.jaxprs import Chain, bind, inner_jaxprs, is_literal, open_jaxpr, reshard
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.spec import Dims, named
 

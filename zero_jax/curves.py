@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_jax.json_lines import read_records
+from zero_jax.core.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
 X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}

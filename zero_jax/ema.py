@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.tree import PyTree
+from zero_jax.core.tree import PyTree
 
 
 class ParamsEmaState(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 
 _TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from zero_jax.checkpoint_files import check_files, find, make_context, read_slices
 from zero_jax.checkpoint_record import Record
+from zero_jax.core.variables import MODEL_STATE
 from zero_jax.saved_leaf import SavedLeaf
-from zero_jax.variables import MODEL_STATE
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: Mapping[str, str] = {

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.jaxprs import source_context
+from zero_jax.core.jaxprs import source_context
 from zero_jax.lazy import Lazy, Value
 from zero_jax.spec import Dims
 

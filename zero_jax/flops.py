@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.jaxprs import inner_jaxprs, open_jaxpr, scan_parts
+from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr, scan_parts
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> int:

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
+from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
+from zero_jax.core.tree import PyTree
 from zero_jax.optimizer_update import call_update
-from zero_jax.tree import PyTree
 
 # Zeros stay zeros in these.
 _MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())

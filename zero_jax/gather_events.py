@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.jaxprs import source_line
+from zero_jax.core.jaxprs import source_line
 from zero_jax.lazy import Lazy
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, TextIO, cast
 
 from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
-from zero_jax.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields
 from zero_jax.merge import Merger
 from zero_jax.preemption import EXIT_CODE as SAVED
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.copies import split_dim
-from zero_jax.jaxprs import Chain, bind, reshard
+from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.spec import Dims, carries, move_steps, named, without
 from zero_jax.spec import num_shards as num_shards_of

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.jaxprs import stands_for
-from zero_jax.signatures import check_takes
-from zero_jax.tree import PyTree, check_arrays
-from zero_jax.variables import MODEL_STATE, Variables, as_variables, checked_model_state
+from zero_jax.core.jaxprs import stands_for
+from zero_jax.core.signatures import check_takes
+from zero_jax.core.tree import PyTree, check_arrays
+from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state
 
 
 def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
+from zero_jax.core.tree import PyTree, check_arrays
+from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.flops import count_flops
 from zero_jax.formulas import ResidualBytes
 from zero_jax.grads import MeshLoss, normalize_loss
-from zero_jax.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.mesh import axis_size
 from zero_jax.model_inputs import cast_batch
 from zero_jax.remat import rematerialize
@@ -26,8 +28,6 @@ from zero_jax.spread import Move, Spreading, spread
 from zero_jax.spread_alive import sources
 from zero_jax.spread_kinds import Laid
 from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
-from zero_jax.tree import PyTree, check_arrays
-from zero_jax.variables import Variables, as_variables, joined
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

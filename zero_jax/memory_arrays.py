@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.core.tree import PyTree, path_name
 from zero_jax.memory_leaves import (
     GROUPS,
     ArgumentLeaf,
@@ -20,7 +21,6 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
-from zero_jax.tree import PyTree, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

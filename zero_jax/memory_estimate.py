@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.core.signatures import check_arguments
 from zero_jax.formulas import Residuals, model_state_bytes
 from zero_jax.loss_trace import LossTrace
 from zero_jax.memory_groups import (
@@ -33,7 +34,6 @@ from zero_jax.memory_groups import (
 from zero_jax.mesh import axis_size
 from zero_jax.precision import resolve_precision
 from zero_jax.remat_policies import resolve_remat
-from zero_jax.signatures import check_arguments
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement
 from zero_jax.state_checks import check_is_state
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.donation import not_donated
 from zero_jax.heap_layout import HeapLayout
 from zero_jax.hlo_memory import Buffer, Heap, peak, phase_of
@@ -22,7 +23,6 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
-from zero_jax.signatures import check_arguments, check_methods
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20

@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.tree import shown
 from zero_jax.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.topology import devices as topology_devices
-from zero_jax.tree import shown
 
 GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 

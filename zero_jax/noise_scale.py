@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.field_checks import check_value
+from zero_jax.core.field_checks import check_value
 from zero_jax.spec import Dims, named, num_shards
 
 # For each way that arrays are cut, the sums of squares of their shards: `float32[shards of a dim, ...]`.

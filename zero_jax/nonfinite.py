@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.tree import leaf_names
 from zero_jax.state import TrainState
-from zero_jax.tree import leaf_names
 
 
 class NonfiniteState(ValueError):

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.jaxprs import used_inputs
-from zero_jax.tree import PyTree, leaf_names
+from zero_jax.core.jaxprs import used_inputs
+from zero_jax.core.tree import PyTree, leaf_names
 
 _OFFERED = (
     "a step calls update(grads, state, params), with the gradients of the mean loss of the batch, and can add "

@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax import jaxprs
 from zero_jax.blocks import find_blocks
+from zero_jax.core import jaxprs
 from zero_jax.lazy import Copies, Lazy, Roots, Value
 from zero_jax.passthrough import is_float, moves_elements
 

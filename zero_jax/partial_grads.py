@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from zero_jax.core.tree import PyTree
 from zero_jax.state import trainable
-from zero_jax.tree import PyTree
 
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:

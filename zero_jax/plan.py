@@ -11,13 +11,13 @@ import optax
 
 from zero_jax.compile_job import Job, batch_shapes
 from zero_jax.compile_process import compile_apart
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import PyTree
+from zero_jax.core.user_cache import cache_folder
 from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
-from zero_jax.signatures import check_arguments
 from zero_jax.state import ZeroConfig
 from zero_jax.topology import parse
-from zero_jax.tree import PyTree
-from zero_jax.user_cache import cache_folder
 
 
 def plan(

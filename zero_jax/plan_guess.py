@@ -15,6 +15,7 @@ import optax
 
 from zero_jax import memory, topology
 from zero_jax.compile_job import batch_shapes
+from zero_jax.core.tree import PyTree
 from zero_jax.grads import MeshLoss
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.mesh import make_mesh
@@ -23,7 +24,6 @@ from zero_jax.ranking import Estimated, Setting
 from zero_jax.remat_policies import Remat
 from zero_jax.stages import sharded_groups
 from zero_jax.state import ZeroConfig, abstract_state
-from zero_jax.tree import PyTree
 
 # Of the peak, what matrix products reach in practice, and how much of the collectives over `data` something hides:
 # figures to rank by, not to believe. Of a TPU's torus, a group of `model` spans one dim and uses its two directions,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.field_checks import check_fields
-from zero_jax.tree import PyTree
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

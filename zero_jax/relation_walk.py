@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 from zero_jax.relation_pair import Pair
 from zero_jax.relation_rules import KEEPS, PLACES, RULES, SIZED
 from zero_jax.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown

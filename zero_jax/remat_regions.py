@@ -11,8 +11,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax import jaxprs
-from zero_jax.jaxprs import Chain
+from zero_jax.core import jaxprs
+from zero_jax.core.jaxprs import Chain
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.remat_policies import Remat
 from zero_jax.remat_values import (

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 from zero_jax.mesh import axis_size
 from zero_jax.passthrough import is_contraction, is_float, passthrough
 from zero_jax.spec import Dims, carries, dims_of

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from zero_jax import jaxprs
 from zero_jax.blocks import Block, find_blocks, find_left_out
+from zero_jax.core import jaxprs
 from zero_jax.passthrough import narrows
 from zero_jax.remat_regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
 from zero_jax.remat_report import Left, RegionRow, residuals_of

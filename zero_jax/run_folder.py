@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from etils import epath
 
-from zero_jax.agreement import Agreement, from_first_process
-from zero_jax.folder_lock import FolderInUse, FolderLock
-from zero_jax.json_lines import write_text
-from zero_jax.tree import shown
+from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.folder_lock import FolderInUse, FolderLock
+from zero_jax.core.json_lines import write_text
+from zero_jax.core.tree import shown
 
 _LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some
 

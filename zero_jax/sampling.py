@@ -12,10 +12,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.tree import shown
+from zero_jax.core.variables import as_variables
 from zero_jax.precision import cast_floating
 from zero_jax.tokenizer import Tokenizer
-from zero_jax.tree import shown
-from zero_jax.variables import as_variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.untrusted import mapping, shape, text, whole_number
+from zero_jax.core.untrusted import mapping, shape, text, whole_number
 
 _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 

@@ -17,10 +17,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.fingerprint import fingerprint
 from zero_jax.saved_leaf import SavedLeaf, is_bits
 from zero_jax.state import TrainState
-from zero_jax.tree import PyTree, leaf_names
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:

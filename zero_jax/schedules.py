@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import optax
 
-from zero_jax.field_checks import check_value
+from zero_jax.core.field_checks import check_value
 
 ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
+from zero_jax.core.tree import PyTree
 from zero_jax.mesh import Axes, axis_size
 from zero_jax.relation_walk import Comparison
 from zero_jax.relations import SAME, Kind, Relation, rows
 from zero_jax.spec import carries, dims_of
-from zero_jax.tree import PyTree
 from zero_jax.weights import with_weight
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.jaxprs import Chain, reshard
+from zero_jax.core.jaxprs import Chain, reshard
+from zero_jax.core.signatures import check_arguments
 from zero_jax.mesh import GPUS, axes_of, axis_size
-from zero_jax.signatures import check_arguments
 
 
 def sequence_parallel(

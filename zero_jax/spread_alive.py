@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.jaxprs import is_literal
+from zero_jax.core.jaxprs import is_literal
 from zero_jax.spread_kinds import ALIASES, HEAVY, is_heavy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zero_jax.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.spec import Dims
 
 # Results that are their input under another shape.

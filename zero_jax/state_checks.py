@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.jaxprs import is_array, is_traced
+from zero_jax.core.jaxprs import is_array, is_traced
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.optimizer_update import init_opt_state
 from zero_jax.state import TrainState, make_placement, trainable
-from zero_jax.tree import PyTree, leaf_names
 from zero_jax.zero_config import ZeroConfig
 
 

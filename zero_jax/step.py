@@ -16,6 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.combining import compiler_options
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.core.variables import as_variables, joined
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
@@ -38,8 +40,6 @@ from zero_jax.state import (
 )
 from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.state_shardings import state_shardings
-from zero_jax.tree import PyTree, check_arrays, leaf_names, with_shapes
-from zero_jax.variables import as_variables, joined
 from zero_jax.weights import with_weight
 from zero_jax.zero_config import ZeroConfig, check_config
 

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.agreement import from_first_process
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.batches import train_batches, validation_batches
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.console import Console, lasting
+from zero_jax.core.agreement import from_first_process
+from zero_jax.core.tree import leaf_names
+from zero_jax.core.variables import Variables
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.ema import ema_params
 from zero_jax.mesh import batch_sharding
@@ -33,9 +35,7 @@ from zero_jax.run_losses import Losses, draw_losses, run_losses
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
-from zero_jax.tree import leaf_names
 from zero_jax.validation import Validation
-from zero_jax.variables import Variables
 from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 

@@ -17,15 +17,16 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.agreement import from_first_process
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint_files import candidates, find
 from zero_jax.checkpoint_record import resolve
 from zero_jax.checkpoint_save import LOCK
+from zero_jax.core.agreement import from_first_process
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.folder_lock import FolderLock
+from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig, Dataset, load
-from zero_jax.field_checks import check_fields
-from zero_jax.folder_lock import FolderLock
 from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.mesh import axes_of, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
@@ -34,7 +35,6 @@ from zero_jax.remat import rematerialize
 from zero_jax.run_folder import check_name, make_folder
 from zero_jax.sampling import Sampler
 from zero_jax.state import ZeroConfig
-from zero_jax.tree import shown
 from zero_jax.writers import WriterConfig
 
 

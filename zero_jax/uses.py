@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax import jaxprs
+from zero_jax.core import jaxprs
 from zero_jax.passthrough import narrows
 
 

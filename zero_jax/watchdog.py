@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_jax.field_checks import check_value
+from zero_jax.core.field_checks import check_value
 
 EXIT_CODE = 76
 

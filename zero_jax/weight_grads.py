@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.jaxprs import bind, is_literal, open_jaxpr
+from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr
 from zero_jax.passthrough import is_contraction, is_float
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax import jaxprs
-from zero_jax.tree import PyTree
+from zero_jax.core import jaxprs
+from zero_jax.core.tree import PyTree
 
 # After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
 _KEEP_WEIGHT = frozenset(

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from zero_jax.field_checks import check_fields
-from zero_jax.json_lines import JsonLinesWriter, Record, WrittenLater
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.json_lines import JsonLinesWriter, Record, WrittenLater
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

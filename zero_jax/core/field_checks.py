@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.tree import shown
+from zero_jax.core.tree import shown
 
 _SIMPLE = (bool, int, float, str, type(None))
 _LARGEST_INT = 2**63 - 1

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names
 
 # The first component of the paths of model state: in errors, reports, checkpoints and the patterns of a config.
 MODEL_STATE = "model_state"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.tree import shown
+from zero_jax.core.tree import shown
 
 
 def check_takes(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.paper import CONFIGS, PaperTable, show_gb, show_params
-from zero_jax.topology import HARDWARE
+from zero_jax.sharding.topology import HARDWARE
 
 Rows = Sequence[Mapping[str, Any]]
 # Figure 6 of the paper: parameters of the largest model at a model-parallel degree of 16; its text gives none for C3.

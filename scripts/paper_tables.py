@@ -30,13 +30,13 @@ import paper_views
 from largest_fit import LargestFit, largest_fit
 
 import zero_jax as zero
-from zero_jax import topology
 from zero_jax.cli_model import gpt_model
 from zero_jax.compile_process import CompilerCrash
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.formulas import PAPER_CASES, max_params, residual_bytes
 from zero_jax.models import gpt
 from zero_jax.plan_report import PlanReport
+from zero_jax.sharding import topology
 
 CASES = dict(enumerate(PAPER_CASES.values()))
 SHAPES = {64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16"}

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero_jax.mesh import Axes
 from zero_jax.separable import separability
+from zero_jax.sharding.mesh import Axes
 from zero_jax.weights import with_weight
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax import batches, data, tokenizer
-from zero_jax.mesh import make_mesh
+from zero_jax.sharding.mesh import make_mesh
 from zero_jax.split import TokenPart
 
 # Three documents, each ended by 0, that are not next to each other in the file.

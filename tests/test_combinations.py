@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 import zero_jax as zero
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
-from zero_jax.precision import LossScaleConfig
+from zero_jax.sharding.precision import LossScaleConfig
 
 FACTORS = {
     "stage": (0, 1, 2, 3),

@@ -7,7 +7,7 @@ import pytest
 import zero_jax as zero
 from zero_jax import hlo
 from zero_jax.combining import compiler_options
-from zero_jax.spec import named
+from zero_jax.sharding.spec import named
 
 MIB = 2**20
 

@@ -27,7 +27,7 @@ from faults import (
 from zero_jax import cli, trainer
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
-from zero_jax.precision import LossScaleConfig, Precision
+from zero_jax.sharding.precision import LossScaleConfig, Precision
 from zero_jax.split import TokenPart
 from zero_jax.training_run import prepare
 from zero_jax.writers import WriterConfig

@@ -17,9 +17,9 @@ from reference import assert_close, assert_placed_alike, make_batches, num_shard
 
 import zero_jax as zero
 from zero_jax import hlo
-from zero_jax.model_specs import specs_of
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.sequence_parallel import sequence_parallel
+from zero_jax.sharding.model_specs import specs_of
 
 # As in test_parity.py: sums in another order, magnified by Adam's division.
 FLOAT32 = 1e-5

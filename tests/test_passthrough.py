@@ -13,7 +13,7 @@ from reference import mesh_of
 
 from zero_jax import hlo
 from zero_jax.passthrough import is_contraction, is_local_reduction, narrows, passthrough
-from zero_jax.spec import named
+from zero_jax.sharding.spec import named
 
 WHOLE, D = (), ("data",)
 

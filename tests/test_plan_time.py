@@ -5,7 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from zero_jax import plan_time, topology
+from zero_jax import plan_time
+from zero_jax.sharding import topology
 
 V5P = topology.HARDWARE["v5p"]
 # 1750 cycles at 1.75 GHz: 1 us. The all-gather makes 4 MB of 16 parts: 3.75 MB sent by each device.

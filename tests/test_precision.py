@@ -10,7 +10,7 @@ import reference
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.precision import init_loss_scale, update_loss_scale
+from zero_jax.sharding.precision import init_loss_scale, update_loss_scale
 
 NUM_DEVICES = 4
 

@@ -15,7 +15,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.core.tree import leaf_names
-from zero_jax.stages import sharded_groups
+from zero_jax.sharding.stages import sharded_groups
 
 
 def shapes(**leaves):

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of, torus_mesh
 
-from zero_jax import spec
+from zero_jax.sharding import spec
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
-from zero_jax.spec import dims_of
+from zero_jax.sharding.spec import dims_of
 from zero_jax.spread import spread
 from zero_jax.spread_kinds import Laid
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import zero_jax as zero
-from zero_jax import topology
+from zero_jax.sharding import topology
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from zero_jax import metrics, optimizers, trainer, training_run
 from zero_jax.checkpoint import restore
 from zero_jax.core.variables import Variables
 from zero_jax.data import DataConfig
-from zero_jax.mesh import make_mesh
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.resume import ResumeError
+from zero_jax.sharding.mesh import make_mesh
 from zero_jax.state import ZeroConfig
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)

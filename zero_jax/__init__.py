@@ -9,7 +9,6 @@ from zero_jax.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.gather import GatherReport, gather_on_use, gather_report
 from zero_jax.grads import MeshLoss
 from zero_jax.loss_trace import LossTrace, trace_loss
-from zero_jax.mesh import batch_sharding, make_mesh
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.paper_configs import PAPER_CONFIGS
 from zero_jax.plan import plan
@@ -17,10 +16,11 @@ from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_errors import CompilerCrash, ModelError
 from zero_jax.plan_layouts import LayoutPlans, plan_layouts
 from zero_jax.plan_report import PlanReport
-from zero_jax.precision import LossScaleConfig, Precision
 from zero_jax.remat import Remat, RematReport, remat_report, rematerialize
 from zero_jax.sequence_parallel import sequence_parallel
-from zero_jax.sharding import ShardingReport
+from zero_jax.sharding.mesh import batch_sharding, make_mesh
+from zero_jax.sharding.precision import LossScaleConfig, Precision
+from zero_jax.sharding.rules import ShardingReport
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
 from zero_jax.state_shardings import sharding_report, state_shardings
 from zero_jax.step import TrainStep, make_train_step

@@ -29,9 +29,9 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.device_put import move, place
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
-from zero_jax.precision import init_loss_scale, resolve_precision
 from zero_jax.saved_leaf import SavedLeaf
 from zero_jax.saved_state import dtype_name, saved_leaves
+from zero_jax.sharding.precision import init_loss_scale, resolve_precision
 from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6

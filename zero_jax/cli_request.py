@@ -18,13 +18,13 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.loss_trace import LossTrace, trace_loss
-from zero_jax.mesh import axes_of, axis_size, make_mesh
 from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.options import given
 from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
+from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
+from zero_jax.sharding.topology import Hardware, parse
 from zero_jax.state import ZeroConfig
-from zero_jax.topology import Hardware, parse
 from zero_jax.training_run import TrainConfig
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program

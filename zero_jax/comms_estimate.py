@@ -20,9 +20,9 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.loss_trace import LossTrace
-from zero_jax.mesh import axis_size
-from zero_jax.sharding import LeafPlacement
-from zero_jax.spec import Dims, gather_steps, scatter_steps
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.rules import LeafPlacement
+from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
 from zero_jax.state_checks import check_is_state
 

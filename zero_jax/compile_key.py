@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.topology import compiler_target, parse
+from zero_jax.sharding.topology import compiler_target, parse
 
 # What changes with the entries' form: another number makes all older ones unknown.
 SCHEMA = 2

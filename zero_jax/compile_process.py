@@ -25,7 +25,7 @@ from zero_jax.compile_job import Job
 from zero_jax.compile_key import program_settings
 from zero_jax.plan_errors import CompilerCrash
 from zero_jax.plan_report import PlanReport
-from zero_jax.topology import missing_compiler, parse
+from zero_jax.sharding.topology import missing_compiler, parse
 
 _SECONDS_BETWEEN_LINES = 15
 # What libtpu adds when its process crashes, whatever the reason.

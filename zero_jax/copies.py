@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core.jaxprs import Chain, bind, inner_jaxprs, is_literal, open_jaxpr, reshard
-from zero_jax.mesh import Axes, axis_size
-from zero_jax.spec import Dims, named
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import Dims, named
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
 SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})

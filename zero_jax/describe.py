@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.console import header
-from zero_jax.mesh import axes_of
 from zero_jax.metrics import format_bytes, per_device_bytes
-from zero_jax.precision import resolve_precision
-from zero_jax.spec import carries
-from zero_jax.stages import sharded_groups
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.spec import carries
+from zero_jax.sharding.stages import sharded_groups
 from zero_jax.state import TrainState, ZeroConfig
 from zero_jax.state_shardings import sharding_report
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_jax.core.jaxprs import source_context
 from zero_jax.lazy import Lazy, Value
-from zero_jax.spec import Dims
+from zero_jax.sharding.spec import Dims
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 Evaluate = Callable[[Sequence[Any], Bind], list[Any]]

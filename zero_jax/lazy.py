@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.spec import Dims
+from zero_jax.sharding.spec import Dims
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

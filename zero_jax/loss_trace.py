@@ -19,11 +19,11 @@ from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.flops import count_flops
 from zero_jax.formulas import ResidualBytes
 from zero_jax.grads import MeshLoss, normalize_loss
-from zero_jax.mesh import axis_size
 from zero_jax.model_inputs import cast_batch
 from zero_jax.remat import rematerialize
-from zero_jax.sharding import LeafPlacement
-from zero_jax.spec import without
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.rules import LeafPlacement
+from zero_jax.sharding.spec import without
 from zero_jax.spread import Move, Spreading, spread
 from zero_jax.spread_alive import sources
 from zero_jax.spread_kinds import Laid

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from zero_jax import frozen
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.mesh import axis_size
-from zero_jax.sharding import to_shardings
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.rules import to_shardings
 from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
 from zero_jax.state_shardings import state_shardings
 

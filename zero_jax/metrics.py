@@ -14,7 +14,7 @@ from zero_jax.evaluation import Metrics
 from zero_jax.flops import forward_flops
 from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.noise_scale import NoiseScale
-from zero_jax.topology import hardware_of
+from zero_jax.sharding.topology import hardware_of
 
 Log = Callable[[str], None]
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import check_value
-from zero_jax.spec import Dims, named, num_shards
+from zero_jax.sharding.spec import Dims, named, num_shards
 
 # For each way that arrays are cut, the sums of squares of their shards: `float32[shards of a dim, ...]`.
 Squares = dict[Dims, jax.Array]

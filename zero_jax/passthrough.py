@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
-from zero_jax.spec import Dims
+from zero_jax.sharding.spec import Dims
 
 # `log2` and `one_minus_square` are primitives of JAX 0.12 and not of 0.10.
 ELEMENTWISE = frozenset(

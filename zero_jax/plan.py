@@ -16,8 +16,8 @@ from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
+from zero_jax.sharding.topology import parse
 from zero_jax.state import ZeroConfig
-from zero_jax.topology import parse
 
 
 def plan(

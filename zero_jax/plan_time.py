@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from zero_jax import hlo, hlo_cost
 from zero_jax.hlo_program import Instruction, Program
 from zero_jax.hlo_schedule import Timeline, play
-from zero_jax.topology import Hardware, Topology
+from zero_jax.sharding.topology import Hardware, Topology
 
 # What a collective takes however little it sends: a hop of a ring, and the start of a kernel.
 _HOP_SECONDS = 1e-6

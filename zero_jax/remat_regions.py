@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
 from zero_jax.core.jaxprs import Chain
-from zero_jax.mesh import Axes, axis_size
 from zero_jax.remat_policies import Remat
 from zero_jax.remat_values import (
     Mark,
@@ -25,6 +24,7 @@ from zero_jax.remat_values import (
     placed_dim,
     products_with_weights,
 )
+from zero_jax.sharding.mesh import Axes, axis_size
 
 # The names of what is kept as it is, and of what is kept elsewhere.
 KEPT, PLACED = "zero_kept", "zero_residual"

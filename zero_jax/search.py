@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zero_jax.ranking import Estimated, Miss, Outcome, Ranked, Ranking, Setting, shortage, show_gb
-from zero_jax.stages import sharded_groups
+from zero_jax.sharding.stages import sharded_groups
 
 Estimate = Callable[[Setting], Estimated]
 Compile = Callable[[Setting], Outcome]

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
 from zero_jax.core.tree import PyTree
-from zero_jax.mesh import Axes, axis_size
 from zero_jax.relation_walk import Comparison
 from zero_jax.relations import SAME, Kind, Relation, rows
-from zero_jax.spec import carries, dims_of
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.weights import with_weight
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.core.signatures import check_arguments
-from zero_jax.mesh import GPUS, axes_of, axis_size
+from zero_jax.sharding.mesh import GPUS, axes_of, axis_size
 
 
 def sequence_parallel(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
-from zero_jax.spec import Dims, without
+from zero_jax.sharding.spec import Dims, without
 from zero_jax.spread_alive import Alive
 from zero_jax.spread_kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
 from zero_jax.spread_rules import RULES, merge

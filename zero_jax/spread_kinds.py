@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
-from zero_jax.spec import Dims
+from zero_jax.sharding.spec import Dims
 
 # Results that are their input under another shape.
 ALIASES = frozenset({"reshape", "transpose", "squeeze", "name", "copy", "optimization_barrier", "zero_order"})

@@ -21,14 +21,14 @@ from zero_jax.core.variables import as_variables, joined
 from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
-from zero_jax.mesh import Axes
 from zero_jax.model_inputs import cast_batch
 from zero_jax.optimizer_update import call_update
 from zero_jax.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
-from zero_jax.precision import update_loss_scale
 from zero_jax.remat import rematerialize
 from zero_jax.separable import Separability, separability
-from zero_jax.spec import dims_of
+from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.precision import update_loss_scale
+from zero_jax.sharding.spec import dims_of
 from zero_jax.state import (
     Placement,
     TrainState,

@@ -21,17 +21,17 @@ from zero_jax.core.tree import leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.ema import ema_params
-from zero_jax.mesh import batch_sharding
 from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.nonfinite import nonfinite_leaves
-from zero_jax.precision import explain_float16
 from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
 from zero_jax.run_folder import as_json, discarding, hold, save_config
 from zero_jax.run_losses import Losses, draw_losses, run_losses
+from zero_jax.sharding.mesh import batch_sharding
+from zero_jax.sharding.precision import explain_float16
 from zero_jax.state import merge, trainable
 from zero_jax.step import make_train_step
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare

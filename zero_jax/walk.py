@@ -24,11 +24,11 @@ from zero_jax.flat import flat_product
 from zero_jax.gather_events import GatherEvent, Notes, WideUse
 from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
 from zero_jax.lookup import move_rows, move_table, plan_lookup
-from zero_jax.mesh import Axes, axis_size
 from zero_jax.ordering import Ordering
 from zero_jax.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
-from zero_jax.spec import Dims, named, without
-from zero_jax.torus import gather_shardings, scattering
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.uses import last_use, used_whole
 from zero_jax.weight_grads import needs_dtype, product
 

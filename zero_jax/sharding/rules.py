@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
-from zero_jax.mesh import Axes, axis_size
-from zero_jax.model_specs import AxisRules, spec_of_each, specs_of
-from zero_jax.spec import Dims, carries, dims_of, named, num_shards, without
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
+from zero_jax.sharding.spec import Dims, carries, dims_of, named, num_shards, without
 
 # An array dim is cut best where a shard still fills the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)

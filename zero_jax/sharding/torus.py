@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import Chain
-from zero_jax.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
+from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
 
 
 def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, dtype: Any = None) -> Chain:

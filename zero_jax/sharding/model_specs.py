@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import PyTree, leaf_names, path_name
-from zero_jax.spec import Dims, dims_of
+from zero_jax.sharding.spec import Dims, dims_of
 
 # From a logical name to the mesh axis, or axes, that dims of that name are cut over; None leaves them whole. Pairs may
 # name one twice, as in Flax: the first whose axes the leaf has not used yet counts.

@@ -14,8 +14,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import shown
-from zero_jax.spec import STAGED_FROM_NUM_CHIPS
-from zero_jax.topology import devices as topology_devices
+from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS
+from zero_jax.sharding.topology import devices as topology_devices
 
 GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 

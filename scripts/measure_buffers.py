@@ -28,8 +28,8 @@ import optax
 
 import zero_jax as zero
 from zero_jax import comms, losses
-from zero_jax.hlo_layout import arrays, parse_shape
-from zero_jax.hlo_memory import peak
+from zero_jax.hlo.layout import arrays, parse_shape
+from zero_jax.hlo.memory import peak
 from zero_jax.models import gpt
 
 TOPOLOGY = "v5p:2x2x4"

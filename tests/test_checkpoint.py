@@ -14,9 +14,10 @@ import reference
 import tensorstore
 
 import zero_jax as zero
-from zero_jax import checkpoint_files, hlo, saved_state
+from zero_jax import checkpoint_files, saved_state
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
 from zero_jax.fingerprint import fingerprint, host_fingerprint
+from zero_jax.hlo import collectives as hlo
 from zero_jax.saved_state import encode_state, saved_leaves
 
 TX = optax.adamw(1e-2)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax as zero
-from zero_jax import hlo
 from zero_jax.combining import compiler_options
+from zero_jax.hlo import collectives as hlo
 from zero_jax.sharding.spec import named
 
 MIB = 2**20

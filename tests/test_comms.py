@@ -14,7 +14,7 @@ import zero_jax as zero
 from zero_jax import comms
 from zero_jax.comms_names import state_leaves
 from zero_jax.comms_rows import spanned_axes
-from zero_jax.hlo_program import Program
+from zero_jax.hlo.program import Program
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 F32 = jnp.float32

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax import heap_layout, memory
+from zero_jax import memory
+from zero_jax.hlo import heap_layout
 from zero_jax.models import gpt
 
 # Two heaps of the device's memory, of 1,000 and 200 bytes, and one on the chip, which does not count. In the first %a

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from zero_jax.hlo_layout import padded_elements, parse_shape
-from zero_jax.hlo_memory import peak
+from zero_jax.hlo.layout import padded_elements, parse_shape
+from zero_jax.hlo.memory import peak
 
 KIB = 2**10
 

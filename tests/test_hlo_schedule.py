@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from zero_jax import hlo, hlo_cost, hlo_schedule
-from zero_jax.hlo_program import Program
+from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo import cost as hlo_cost
+from zero_jax.hlo import schedule as hlo_schedule
+from zero_jax.hlo.program import Program
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"

@@ -14,7 +14,7 @@ from zero_jax.comms_names import ProgramLeaf, num_elements, state_leaves
 from zero_jax.comms_rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.hlo_program import Program
+from zero_jax.hlo.program import Program
 
 __all__ = [
     "CommsEstimate",

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from zero_jax import hlo, hlo_cost
 from zero_jax.core.gather_names import escaped, gathered_path
 from zero_jax.core.tree import PyTree
-from zero_jax.hlo_program import Instruction, Program, integers
+from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo import cost as hlo_cost
+from zero_jax.hlo.program import Instruction, Program, integers
 
 _MAX_NAMES = 3
 _STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state|model_state)(?:'\])?(?=[.\[]|$)(.*)")

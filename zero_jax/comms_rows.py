@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax import hlo, hlo_cost, hlo_schedule
 from zero_jax.comms_names import Names, Phases, ProgramLeaf
-from zero_jax.hlo_program import Instruction, Program
+from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo import cost as hlo_cost
+from zero_jax.hlo import schedule as hlo_schedule
+from zero_jax.hlo.program import Instruction, Program
 
 UNKNOWN_AXES = ("?",)
 _WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")

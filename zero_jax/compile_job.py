@@ -23,7 +23,7 @@ from zero_jax.compile_key import SCHEMA, compile_key
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.grads import MeshLoss
-from zero_jax.heap_layout import HeapLayout, layout_options, read_layout
+from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.state import TrainState, ZeroConfig, abstract_state
 from zero_jax.step import make_train_step

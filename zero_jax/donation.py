@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Sequence
 
-from zero_jax.hlo_layout import arrays, parse_shape
-from zero_jax.hlo_program import Program
+from zero_jax.hlo.layout import arrays, parse_shape
+from zero_jax.hlo.program import Program
 from zero_jax.memory_leaves import STATE_GROUPS, ArgumentLeaf
 
 

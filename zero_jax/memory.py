@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.heap_layout import HeapLayout, layout_options, read_layout
-from zero_jax.hlo_memory import Buffer
+from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
+from zero_jax.hlo.memory import Buffer
 from zero_jax.memory_arrays import ArraysReport, measure_arrays
 from zero_jax.memory_estimate import MemoryEstimate, Residuals, estimate, transformer_residuals
 from zero_jax.memory_kinds import Temporary

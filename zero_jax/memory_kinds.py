@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from zero_jax.core.gather_names import gathered_path
-from zero_jax.hlo_layout import Array, arrays, parse_shape
-from zero_jax.hlo_memory import Buffer, Heap, phase_of
-from zero_jax.hlo_program import KINDS
+from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.memory import Buffer, Heap, phase_of
+from zero_jax.hlo.program import KINDS
 from zero_jax.memory_leaves import ArgumentLeaf, group_of
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.hlo_layout import arrays, parse_shape
-from zero_jax.hlo_program import Instruction, Program
+from zero_jax.hlo.layout import arrays, parse_shape
+from zero_jax.hlo.program import Instruction, Program
 
 GROUPS = ("params", "master", "opt_state", "model_state", "batch", "other")
 STATE_GROUPS = GROUPS[:4]

@@ -9,9 +9,9 @@ from typing import Any
 
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.donation import not_donated
-from zero_jax.heap_layout import HeapLayout
-from zero_jax.hlo_memory import Buffer, Heap, peak, phase_of
-from zero_jax.hlo_program import Program
+from zero_jax.hlo.heap_layout import HeapLayout
+from zero_jax.hlo.memory import Buffer, Heap, peak, phase_of
+from zero_jax.hlo.program import Program
 from zero_jax.memory_kinds import TEMPORARIES, Temporary, classify
 from zero_jax.memory_leaves import (
     STATE_GROUPS,

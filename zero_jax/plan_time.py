@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax import hlo, hlo_cost
-from zero_jax.hlo_program import Instruction, Program
-from zero_jax.hlo_schedule import Timeline, play
+from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo import cost as hlo_cost
+from zero_jax.hlo.program import Instruction, Program
+from zero_jax.hlo.schedule import Timeline, play
 from zero_jax.sharding.topology import Hardware, Topology
 
 # What a collective takes however little it sends: a hop of a ring, and the start of a kernel.

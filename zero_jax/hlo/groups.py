@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from zero_jax.hlo_program import integers
+from zero_jax.hlo.program import integers
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zero_jax.core.gather_names import gathered_path
-from zero_jax.hlo_program import Instruction, Program
-from zero_jax.hlo_values import Value, Values
+from zero_jax.hlo.program import Instruction, Program
+from zero_jax.hlo.values import Value, Values
 
 # Memory spaces of a layout: 0 is the device's memory, 5 the host's; the others of a TPU are on the chip (1 is VMEM).
 # Those of a GPU are parts of its memory.

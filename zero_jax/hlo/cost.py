@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zero_jax.hlo_program import LAYOUT_OR_COMMENT, Instruction, Program, integers
+from zero_jax.hlo.program import LAYOUT_OR_COMMENT, Instruction, Program, integers
 
 # No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
 _FREE = re.compile(

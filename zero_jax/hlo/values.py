@@ -9,8 +9,8 @@ import functools
 import re
 from collections.abc import Iterator
 
-from zero_jax.hlo_layout import Array, Shape, arrays, parse_shape
-from zero_jax.hlo_program import Instruction, Program, integers
+from zero_jax.hlo.layout import Array, Shape, arrays, parse_shape
+from zero_jax.hlo.program import Instruction, Program, integers
 
 Tree = int | tuple["Tree", ...]
 

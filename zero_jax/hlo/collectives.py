@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from zero_jax.hlo_groups import Groups, replica_groups, rings
-from zero_jax.hlo_program import CALLER, KINDS, LAYOUT_OR_COMMENT, Instruction, Program, integers
+from zero_jax.hlo.groups import Groups, replica_groups, rings
+from zero_jax.hlo.program import CALLER, KINDS, LAYOUT_OR_COMMENT, Instruction, Program, integers
 
 # How often the whole array goes round a ring of g devices, in units of (g - 1) / g; the other kinds send it in one hop.
 _RING_PASSES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}

@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from zero_jax import hlo
-from zero_jax.hlo_program import KINDS, Instruction, Program
+from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo.program import KINDS, Instruction, Program
 
 Key = tuple[str, str]
 _DONE = re.compile(rf"({KINDS}|async|call|fusion)-done")

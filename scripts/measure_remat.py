@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 import zero_jax as zero
 from zero_jax.models import gpt
-from zero_jax.remat import POLICIES, rematerialize
+from zero_jax.transforms.remat.transform import POLICIES, rematerialize
 
 GPT = gpt.GPTConfig(vocab_size=512, seq_len=1024, num_layers=6, d_model=512, num_heads=8, remat=False)
 BATCH_SIZE = 16

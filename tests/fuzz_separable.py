@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zero_jax.separable import separability
 from zero_jax.sharding.mesh import Axes
-from zero_jax.weights import with_weight
+from zero_jax.transforms.microbatch_weights import with_weight
+from zero_jax.transforms.separable.decision import separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
 PARTS = MICROBATCHES * DEVICES

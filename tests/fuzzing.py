@@ -20,9 +20,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
-from zero_jax.gather import scatter_grads
-from zero_jax.remat import rematerialize
 from zero_jax.sharding.mesh import axes_of
+from zero_jax.transforms.gather.transform import scatter_grads
+from zero_jax.transforms.remat.transform import rematerialize
 
 BATCH = 16
 SIZES = (1, 2, 3, 5, 8, 13, 16, 24)

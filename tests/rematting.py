@@ -10,7 +10,7 @@ from reference import make_config, mesh_of
 
 import zero_jax as zero
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
-from zero_jax.remat import remat_report, rematerialize
+from zero_jax.transforms.remat.transform import remat_report, rematerialize
 
 LAYERS, BATCH, TOKENS, WIDTH, VOCAB = 3, 4, 16, 32, 64
 CONFIG = {"vocab_size": VOCAB, "seq_len": TOKENS, "num_layers": LAYERS, "d_model": WIDTH, "num_heads": 4}

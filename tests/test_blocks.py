@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.blocks import find_blocks
 from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
+from zero_jax.transforms.blocks.search import find_blocks
 
 WIDTH, LAYERS, BATCH_SIZE = 16, 5, 8
 TINY = gpt.GPTConfig(num_layers=LAYERS, scan=False, remat=False, d_model=WIDTH, seq_len=8, vocab_size=32)

@@ -15,8 +15,8 @@ from reference import mesh_of
 import zero_jax as zero
 from zero_jax import comms
 from zero_jax.core.jaxprs import open_jaxpr
-from zero_jax.flat import flat_product
-from zero_jax.lazy import Lazy, Value
+from zero_jax.transforms.gather.deferred import Lazy, Value
+from zero_jax.transforms.gather.dots import flat_product
 
 P = PartitionSpec
 BATCH, LENGTH, FEATURES, HEADS, DEPTH = 16, 4, 32, 4, 8

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zero_jax.flops import forward_flops
 from zero_jax.models import gpt
+from zero_jax.transforms.flops import forward_flops
 
 X = jax.ShapeDtypeStruct((3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)

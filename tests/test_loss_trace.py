@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 import zero_jax as zero
 from zero_jax import comms, memory
-from zero_jax.flops import forward_flops
 from zero_jax.loss_trace import trace_loss
 from zero_jax.models import gpt
+from zero_jax.transforms.flops import forward_flops
 
 P = PartitionSpec
 GPT = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=3, d_model=32, num_heads=4)

@@ -12,12 +12,16 @@ import pytest
 from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
 
-from zero_jax import passthrough, spread, spread_kinds, spread_rules, weights
 from zero_jax.core import jaxprs
-from zero_jax.relation_pair import Pair
-from zero_jax.relation_rules import KEEPS, RULES, SIZED
-from zero_jax.relation_walk import _CALLS, _SPECIAL, Comparison
-from zero_jax.relations import SAME, Kind, rows
+from zero_jax.transforms import microbatch_weights as weights
+from zero_jax.transforms import passthrough
+from zero_jax.transforms.propagation import kinds as spread_kinds
+from zero_jax.transforms.propagation import propagate as spread
+from zero_jax.transforms.propagation import rules as spread_rules
+from zero_jax.transforms.separable.pair import Pair
+from zero_jax.transforms.separable.relations import SAME, Kind, rows
+from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
+from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, Comparison
 
 PARTS, SMALL, LARGE = 2, 4, 8
 # Primitives of one supported release only.

@@ -24,9 +24,9 @@ from rematting import (
 )
 
 import zero_jax as zero
-from zero_jax.remat import POLICIES, Remat, remat_report, rematerialize, resolve_remat
-from zero_jax.remat_regions import equations
 from zero_jax.sequence_parallel import sequence_parallel
+from zero_jax.transforms.remat.regions import equations
+from zero_jax.transforms.remat.transform import POLICIES, Remat, remat_report, rematerialize, resolve_remat
 
 KINDS = ("dict scan", "dict loop", "linen scan", "linen loop", "nnx scan", "nnx loop")
 KINDS += tuple(f"{kind} own" for kind in KINDS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from reference import mesh_of
 
-from zero_jax.remat import remat_report, rematerialize
+from zero_jax.transforms.remat.transform import remat_report, rematerialize
 
 BATCH, TOKENS, WIDTH, EXPERTS = 8, 8, 16, 4
 # Bytes of the residual stream on one of 8 shards of the batch, and of what may be running beside it.

@@ -7,8 +7,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
 from zero_jax.sharding.spec import dims_of
-from zero_jax.spread import spread
-from zero_jax.spread_kinds import Laid
+from zero_jax.transforms.propagation.kinds import Laid
+from zero_jax.transforms.propagation.propagate import spread
 
 SIZES = {"data": 2, "model": 4}
 B, T, D, F = 8, 16, 32, 64

@@ -23,9 +23,9 @@ from zero_jax.plan_errors import CompilerCrash, ModelError, explain
 from zero_jax.plan_guess import model_sizes
 from zero_jax.plan_layouts import plan_layouts
 from zero_jax.plan_report import PlanReport
-from zero_jax.remat_policies import resolve_remat
 from zero_jax.state import ZeroConfig
 from zero_jax.training_run import TrainConfig
+from zero_jax.transforms.remat.policies import resolve_remat
 
 _STAGES = (0, 1, 2, 3)
 _CHOSEN = "--auto chooses that by itself: leave it out"

@@ -16,12 +16,12 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
-from zero_jax.gather import gather_on_use, scatter_grads
 from zero_jax.grads import MeshLoss, check_batch, user_loss
 from zero_jax.model_inputs import cast_batch
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.state import Placement, TrainState, make_placement
 from zero_jax.state_checks import check_not_donated
+from zero_jax.transforms.gather.transform import gather_on_use, scatter_grads
 from zero_jax.zero_config import ZeroConfig, check_config
 
 

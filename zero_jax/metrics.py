@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.evaluation import Metrics
-from zero_jax.flops import forward_flops
 from zero_jax.grads import MeshLoss, normalize_loss
 from zero_jax.noise_scale import NoiseScale
 from zero_jax.sharding.topology import hardware_of
+from zero_jax.transforms.flops import forward_flops
 
 Log = Callable[[str], None]
 

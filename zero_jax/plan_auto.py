@@ -17,9 +17,9 @@ from zero_jax.plan import plan
 from zero_jax.plan_guess import Guess, Policy, model_sizes
 from zero_jax.plan_report import PlanReport
 from zero_jax.ranking import Outcome, Ranking, Setting
-from zero_jax.remat_policies import resolve_remat
 from zero_jax.search import candidates, search
 from zero_jax.state import ZeroConfig
+from zero_jax.transforms.remat.policies import resolve_remat
 
 # The policies that are tried unless told: from most memory to least, each at the price of time or traffic. What the
 # model does by itself comes last: where that is one of the others, it is left out.

@@ -24,8 +24,6 @@ from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.model_inputs import cast_batch
 from zero_jax.optimizer_update import call_update
 from zero_jax.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
-from zero_jax.remat import rematerialize
-from zero_jax.separable import Separability, separability
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import update_loss_scale
 from zero_jax.sharding.spec import dims_of
@@ -40,7 +38,9 @@ from zero_jax.state import (
 )
 from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.state_shardings import state_shardings
-from zero_jax.weights import with_weight
+from zero_jax.transforms.microbatch_weights import with_weight
+from zero_jax.transforms.remat.transform import rematerialize
+from zero_jax.transforms.separable.decision import Separability, separability
 from zero_jax.zero_config import ZeroConfig, check_config
 
 

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
-from zero_jax.remat_policies import Remat, resolve_remat
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.stages import sharded_groups
+from zero_jax.transforms.remat.policies import Remat, resolve_remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 from jax import lax
 
-from zero_jax.blocks import Block, find_blocks, find_left_out
 from zero_jax.core import jaxprs
-from zero_jax.passthrough import narrows
-from zero_jax.remat_regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
-from zero_jax.remat_report import Left, RegionRow, residuals_of
-from zero_jax.remat_values import CONST, VALUE, Mark, is_large
+from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
+from zero_jax.transforms.passthrough import narrows
+from zero_jax.transforms.remat.regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
+from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
+from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
 
 
 @dataclasses.dataclass(frozen=True)

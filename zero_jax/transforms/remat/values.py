@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
-from zero_jax.passthrough import is_contraction, is_float, passthrough
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
+from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096

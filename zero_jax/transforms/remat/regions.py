@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
 from zero_jax.core.jaxprs import Chain
-from zero_jax.remat_policies import Remat
-from zero_jax.remat_values import (
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.transforms.remat.policies import Remat
+from zero_jax.transforms.remat.values import (
     Mark,
     all_values,
     attention_cores,
@@ -24,7 +25,6 @@ from zero_jax.remat_values import (
     placed_dim,
     products_with_weights,
 )
-from zero_jax.sharding.mesh import Axes, axis_size
 
 # The names of what is kept as it is, and of what is kept elsewhere.
 KEPT, PLACED = "zero_kept", "zero_residual"

@@ -15,22 +15,22 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from zero_jax.casts import pending, put_off
-from zero_jax.copies import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
 from zero_jax.core import jaxprs
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain
-from zero_jax.flat import flat_product
-from zero_jax.gather_events import GatherEvent, Notes, WideUse
-from zero_jax.lazy import Copies, Lazy, Roots, Value, as_array
-from zero_jax.lookup import move_rows, move_table, plan_lookup
-from zero_jax.ordering import Ordering
-from zero_jax.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
-from zero_jax.uses import last_use, used_whole
-from zero_jax.weight_grads import needs_dtype, product
+from zero_jax.transforms.gather.casts import pending, put_off
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array
+from zero_jax.transforms.gather.dots import flat_product
+from zero_jax.transforms.gather.events import GatherEvent, Notes, WideUse
+from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
+from zero_jax.transforms.gather.ordering import Ordering
+from zero_jax.transforms.gather.param_uses import last_use, used_whole
+from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
+from zero_jax.transforms.gather.weight_grads import needs_dtype, product
+from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import is_literal
-from zero_jax.spread_kinds import ALIASES, HEAVY, is_heavy
+from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, is_heavy
 
 
 class Alive:

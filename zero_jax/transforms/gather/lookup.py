@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.copies import split_dim
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, carries, move_steps, named, without
 from zero_jax.sharding.spec import num_shards as num_shards_of
+from zero_jax.transforms.gather.per_device import split_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,14 +22,14 @@ from zero_jax.core.jaxprs import Chain
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import variable_names
-from zero_jax.gather_events import GatherEvent, GatherReport, WideUse
-from zero_jax.lazy import Lazy, Value, as_array
-from zero_jax.mixing import FREE, UNKNOWN, mixed_products
-from zero_jax.passthrough import is_float
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.spec import carries, named
-from zero_jax.walk import Frame, Options, Walk
+from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
+from zero_jax.transforms.gather.events import GatherEvent, GatherReport, WideUse
+from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
+from zero_jax.transforms.gather.walk import Frame, Options, Walk
+from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
 MAX_HOISTED_BYTES = 1 << 28

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.eqn_sequence import EqnSequence
-from zero_jax.repeats import Repeat, num_edits, overlap, tandem_repeats
+from zero_jax.transforms.blocks.repeats import Repeat, num_edits, overlap, tandem_repeats
+from zero_jax.transforms.blocks.sequence import EqnSequence
 
 # As many repeats are looked at closely, those that cover most.
 _MAX_REPEATS = 64

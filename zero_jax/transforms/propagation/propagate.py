@@ -14,9 +14,9 @@ from typing import Any
 
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
 from zero_jax.sharding.spec import Dims, without
-from zero_jax.spread_alive import Alive
-from zero_jax.spread_kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
-from zero_jax.spread_rules import RULES, merge
+from zero_jax.transforms.propagation.alive import Alive
+from zero_jax.transforms.propagation.kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
+from zero_jax.transforms.propagation.rules import RULES, merge
 
 _CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 _MAX_ROUNDS = 4  # after which a loop's carry is taken to lie as it last came out

@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 from zero_jax.core import jaxprs
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
-from zero_jax.remat_policies import POLICIES, Remat, resolve_remat
-from zero_jax.remat_regions import Setting
-from zero_jax.remat_report import RematReport
-from zero_jax.remat_values import Mark, on_model
-from zero_jax.remat_walk import Frame, Log, Walk
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
+from zero_jax.transforms.remat.regions import Setting
+from zero_jax.transforms.remat.report import RematReport
+from zero_jax.transforms.remat.values import Mark, on_model
+from zero_jax.transforms.remat.walk import Frame, Log, Walk
 
 _FUNCTION = "give a function of params and further arguments"
 __all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_jax.core import jaxprs
-from zero_jax.passthrough import narrows
+from zero_jax.transforms.passthrough import narrows
 
 
 def last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:

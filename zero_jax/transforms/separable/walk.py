@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.relation_pair import Pair
-from zero_jax.relation_rules import KEEPS, PLACES, RULES, SIZED
-from zero_jax.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
 from zero_jax.sharding.spec import dims_of
+from zero_jax.transforms.separable.pair import Pair
+from zero_jax.transforms.separable.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
+from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 
 _CALLS = frozenset({"jit", "closed_call", "remat2", "custom_vmap_call"})
 _MAX_ROUNDS = 8  # after which what a loop carries is not known

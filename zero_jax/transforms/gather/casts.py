@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.lazy import Lazy, Value
+from zero_jax.transforms.gather.deferred import Lazy, Value
 
 _MOVES = frozenset("broadcast_in_dim concatenate reshape rev slice split squeeze stack transpose unstack".split())
 _MOVES_BY_INDEX = frozenset({"dynamic_slice", "gather"})

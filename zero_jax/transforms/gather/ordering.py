@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.blocks import find_blocks
 from zero_jax.core import jaxprs
-from zero_jax.lazy import Copies, Lazy, Roots, Value
-from zero_jax.passthrough import is_float, moves_elements
+from zero_jax.transforms.blocks.search import find_blocks
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value
+from zero_jax.transforms.passthrough import is_float, moves_elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

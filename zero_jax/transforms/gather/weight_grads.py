@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr
-from zero_jax.passthrough import is_contraction, is_float
+from zero_jax.transforms.passthrough import is_contraction, is_float
 
 
 def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:

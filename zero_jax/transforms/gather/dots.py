@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import source_context
-from zero_jax.lazy import Lazy, Value
 from zero_jax.sharding.spec import Dims
+from zero_jax.transforms.gather.deferred import Lazy, Value
 
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 Evaluate = Callable[[Sequence[Any], Bind], list[Any]]

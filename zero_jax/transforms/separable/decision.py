@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
 from zero_jax.core.tree import PyTree
-from zero_jax.relation_walk import Comparison
-from zero_jax.relations import SAME, Kind, Relation, rows
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
-from zero_jax.weights import with_weight
+from zero_jax.transforms.microbatch_weights import with_weight
+from zero_jax.transforms.separable.relations import SAME, Kind, Relation, rows
+from zero_jax.transforms.separable.walk import Comparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

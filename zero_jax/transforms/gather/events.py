@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import source_line
-from zero_jax.lazy import Lazy
+from zero_jax.transforms.gather.deferred import Lazy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_jax.relations import Refused, Relation
+from zero_jax.transforms.separable.relations import Refused, Relation
 
 Shape = tuple[int, ...]
 

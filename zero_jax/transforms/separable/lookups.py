@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.relation_pair import Pair, Rule, check
-from zero_jax.relations import Kind, Relation, applied, joined
+from zero_jax.transforms.separable.pair import Pair, Rule, check
+from zero_jax.transforms.separable.relations import Kind, Relation, applied, joined
 
 
 def _at_own_places(pair: Pair, table: Relation, index: Relation, *, to: Sequence[int], alone: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, scan_parts
-from zero_jax.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
+from zero_jax.transforms.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
 
 # How a value depends on the examples: an int is the dim that they are along, and that XLA cuts.
 UNKNOWN, FREE, MIXED = "unknown", "free", "mixed"

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.sharding.spec import Dims, dims_of
-from zero_jax.spread_kinds import Laid
+from zero_jax.transforms.propagation.kinds import Laid
 
 Rule = Callable[[Any, Any, Sequence[Laid]], list[Laid]]
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from zero_jax.core import jaxprs
-from zero_jax.remat_policies import Remat
-from zero_jax.remat_regions import Region, flat
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.transforms.remat.policies import Remat
+from zero_jax.transforms.remat.regions import Region, flat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

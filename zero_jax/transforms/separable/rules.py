@@ -12,10 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax import relation_lookups, relation_reductions
-from zero_jax.passthrough import ELEMENTWISE
-from zero_jax.relation_pair import Pair, Rule, check, without_dims
-from zero_jax.relations import (
+from zero_jax.transforms.passthrough import ELEMENTWISE
+from zero_jax.transforms.separable import lookups as relation_lookups
+from zero_jax.transforms.separable import reductions as relation_reductions
+from zero_jax.transforms.separable.pair import Pair, Rule, check, without_dims
+from zero_jax.transforms.separable.relations import (
     SAME,
     Kind,
     Relation,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from zero_jax.relation_pair import Pair, Rule, check, without_dims
-from zero_jax.relations import Kind, Relation, applied, multiplied
+from zero_jax.transforms.separable.pair import Pair, Rule, check, without_dims
+from zero_jax.transforms.separable.relations import Kind, Relation, applied, multiplied
 
 
 def _reduce_sum(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import optax
 
 import zero_jax as zero
-from zero_jax import comms, losses
+from zero_jax import comms
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.memory import peak
 from zero_jax.models import gpt
+from zero_jax.training import losses
 
 TOPOLOGY = "v5p:2x2x4"
 SHALLOW = gpt.GPTConfig(vocab_size=1024, seq_len=1024, num_layers=4, d_model=1024, num_heads=8)

@@ -23,7 +23,7 @@ from zero_jax.checkpoint_folder import CheckpointFolder
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.training_run import Model, TrainConfig
 
 STEPS, SAVE_EVERY, EVAL_EVERY, BATCH_SIZE = 12, 4, 6, 8

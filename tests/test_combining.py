@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax as zero
-from zero_jax.combining import compiler_options
 from zero_jax.hlo import collectives as hlo
 from zero_jax.sharding.spec import named
+from zero_jax.training.collective_combining import compiler_options
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ import reference
 from reference import assert_close, assert_placed_alike, mesh_of, num_shards, run_plain
 
 from zero_jax.core.tree import leaf_names
-from zero_jax.ema import ParamsEmaState, ema_params, params_ema
+from zero_jax.training.ema import ParamsEmaState, ema_params, params_ema
 
 DECAY = 0.9
 # Sums over a batch are made in another order on several devices, which float32 rounds at 6e-8.

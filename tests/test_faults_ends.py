@@ -21,7 +21,7 @@ import zero_jax as zero
 from zero_jax import cli, run_losses, trainer
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint_write import ArrayWrites
-from zero_jax.nonfinite import NonfiniteState
+from zero_jax.training.state.finite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 

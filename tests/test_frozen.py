@@ -10,7 +10,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 
 PARAMS = {"base": normal(16, 64), "head": normal(64, 16)}
 LABELS = {"base": "frozen", "head": "trained"}

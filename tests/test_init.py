@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax import state as state_module
+from zero_jax.training.state import train_state as state_module
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4)}  # bytes of a param, and of its master param where it has one

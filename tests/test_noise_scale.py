@@ -14,7 +14,7 @@ import pytest
 import reference
 from reference import loss_fn, make_batch, make_trainer, mesh_of
 
-from zero_jax.noise_scale import NoiseScale, estimate_step
+from zero_jax.training.noise_scale import NoiseScale, estimate_step
 
 BATCH_SIZE = 48
 # Sums of some thousand squares in float32, in another order.

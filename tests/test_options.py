@@ -7,7 +7,7 @@ import pytest
 from zero_jax import cli
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.options import read_file, write_file
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 
 SECTIONS = {"zero": ZeroConfig, "optimizer": OptimizerConfig}
 

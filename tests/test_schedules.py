@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from zero_jax import schedules
-from zero_jax.ema import ema_params
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.training.ema import ema_params
 
 STEPS = 100
 

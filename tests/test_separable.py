@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.grads import key_parameter
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
+from zero_jax.training.grads import key_parameter
 from zero_jax.transforms.separable.decision import lays_over, separability
 
 MESH = "model2"

@@ -19,7 +19,7 @@ from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.resume import ResumeError
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
 MODEL = training_run.Model(

@@ -32,7 +32,7 @@ from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.saved_leaf import SavedLeaf
 from zero_jax.saved_state import dtype_name, saved_leaves
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
-from zero_jax.state import TrainState, ZeroConfig, abstract_state, init_state
+from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)

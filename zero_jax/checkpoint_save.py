@@ -26,10 +26,10 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.nonfinite import NonfiniteState, nonfinite_leaves
 from zero_jax.save_barrier import SaveBarrier, SaveFailed
 from zero_jax.saved_state import encode_state
-from zero_jax.state import TrainState
+from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
+from zero_jax.training.state.train_state import TrainState
 
 Log = Callable[[str], None]
 

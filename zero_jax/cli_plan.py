@@ -23,7 +23,7 @@ from zero_jax.plan_errors import CompilerCrash, ModelError, explain
 from zero_jax.plan_guess import model_sizes
 from zero_jax.plan_layouts import plan_layouts
 from zero_jax.plan_report import PlanReport
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.training_run import TrainConfig
 from zero_jax.transforms.remat.policies import resolve_remat
 

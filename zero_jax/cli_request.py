@@ -24,7 +24,7 @@ from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.training_run import TrainConfig
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program

@@ -27,7 +27,7 @@ from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, reader, write_file
 from zero_jax.resume import ResumeError
 from zero_jax.run_folder import discarding, hold
-from zero_jax.state import ZeroConfig
+from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.training_run import Run, TrainConfig, prepare
 
 _NUM_SIMULATED_DEVICES = 8

@@ -18,13 +18,13 @@ from jax.sharding import Mesh
 from zero_jax.comms_rows import SentBytes, axes_name
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.frozen import needed_grads, unchanged
 from zero_jax.loss_trace import LossTrace
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
-from zero_jax.state_checks import check_is_state
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.state.checks import check_is_state
+from zero_jax.training.state.train_state import Placement, TrainState, ZeroConfig, make_placement, trainable
 
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 

@@ -14,8 +14,8 @@ from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.state import TrainState, ZeroConfig
-from zero_jax.state_shardings import sharding_report
+from zero_jax.training.state.shardings import sharding_report
+from zero_jax.training.state.train_state import TrainState, ZeroConfig
 
 
 def groups(state: TrainState) -> dict[str, Any]:

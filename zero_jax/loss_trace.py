@@ -17,12 +17,12 @@ from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dea
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.formulas import ResidualBytes
-from zero_jax.grads import MeshLoss, normalize_loss
-from zero_jax.model_inputs import cast_batch
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import without
-from zero_jax.state import Placement, ZeroConfig, make_placement, merge, trainable
+from zero_jax.training.grads import MeshLoss, normalize_loss
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.state.train_state import Placement, ZeroConfig, make_placement, merge, trainable
 from zero_jax.transforms.flops import count_flops
 from zero_jax.transforms.propagation.alive import sources
 from zero_jax.transforms.propagation.kinds import Laid

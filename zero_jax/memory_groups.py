@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax import frozen
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import to_shardings
-from zero_jax.state import Placement, TrainState, ZeroConfig, make_placement, trainable
-from zero_jax.state_shardings import state_shardings
+from zero_jax.training.optimizer import frozen
+from zero_jax.training.state.shardings import state_shardings
+from zero_jax.training.state.train_state import Placement, TrainState, ZeroConfig, make_placement, trainable
 
 _FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5

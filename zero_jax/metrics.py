@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.evaluation import Metrics
-from zero_jax.grads import MeshLoss, normalize_loss
-from zero_jax.noise_scale import NoiseScale
 from zero_jax.sharding.topology import hardware_of
+from zero_jax.training.evaluation import Metrics
+from zero_jax.training.grads import MeshLoss, normalize_loss
+from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.transforms.flops import forward_flops
 
 Log = Callable[[str], None]

@@ -14,10 +14,10 @@ from zero_jax.compile_process import compile_apart
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.grads import MeshLoss
 from zero_jax.plan_report import PlanReport, make_report
 from zero_jax.sharding.topology import parse
-from zero_jax.state import ZeroConfig
+from zero_jax.training.grads import MeshLoss
+from zero_jax.training.state.train_state import ZeroConfig
 
 
 def plan(

@@ -16,14 +16,14 @@ import optax
 from zero_jax import memory
 from zero_jax.compile_job import batch_shapes
 from zero_jax.core.tree import PyTree
-from zero_jax.grads import MeshLoss
 from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.ranking import Estimated, Setting
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.state import ZeroConfig, abstract_state
+from zero_jax.training.grads import MeshLoss
+from zero_jax.training.state.train_state import ZeroConfig, abstract_state
 from zero_jax.transforms.remat.policies import Remat
 
 # Of the peak, what matrix products reach in practice, and how much of the collectives over `data` something hides:

@@ -12,12 +12,12 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.grads import MeshLoss
 from zero_jax.plan import plan
 from zero_jax.plan_report import PlanReport
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.topology import parse
-from zero_jax.state import ZeroConfig
+from zero_jax.training.grads import MeshLoss
+from zero_jax.training.state.train_state import ZeroConfig
 
 Layout = tuple[int, ...]
 

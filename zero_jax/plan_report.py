@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 
 from zero_jax import comms, memory
 from zero_jax.compile_job import Job, OutOfMemory, compile_job
-from zero_jax.grads import normalize_loss
 from zero_jax.loss_trace import trace_loss
-from zero_jax.model_inputs import cast_batch
 from zero_jax.plan_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.state import TrainState, make_placement
+from zero_jax.training.grads import normalize_loss
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.state.train_state import TrainState, make_placement
 from zero_jax.transforms.flops import forward_flops
 from zero_jax.transforms.remat.policies import resolve_remat
 

@@ -20,10 +20,7 @@ from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.describe import describe_run, groups, num_params
-from zero_jax.ema import ema_params
 from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.noise_scale import NoiseScale
-from zero_jax.nonfinite import nonfinite_leaves
 from zero_jax.preemption import EXIT_CODE as SAVED
 from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
@@ -32,8 +29,11 @@ from zero_jax.run_folder import as_json, discarding, hold, save_config
 from zero_jax.run_losses import Losses, draw_losses, run_losses
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
-from zero_jax.state import merge, trainable
-from zero_jax.step import make_train_step
+from zero_jax.training.ema import ema_params
+from zero_jax.training.noise_scale import NoiseScale
+from zero_jax.training.state.finite import nonfinite_leaves
+from zero_jax.training.state.train_state import merge, trainable
+from zero_jax.training.step import make_train_step
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
 from zero_jax.validation import Validation
 from zero_jax.watchdog import Watchdog

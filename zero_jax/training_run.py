@@ -27,13 +27,13 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig, Dataset, load
-from zero_jax.grads import MeshLoss, check_batch
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.run_folder import check_name, make_folder
 from zero_jax.sampling import Sampler
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.state import ZeroConfig
+from zero_jax.training.grads import MeshLoss, check_batch
+from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.transforms.remat.transform import rematerialize
 from zero_jax.writers import WriterConfig
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.batches import Batch
-from zero_jax.evaluation import make_eval_step
-from zero_jax.grads import MeshLoss
-from zero_jax.zero_config import ZeroConfig
+from zero_jax.training.evaluation import make_eval_step
+from zero_jax.training.grads import MeshLoss
+from zero_jax.training.zero_config import ZeroConfig
 
 
 class Validation:

@@ -15,7 +15,7 @@ import optax
 
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
 from zero_jax.core.tree import PyTree
-from zero_jax.optimizer_update import call_update
+from zero_jax.training.optimizer.update import call_update
 
 # Zeros stay zeros in these.
 _MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())

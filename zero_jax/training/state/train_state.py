@@ -19,7 +19,6 @@ from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
-from zero_jax.optimizer_update import init_opt_state
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
 from zero_jax.sharding.rules import (
@@ -34,7 +33,8 @@ from zero_jax.sharding.rules import (
 from zero_jax.sharding.spec import Dims
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.zero_config import ZeroConfig, check_config
+from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
 @jax.tree_util.register_dataclass

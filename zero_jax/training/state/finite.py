@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import leaf_names
-from zero_jax.state import TrainState
+from zero_jax.training.state.train_state import TrainState
 
 
 class NonfiniteState(ValueError):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
-from zero_jax.state import trainable
+from zero_jax.training.state.train_state import trainable
 
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:

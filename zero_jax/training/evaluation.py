@@ -16,13 +16,13 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
-from zero_jax.grads import MeshLoss, check_batch, user_loss
-from zero_jax.model_inputs import cast_batch
 from zero_jax.sharding.mesh import Axes, axes_of
-from zero_jax.state import Placement, TrainState, make_placement
-from zero_jax.state_checks import check_not_donated
+from zero_jax.training.grads import MeshLoss, check_batch, user_loss
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.state.checks import check_not_donated
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement
+from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms.gather.transform import gather_on_use, scatter_grads
-from zero_jax.zero_config import ZeroConfig, check_config
 
 
 @jax.tree_util.register_dataclass

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
-from zero_jax.loss_function import LossFunction, key_parameter, model_state_parameter
-from zero_jax.noise_scale import mean_of_parts, shard_squares
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
+from zero_jax.training.noise_scale import mean_of_parts, shard_squares
 
 
 @dataclasses.dataclass(frozen=True)

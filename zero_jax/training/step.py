@@ -15,19 +15,21 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.combining import compiler_options
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
-from zero_jax.evaluation import Metrics, placed_loss, replicated, shard_batch
-from zero_jax.frozen import needed_grads, unchanged
-from zero_jax.grads import Accumulator, MeshLoss, check_batch, normalize_loss
-from zero_jax.model_inputs import cast_batch
-from zero_jax.optimizer_update import call_update
-from zero_jax.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import update_loss_scale
 from zero_jax.sharding.spec import dims_of
-from zero_jax.state import (
+from zero_jax.training.collective_combining import compiler_options
+from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
+from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.update import call_update
+from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
+from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
+from zero_jax.training.state.shardings import state_shardings
+from zero_jax.training.state.train_state import (
     Placement,
     TrainState,
     check_optimizer,
@@ -36,12 +38,10 @@ from zero_jax.state import (
     strongly_typed,
     trainable,
 )
-from zero_jax.state_checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
-from zero_jax.state_shardings import state_shardings
+from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.remat.transform import rematerialize
 from zero_jax.transforms.separable.decision import Separability, separability
-from zero_jax.zero_config import ZeroConfig, check_config
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

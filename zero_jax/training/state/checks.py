@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.optimizer_update import init_opt_state
-from zero_jax.state import TrainState, make_placement, trainable
-from zero_jax.zero_config import ZeroConfig
+from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.state.train_state import TrainState, make_placement, trainable
+from zero_jax.training.zero_config import ZeroConfig
 
 
 def check_not_donated(state: PyTree) -> None:

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.paper import CONFIGS, PaperTable, show_gb, show_params
+from zero_jax.analysis.paper import CONFIGS, PaperTable, show_gb, show_params
 from zero_jax.sharding.topology import HARDWARE
 
 Rows = Sequence[Mapping[str, Any]]

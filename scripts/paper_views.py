@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.figures import ThroughputRow, plot_throughput
-from zero_jax.formulas import PAPER_CASES, model_state_bytes
-from zero_jax.paper import PaperTable, show_gb, show_params
+from zero_jax.analysis.figures import ThroughputRow, plot_throughput
+from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.analysis.paper import PaperTable, show_gb, show_params
 
 Rows = Sequence[dict[str, Any]]
 _CASES = tuple(PAPER_CASES)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from zero_jax import cli, cli_zero
-from zero_jax.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper_configs import PAPER_CONFIGS
 from zero_jax.training.state.train_state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.

@@ -6,11 +6,11 @@ import math
 import jax
 import pytest
 
-from zero_jax import comms
-from zero_jax.comms_estimate import CommsEstimate, EstimateRow
-from zero_jax.comms_findings import carries_batch, carries_data, find
-from zero_jax.comms_names import ProgramLeaf
-from zero_jax.comms_rows import Row
+from zero_jax.analysis.comms import measured as comms
+from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow
+from zero_jax.analysis.comms.findings import carries_batch, carries_data, find
+from zero_jax.analysis.comms.names import ProgramLeaf
+from zero_jax.analysis.comms.rows import Row
 
 
 def row(kind="all-reduce", axes=("data",), phase="backward", sent=3e6, dtype="bf16"):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from zero_jax.figures import MemoryBar, ThroughputRow, plot_memory, plot_throughput
-from zero_jax.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.analysis.figures import MemoryBar, ThroughputRow, plot_memory, plot_throughput
+from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 
 
 def paper_bars(*, measured=True):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero_jax.formulas import (
+from zero_jax.analysis.formulas import (
     PAPER_CASES,
     max_params,
     model_parallel_elements,

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from reference import MIN_SHARD_SIZE, host_params, init_params, make_config, mesh_of
 
 import zero_jax as zero
-from zero_jax.formulas import PAPER_CASES, model_state_bytes
-from zero_jax.memory_estimate import Residuals, estimate, transformer_residuals
+from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.analysis.memory.estimated import Residuals, estimate, transformer_residuals
 from zero_jax.models import gpt
 
 PSI = sum(x.size for x in jax.tree.leaves(host_params()))

@@ -10,7 +10,7 @@ import pathlib
 
 import pytest
 
-from zero_jax import paper
+from zero_jax.analysis import paper
 
 PAPER = json.loads((pathlib.Path(__file__).parent / "data" / "zero_paper.json").read_text(encoding="utf-8"))
 

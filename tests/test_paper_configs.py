@@ -15,8 +15,8 @@ import pytest
 import reference
 
 import zero_jax as zero
+from zero_jax.analysis.paper_configs import PAPER_CONFIGS
 from zero_jax.models import gpt
-from zero_jax.paper_configs import PAPER_CONFIGS
 
 PAPER = json.loads((pathlib.Path(__file__).parent / "data" / "zero_paper.json").read_text(encoding="utf-8"))
 # Saved inputs of a block are 2 x 64 x 64 elements on a device: enough for a policy to place them.

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from zero_jax.formulas import PAPER_CASES, model_state_bytes
+from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.ranking import Estimated, Outcome, Setting, shortage, show_gb
 from zero_jax.search import candidates, search
 

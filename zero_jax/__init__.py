@@ -1,11 +1,11 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
 from zero_jax import comms, losses, memory
+from zero_jax.analysis.loss_trace import LossTrace, trace_loss
+from zero_jax.analysis.paper_configs import PAPER_CONFIGS
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.core.variables import Variables
-from zero_jax.loss_trace import LossTrace, trace_loss
-from zero_jax.paper_configs import PAPER_CONFIGS
 from zero_jax.plan import plan
 from zero_jax.plan_auto import AutoPlan, plan_auto
 from zero_jax.plan_errors import CompilerCrash, ModelError

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
-from zero_jax import comms, figures, memory, paper
+from zero_jax.analysis import figures, paper
+from zero_jax.analysis.comms import measured as comms
+from zero_jax.analysis.memory import compared as memory
 from zero_jax.cli_model import ActivationConfig, add_model_options, add_own_model_options
 from zero_jax.cli_request import PlanConfig, Request, log_line, read_request
 from zero_jax.cli_zero import add_zero_options

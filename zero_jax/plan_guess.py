@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import optax
 
-from zero_jax import memory
+from zero_jax.analysis.loss_trace import LossTrace, trace_loss
+from zero_jax.analysis.memory import compared as memory
 from zero_jax.compile_job import batch_shapes
 from zero_jax.core.tree import PyTree
-from zero_jax.loss_trace import LossTrace, trace_loss
 from zero_jax.ranking import Estimated, Setting
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh

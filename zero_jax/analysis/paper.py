@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from zero_jax.formulas import (
+from zero_jax.analysis.formulas import (
     PAPER_CASES,
     max_params,
     model_state_bytes,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.analysis.formulas import ResidualBytes
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables, joined
-from zero_jax.formulas import ResidualBytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import without

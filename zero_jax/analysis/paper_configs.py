@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.paper import CONFIGS
+from zero_jax.analysis.paper import CONFIGS
 from zero_jax.training.state.train_state import ZeroConfig
 
 # The paper gives no size for its buffers.

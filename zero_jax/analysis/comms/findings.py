@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from zero_jax.comms_names import ProgramLeaf, num_elements
-from zero_jax.comms_rows import UNKNOWN_AXES, Row, axes_name
+from zero_jax.analysis.comms.names import ProgramLeaf, num_elements
+from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
 _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.comms_names import Names, Phases, ProgramLeaf
+from zero_jax.analysis.comms.names import Names, Phases, ProgramLeaf
 from zero_jax.hlo import collectives as hlo
 from zero_jax.hlo import cost as hlo_cost
 from zero_jax.hlo import schedule as hlo_schedule

@@ -7,13 +7,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.donation import not_donated
-from zero_jax.hlo.heap_layout import HeapLayout
-from zero_jax.hlo.memory import Buffer, Heap, peak, phase_of
-from zero_jax.hlo.program import Program
-from zero_jax.memory_kinds import TEMPORARIES, Temporary, classify
-from zero_jax.memory_leaves import (
+from zero_jax.analysis.memory.donation import not_donated
+from zero_jax.analysis.memory.kinds import TEMPORARIES, Temporary, classify
+from zero_jax.analysis.memory.leaves import (
     STATE_GROUPS,
     ArgumentLeaf,
     aligned,
@@ -23,6 +19,10 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
+from zero_jax.core.signatures import check_arguments, check_methods
+from zero_jax.hlo.heap_layout import HeapLayout
+from zero_jax.hlo.memory import Buffer, Heap, peak, phase_of
+from zero_jax.hlo.program import Program
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20

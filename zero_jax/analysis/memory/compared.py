@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
+from zero_jax.analysis.memory.estimated import MemoryEstimate, Residuals, estimate, transformer_residuals
+from zero_jax.analysis.memory.kinds import Temporary
+from zero_jax.analysis.memory.leaves import ArgumentLeaf, aligned, readable_bytes
+from zero_jax.analysis.memory.measured import MemoryReport, measure
 from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.hlo.memory import Buffer
-from zero_jax.memory_arrays import ArraysReport, measure_arrays
-from zero_jax.memory_estimate import MemoryEstimate, Residuals, estimate, transformer_residuals
-from zero_jax.memory_kinds import Temporary
-from zero_jax.memory_leaves import ArgumentLeaf, aligned, readable_bytes
-from zero_jax.memory_measure import MemoryReport, measure
 
 __all__ = [
     "ArgumentLeaf",

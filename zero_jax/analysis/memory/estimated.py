@@ -15,10 +15,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.signatures import check_arguments
-from zero_jax.formulas import Residuals, model_state_bytes
-from zero_jax.loss_trace import LossTrace
-from zero_jax.memory_groups import (
+from zero_jax.analysis.formulas import Residuals, model_state_bytes
+from zero_jax.analysis.loss_trace import LossTrace
+from zero_jax.analysis.memory.groups import (
     Difference,
     Group,
     WholeLeaf,
@@ -31,6 +30,7 @@ from zero_jax.memory_groups import (
     uneven_differences,
     whole_leaves,
 )
+from zero_jax.core.signatures import check_arguments
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training.state.checks import check_is_state

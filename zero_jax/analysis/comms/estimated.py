@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.comms_rows import SentBytes, axes_name
+from zero_jax.analysis.comms.rows import SentBytes, axes_name
+from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.loss_trace import LossTrace
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.tree import PyTree, path_name
-from zero_jax.memory_leaves import (
+from zero_jax.analysis.memory.leaves import (
     GROUPS,
     ArgumentLeaf,
     aligned,
@@ -21,6 +20,7 @@ from zero_jax.memory_leaves import (
     sum_by_group,
     whole_warning,
 )
+from zero_jax.core.tree import PyTree, path_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

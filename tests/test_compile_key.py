@@ -10,7 +10,10 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import compile_job, compile_key, compile_process, plan_worker
+from zero_jax.planning import job as compile_job
+from zero_jax.planning import key as compile_key
+from zero_jax.planning import process as compile_process
+from zero_jax.planning import worker as plan_worker
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler

@@ -18,9 +18,11 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli, compile_job, compile_process
+from zero_jax import cli
 from zero_jax.core import user_cache
 from zero_jax.core.user_cache import cache_folder
+from zero_jax.planning import job as compile_job
+from zero_jax.planning import process as compile_process
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -227,7 +229,7 @@ def test_layouts_are_compiled_and_ranked(cache):
     ],
 )
 def test_which_layouts_are_tried(topology, data, layouts):
-    module = importlib.import_module("zero_jax.plan_layouts")  # the package's own name is the function
+    module = importlib.import_module("zero_jax.planning.layouts")  # the package's own name is the function
     assert set(module._merged(topology, data)) == layouts
 
 
@@ -312,7 +314,7 @@ def test_the_worker_leaves_no_half_written_result(tmp_path):
     job = tmp_path / "job"
     job.write_bytes(cloudpickle.dumps((functools.partial(int), {"name": "none"})))
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "zero_jax.plan_worker", str(job), str(tmp_path / "result")]
+    command = [sys.executable, "-m", "zero_jax.planning.worker", str(job), str(tmp_path / "result")]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert isinstance(cloudpickle.loads((tmp_path / "result").read_bytes()), RuntimeError)
     assert not (tmp_path / "result.partial").exists()

@@ -12,11 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax import cli, plan_guess, ranking
+from zero_jax import cli
+from zero_jax.planning import guess as plan_guess
+from zero_jax.planning import ranking
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
-plan_auto = importlib.import_module("zero_jax.plan_auto")  # the package's own name is the function
+plan_auto = importlib.import_module("zero_jax.planning.auto")  # the package's own name is the function
 TOPOLOGY = "v5e:2x2"
 CONFIG = zero.ZeroConfig(precision="bf16")
 PSI = planned.DEPTH * planned.WIDTH**2

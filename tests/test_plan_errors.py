@@ -14,7 +14,12 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli, compile_job, compile_process, plan_errors, plan_report, plan_time
+from zero_jax import cli
+from zero_jax.planning import errors as plan_errors
+from zero_jax.planning import job as compile_job
+from zero_jax.planning import process as compile_process
+from zero_jax.planning import report as plan_report
+from zero_jax.planning import step_time as plan_time
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -194,7 +199,7 @@ def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
     )  # fmt: skip
     (folder / "job").write_bytes(cloudpickle.dumps((job, {"name": "endless"})))
     environment = {**os.environ, **compile_process.COMPILE_ONLY, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "zero_jax.plan_worker", str(folder / "job"), str(folder / "result"), "1"]
+    command = [sys.executable, "-m", "zero_jax.planning.worker", str(folder / "job"), str(folder / "result"), "1"]
     assert os.getpid() != 1
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert ended.returncode == 1, ended.stderr

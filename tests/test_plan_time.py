@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from zero_jax import plan_time
+from zero_jax.planning import step_time as plan_time
 from zero_jax.sharding import topology
 
 V5P = topology.HARDWARE["v5p"]

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
-from zero_jax.ranking import Estimated, Outcome, Setting, shortage, show_gb
-from zero_jax.search import candidates, search
+from zero_jax.planning.ranking import Estimated, Outcome, Setting, shortage, show_gb
+from zero_jax.planning.search import candidates, search
 
 STAGES = dict(enumerate(PAPER_CASES.values()))
 

@@ -9,8 +9,9 @@ import sys
 import cloudpickle
 import pytest
 
-from zero_jax import plan_worker, user_modules
-from zero_jax.user_modules import resolve
+from zero_jax.planning import user_modules
+from zero_jax.planning import worker as plan_worker
+from zero_jax.planning.user_modules import resolve
 
 
 def write(folder, **files):

@@ -6,11 +6,11 @@ from zero_jax.analysis.paper_configs import PAPER_CONFIGS
 from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.core.variables import Variables
-from zero_jax.plan import plan
-from zero_jax.plan_auto import AutoPlan, plan_auto
-from zero_jax.plan_errors import CompilerCrash, ModelError
-from zero_jax.plan_layouts import LayoutPlans, plan_layouts
-from zero_jax.plan_report import PlanReport
+from zero_jax.planning.auto import AutoPlan, plan_auto
+from zero_jax.planning.errors import CompilerCrash, ModelError
+from zero_jax.planning.layouts import LayoutPlans, plan_layouts
+from zero_jax.planning.report import PlanReport
+from zero_jax.planning.single import plan
 from zero_jax.sharding.mesh import batch_sharding, make_mesh
 from zero_jax.sharding.precision import LossScaleConfig, Precision
 from zero_jax.sharding.rules import ShardingReport

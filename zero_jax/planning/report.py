@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from zero_jax.analysis.comms import measured as comms
 from zero_jax.analysis.loss_trace import trace_loss
 from zero_jax.analysis.memory import compared as memory
-from zero_jax.compile_job import Job, OutOfMemory, compile_job
-from zero_jax.plan_time import TimeEstimate, estimate_time
+from zero_jax.planning.job import Job, OutOfMemory, compile_job
+from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse

@@ -15,9 +15,9 @@ import optax
 
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
 from zero_jax.analysis.memory import compared as memory
-from zero_jax.compile_job import batch_shapes
 from zero_jax.core.tree import PyTree
-from zero_jax.ranking import Estimated, Setting
+from zero_jax.planning.job import batch_shapes
+from zero_jax.planning.ranking import Estimated, Setting
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision

@@ -19,10 +19,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.compile_key import SCHEMA, compile_key
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
+from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training.grads import MeshLoss
 from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import optax
 
-from zero_jax.compile_job import Job, batch_shapes
-from zero_jax.compile_process import compile_apart
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.plan_report import PlanReport, make_report
+from zero_jax.planning.job import Job, batch_shapes
+from zero_jax.planning.process import compile_apart
+from zero_jax.planning.report import PlanReport, make_report
 from zero_jax.sharding.topology import parse
 from zero_jax.training.grads import MeshLoss
 from zero_jax.training.state.train_state import ZeroConfig

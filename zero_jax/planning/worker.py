@@ -1,4 +1,4 @@
-"""The process that compiles one job: `python -m zero_jax.plan_worker JOB RESULT [PARENT]`, started by `zero_jax.plan`.
+"""The process that compiles one job: `python -m zero_jax.planning.worker JOB RESULT [PARENT]`, started by `zero_jax.planning.single`.
 
 A compiler that crashes or runs out of the machine's memory ends this process, and nothing else. What it does is told on
 standard output, a line each. However the process that wants the result ends, this one does not go on without it.
@@ -18,9 +18,9 @@ from typing import Any
 import cloudpickle
 import jax
 
-from zero_jax.plan_errors import explain
-from zero_jax.plan_report import make_report
-from zero_jax.user_modules import install
+from zero_jax.planning.errors import explain
+from zero_jax.planning.report import make_report
+from zero_jax.planning.user_modules import install
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import cloudpickle
 
-from zero_jax.compile_job import Job
-from zero_jax.compile_key import program_settings
-from zero_jax.plan_errors import CompilerCrash
-from zero_jax.plan_report import PlanReport
+from zero_jax.planning.errors import CompilerCrash
+from zero_jax.planning.job import Job
+from zero_jax.planning.key import program_settings
+from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.topology import missing_compiler, parse
 
 _SECONDS_BETWEEN_LINES = 15
@@ -136,7 +136,7 @@ def _run(
 def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     """Starts the process, and sees to it that it is gone afterwards, whatever happens meanwhile."""
     paths = [str(files.job), str(files.result)]
-    command = [sys.executable, "-m", "zero_jax.plan_worker", *paths, str(os.getpid())]
+    command = [sys.executable, "-m", "zero_jax.planning.worker", *paths, str(os.getpid())]
     with files.phases.open("wb") as phases, files.errors.open("wb") as errors:
         process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=phases, stderr=errors,

@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.signatures import check_arguments
-from zero_jax.plan import plan
-from zero_jax.plan_report import PlanReport
+from zero_jax.planning.report import PlanReport
+from zero_jax.planning.single import plan
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.topology import parse
 from zero_jax.training.grads import MeshLoss

@@ -12,11 +12,11 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.plan import plan
-from zero_jax.plan_guess import Guess, Policy, model_sizes
-from zero_jax.plan_report import PlanReport
-from zero_jax.ranking import Outcome, Ranking, Setting
-from zero_jax.search import candidates, search
+from zero_jax.planning.guess import Guess, Policy, model_sizes
+from zero_jax.planning.ranking import Outcome, Ranking, Setting
+from zero_jax.planning.report import PlanReport
+from zero_jax.planning.search import candidates, search
+from zero_jax.planning.single import plan
 from zero_jax.training.grads import MeshLoss
 from zero_jax.training.state.train_state import ZeroConfig
 from zero_jax.transforms.remat.policies import resolve_remat

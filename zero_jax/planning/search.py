@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from zero_jax.ranking import Estimated, Miss, Outcome, Ranked, Ranking, Setting, shortage, show_gb
+from zero_jax.planning.ranking import Estimated, Miss, Outcome, Ranked, Ranking, Setting, shortage, show_gb
 from zero_jax.sharding.stages import sharded_groups
 
 Estimate = Callable[[Setting], Estimated]

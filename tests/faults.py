@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.checkpoint_folder import CheckpointFolder
+from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.data import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig

@@ -14,11 +14,19 @@ import reference
 import tensorstore
 
 import zero_jax as zero
-from zero_jax import checkpoint_files, saved_state
-from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
-from zero_jax.fingerprint import fingerprint, host_fingerprint
+from zero_jax.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    describe,
+    latest_step,
+    restore,
+    saved_state,
+)
+from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
+from zero_jax.checkpoint.saved_state import encode_state, saved_leaves
 from zero_jax.hlo import collectives as hlo
-from zero_jax.saved_state import encode_state, saved_leaves
 
 TX = optax.adamw(1e-2)
 CONFIG = reference.make_config(stage=3)

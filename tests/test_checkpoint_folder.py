@@ -24,14 +24,15 @@ import tensorstore
 from etils import epath
 
 import zero_jax as zero
-from zero_jax import checkpoint_files, checkpoint_folder
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
-from zero_jax.checkpoint_folder import CheckpointFolder
-from zero_jax.checkpoint_record import record_to_json
-from zero_jax.checkpoint_write import ArrayWrites
+from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint import folder as checkpoint_folder
+from zero_jax.checkpoint.folder import CheckpointFolder
+from zero_jax.checkpoint.record import record_to_json
+from zero_jax.checkpoint.saved_state import encode_state
+from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core import folder_lock
 from zero_jax.core.folder_lock import FolderInUse, FolderLock
-from zero_jax.saved_state import encode_state
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 

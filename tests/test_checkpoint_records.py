@@ -12,9 +12,11 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax import checkpoint_files, checkpoint_read, checkpoint_record
 from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, list_steps, restore
-from zero_jax.checkpoint_files import check_files, newest
+from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint import reading as checkpoint_read
+from zero_jax.checkpoint import record as checkpoint_record
+from zero_jax.checkpoint.files import check_files, newest
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 

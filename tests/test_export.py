@@ -19,7 +19,7 @@ from test_checkpoint import flip_value
 import zero_jax as zero
 from zero_jax import cli_checkpoint
 from zero_jax.checkpoint import Checkpointer, CheckpointError
-from zero_jax.export import export, parse_size
+from zero_jax.checkpoint.exporting import export, parse_size
 from zero_jax.options import Parser
 from zero_jax.training import ema
 
@@ -74,7 +74,7 @@ def test_one_file(run, tmp_path):
 
 
 def test_several_files_with_an_index(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_jax.export._SLICE_BYTES", 100)  # leaves come in many slices
+    monkeypatch.setattr("zero_jax.checkpoint.exporting._SLICE_BYTES", 100)  # leaves come in many slices
     folder, params = run
     done = export(folder, tmp_path, dtype="bfloat16", max_shard_bytes=5000)  # into a folder that is there
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch):
         path.write_bytes(b"part")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("zero_jax.export._write", full)
+    monkeypatch.setattr("zero_jax.checkpoint.exporting._write", full)
     with pytest.raises(ValueError, match=r"cannot write .*out: No space left on device; nothing was left"):
         export(folder, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 
-from zero_jax import checkpoint_folder, checkpoint_save, trainer
+from zero_jax import trainer
+from zero_jax.checkpoint import folder as checkpoint_folder
+from zero_jax.checkpoint import saving as checkpoint_save
 from zero_jax.metrics import device_memory_bytes
 from zero_jax.optimizers import OptimizerConfig
 

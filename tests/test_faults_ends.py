@@ -20,7 +20,7 @@ from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, check
 import zero_jax as zero
 from zero_jax import cli, run_losses, trainer
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
-from zero_jax.checkpoint_write import ArrayWrites
+from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.training.state.finite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")

@@ -28,8 +28,8 @@ from reference import assert_close, assert_placed_alike, mesh_of
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, describe, restore
-from zero_jax.export import export
-from zero_jax.saved_state import saved_leaves
+from zero_jax.checkpoint.exporting import export
+from zero_jax.checkpoint.saved_state import saved_leaves
 
 NUM_STEPS = 3
 # Sums over a batch are made in another order on several devices.

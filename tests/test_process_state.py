@@ -17,7 +17,7 @@ import optax
 import reference
 
 from zero_jax.checkpoint import Checkpointer, describe, restore
-from zero_jax.export import export
+from zero_jax.checkpoint.exporting import export
 from zero_jax.training.evaluation import make_eval_step
 
 TX = optax.sgd(1e-2)

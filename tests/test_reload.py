@@ -12,7 +12,7 @@ import reference
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, restore
-from zero_jax.saved_state import saved_leaves
+from zero_jax.checkpoint.saved_state import saved_leaves
 
 # Sums over devices are taken in another order, and Adam divides gradients by their size: the bound of test_parity.py.
 TOLERANCE = 2e-5

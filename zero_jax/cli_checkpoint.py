@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from zero_jax.checkpoint_report import describe
+from zero_jax.checkpoint.description import describe
+from zero_jax.checkpoint.exporting import export, parse_size
 from zero_jax.core.field_checks import check_fields
-from zero_jax.export import export, parse_size
 from zero_jax.options import add_fields, given, reader
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from zero_jax.checkpoint import CheckpointError, Restored, restore
-from zero_jax.checkpoint_files import candidates, find
-from zero_jax.checkpoint_record import step_path
+from zero_jax.checkpoint.files import candidates, find
+from zero_jax.checkpoint.record import step_path
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.untrusted import flag, mapping, number, whole_number
 from zero_jax.run_folder import as_json, differences

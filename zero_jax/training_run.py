@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from zero_jax.capacity import check_capacity
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.checkpoint_files import candidates, find
-from zero_jax.checkpoint_record import resolve
-from zero_jax.checkpoint_save import LOCK
+from zero_jax.checkpoint.files import candidates, find
+from zero_jax.checkpoint.record import resolve
+from zero_jax.checkpoint.saving import LOCK
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock

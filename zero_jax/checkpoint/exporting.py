@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint_files import check_files, find, make_context, read_slices
-from zero_jax.checkpoint_record import Record
+from zero_jax.checkpoint.files import check_files, find, make_context, read_slices
+from zero_jax.checkpoint.record import Record
+from zero_jax.checkpoint.saved_leaf import SavedLeaf
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.saved_leaf import SavedLeaf
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: Mapping[str, str] = {

@@ -18,16 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.checkpoint_files import list_steps
-from zero_jax.checkpoint_folder import CheckpointFolder
-from zero_jax.checkpoint_record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
-from zero_jax.checkpoint_write import ArrayWrites
+from zero_jax.checkpoint.files import list_steps
+from zero_jax.checkpoint.folder import CheckpointFolder
+from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
+from zero_jax.checkpoint.save_barrier import SaveBarrier, SaveFailed
+from zero_jax.checkpoint.saved_state import encode_state
+from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.save_barrier import SaveBarrier, SaveFailed
-from zero_jax.saved_state import encode_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
 from zero_jax.training.state.train_state import TrainState
 

@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint_files import find, verify
-from zero_jax.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.files import find, verify
+from zero_jax.checkpoint.saved_leaf import SavedLeaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,15 @@ from etils import epath
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint_files import candidates, check_files, check_index, missing, none_whole, steps_folder
-from zero_jax.checkpoint_read import read_arrays, unread
-from zero_jax.checkpoint_record import CheckpointError, Record, read_record, step_path
+from zero_jax.checkpoint.files import candidates, check_files, check_index, missing, none_whole, steps_folder
+from zero_jax.checkpoint.reading import read_arrays, unread
+from zero_jax.checkpoint.record import CheckpointError, Record, read_record, step_path
+from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.device_put import move, place
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
-from zero_jax.saved_leaf import SavedLeaf
-from zero_jax.saved_state import dtype_name, saved_leaves
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
 from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state, init_state
 

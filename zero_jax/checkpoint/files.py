@@ -13,8 +13,9 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from zero_jax import ocdbt
-from zero_jax.checkpoint_record import (
+from zero_jax.checkpoint import ocdbt
+from zero_jax.checkpoint.fingerprint import host_fingerprint
+from zero_jax.checkpoint.record import (
     RECORD_FILE,
     STATE,
     STEP,
@@ -27,7 +28,6 @@ from zero_jax.checkpoint_record import (
     step_path,
 )
 from zero_jax.core.untrusted import irregular
-from zero_jax.fingerprint import host_fingerprint
 
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 _MAX_INDEX_BYTES = 1 << 26

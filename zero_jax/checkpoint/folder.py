@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from zero_jax.checkpoint_files import COMMITTED, candidates
-from zero_jax.checkpoint_record import RECORD_FILE, CheckpointError, is_bucket, read_record, step_path
+from zero_jax.checkpoint.files import COMMITTED, candidates
+from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, is_bucket, read_record, step_path
 from zero_jax.core.untrusted import parse_json, read_file
 
 MARK = "zero_jax.json"

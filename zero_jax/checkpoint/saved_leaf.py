@@ -23,7 +23,7 @@ class SavedLeaf:
       dtype: dtype as the train state has it; `key<threefry2x32>` for PRNG keys of that kind.
       stored_shape: shape in the files.
       stored_dtype: dtype in the files.
-      fingerprint: see `zero_jax.fingerprint`.
+      fingerprint: see `zero_jax.checkpoint.fingerprint`.
     """
 
     shape: tuple[int, ...]

@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint_files import check_fingerprint, damaged, make_context, open_leaf
-from zero_jax.checkpoint_record import CheckpointError, Record
+from zero_jax.checkpoint.files import check_fingerprint, damaged, make_context, open_leaf
+from zero_jax.checkpoint.record import CheckpointError, Record
+from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
-from zero_jax.saved_leaf import SavedLeaf
-from zero_jax.saved_state import decode, fingerprints
 
 # Bytes of this process's shards that are read ahead of what has been moved to the devices.
 _PENDING_BYTES = 1 << 30

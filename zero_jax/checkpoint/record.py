@@ -13,8 +13,8 @@ from typing import Any
 
 from etils import epath
 
+from zero_jax.checkpoint.saved_leaf import SavedLeaf, leaves_from_json, leaves_to_json
 from zero_jax.core.untrusted import mapping, number, parse_json, read_file, whole_number
-from zero_jax.saved_leaf import SavedLeaf, leaves_from_json, leaves_to_json
 
 FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder

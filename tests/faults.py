@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.data import DataConfig
+from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.training.state.train_state import ZeroConfig

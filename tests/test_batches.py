@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax import batches, data, tokenizer
+from zero_jax.data import batches, tokenizer
+from zero_jax.data import dataset as data
+from zero_jax.data.train_validation_split import TokenPart
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.split import TokenPart
 
 # Three documents, each ended by 0, that are not next to each other in the file.
 PART = TokenPart(

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from zero_jax import data, sources, token_cache, token_chunks
-from zero_jax.documents import read_text
-from zero_jax.sources import find
-from zero_jax.token_files import Chunk, TokenFile, TokenMeta, open_folder, open_tokens, write_folder
-from zero_jax.tokenizer import train_bpe
+from zero_jax.data import dataset as data
+from zero_jax.data import sources
+from zero_jax.data.documents import read_text
+from zero_jax.data.sources import find
+from zero_jax.data.tokenizer import train_bpe
+from zero_jax.data.tokens import cache as token_cache
+from zero_jax.data.tokens import chunks as token_chunks
+from zero_jax.data.tokens.files import Chunk, TokenFile, TokenMeta, open_folder, open_tokens, write_folder
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
 ENDED = [[*document.encode(), 0] for document in DOCUMENTS]

@@ -25,10 +25,10 @@ from faults import (
 )
 
 from zero_jax import cli, trainer
-from zero_jax.data import DataConfig
+from zero_jax.data.dataset import DataConfig
+from zero_jax.data.train_validation_split import TokenPart
 from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig, Precision
-from zero_jax.split import TokenPart
 from zero_jax.training_run import prepare
 from zero_jax.writers import WriterConfig
 

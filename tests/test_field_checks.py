@@ -9,7 +9,7 @@ import pytest
 
 from zero_jax import cli, cli_train
 from zero_jax.core.field_checks import check_fields
-from zero_jax.data import DataConfig
+from zero_jax.data.dataset import DataConfig
 from zero_jax.launch import LaunchConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import option_fields

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_data import ENDED, STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
 
-from zero_jax import token_cache
-from zero_jax.token_files import TokenFile, open_folder
-from zero_jax.token_sums import CHUNK_BYTES, RunningSums
+from zero_jax.data.tokens import cache as token_cache
+from zero_jax.data.tokens.checksums import CHUNK_BYTES, RunningSums
+from zero_jax.data.tokens.files import TokenFile, open_folder
 
 
 def flip(path, place):

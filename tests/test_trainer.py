@@ -14,7 +14,7 @@ import pytest
 from zero_jax import metrics, optimizers, trainer, training_run
 from zero_jax.checkpoint import restore
 from zero_jax.core.variables import Variables
-from zero_jax.data import DataConfig
+from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.optimizers import OptimizerConfig
 from zero_jax.resume import ResumeError

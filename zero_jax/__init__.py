@@ -3,9 +3,9 @@
 from zero_jax import comms, losses, memory
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
 from zero_jax.analysis.paper_configs import PAPER_CONFIGS
-from zero_jax.batch_buffers import BatchBuffers
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
 from zero_jax.core.variables import Variables
+from zero_jax.data.batch_buffers import BatchBuffers
 from zero_jax.planning.auto import AutoPlan, plan_auto
 from zero_jax.planning.errors import CompilerCrash, ModelError
 from zero_jax.planning.layouts import LayoutPlans, plan_layouts

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.batch_buffers import BatchBuffers
-from zero_jax.batches import train_batches, validation_batches
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.console import Console, lasting
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
 from zero_jax.core.variables import Variables
+from zero_jax.data.batch_buffers import BatchBuffers
+from zero_jax.data.batches import train_batches, validation_batches
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.preemption import EXIT_CODE as SAVED

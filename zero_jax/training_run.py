@@ -26,7 +26,7 @@ from zero_jax.core.agreement import from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.data import DataConfig, Dataset, load
+from zero_jax.data.dataset import DataConfig, Dataset, load
 from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.run_folder import check_name, make_folder
 from zero_jax.sampling import Sampler

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from zero_jax.sources import SourceFile
-from zero_jax.token_files import TokenFile, Tokens
+from zero_jax.data.sources import SourceFile
+from zero_jax.data.tokens.files import TokenFile, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from zero_jax.sources import SourceFile, source_file
-from zero_jax.token_sums import CHUNK_BYTES, RunningSums, Sums, file_sum, record_sum
+from zero_jax.data.sources import SourceFile, source_file
+from zero_jax.data.tokens.checksums import CHUNK_BYTES, RunningSums, Sums, file_sum, record_sum
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 _VERSION = 2

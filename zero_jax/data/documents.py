@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from zero_jax.sources import Source, SourceFile
+from zero_jax.data.sources import Source, SourceFile
 
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zero_jax.data import Dataset
-from zero_jax.split import TokenPart
+from zero_jax.data.dataset import Dataset
+from zero_jax.data.train_validation_split import TokenPart
 
 Batch = dict[str, jax.Array]
 _MAX_THREADS = 4

@@ -8,11 +8,11 @@ import numpy as np
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.sources import Format, find
-from zero_jax.split import TokenPart, split_documents
-from zero_jax.token_cache import TOKENIZER_FILE, Log, checked, read_tokens
-from zero_jax.token_files import TokenDtype, TokenFile, Tokens, is_token_folder, open_folder
-from zero_jax.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.data.sources import Format, find
+from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, checked, read_tokens
+from zero_jax.data.tokens.files import TokenDtype, TokenFile, Tokens, is_token_folder, open_folder
+from zero_jax.data.train_validation_split import TokenPart, split_documents
 
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from zero_jax.documents import Piece
-from zero_jax.sources import Source, SourceFile
-from zero_jax.token_files import Chunk, TokenFile, open_tokens
-from zero_jax.tokenizer import Tokenizer
+from zero_jax.data.documents import Piece
+from zero_jax.data.sources import Source, SourceFile
+from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data.tokens.files import Chunk, TokenFile, open_tokens
 
 _BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 1 << 20

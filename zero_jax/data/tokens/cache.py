@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zero_jax.core.user_cache import evict_oldest, in_use
-from zero_jax.documents import read_text
-from zero_jax.sources import Source
-from zero_jax.token_chunks import array_chunks, file_chunks, read_offsets, record_chunks, text_chunks, token_file
-from zero_jax.token_files import Chunk, TokenFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
-from zero_jax.tokenizer import JsonTokenizer, Tokenizer
+from zero_jax.data.documents import read_text
+from zero_jax.data.sources import Source
+from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
+from zero_jax.data.tokens.chunks import array_chunks, file_chunks, read_offsets, record_chunks, text_chunks, token_file
+from zero_jax.data.tokens.files import Chunk, TokenFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
 
 Log = Callable[[str], None]
 TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it

@@ -265,7 +265,7 @@ FAULTS = {
 
 def main(fault, folder, changes="{}"):
     """Trains with a fault, and ends with the status that `zero-jax train` would have."""
-    from zero_jax.cluster import join
+    from zero_jax.cluster.joining import join
 
     place, folder = join(), pathlib.Path(folder)
     inject, model, broken = FAULTS[fault]

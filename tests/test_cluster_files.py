@@ -12,7 +12,7 @@ import pytest
 import yaml
 from test_clusters import SCRIPT, TESTS, simulated_devices
 
-from zero_jax import cluster
+from zero_jax.cluster import joining as cluster
 
 FILES = TESTS.parent / "scripts" / "cluster"
 SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from zero_jax import cli, cluster
+from zero_jax import cli
+from zero_jax.cluster import joining as cluster
 
 TESTS = pathlib.Path(__file__).parent
 SCRIPT = str(TESTS / "launched.py")
@@ -137,7 +138,7 @@ def free_port():
 
 def joining(timeout_seconds, **environment):
     """Returns what a process says that tries to join, and how long it took."""
-    code = f"from zero_jax.launch import join; join(timeout_seconds={timeout_seconds})"
+    code = f"from zero_jax.cluster.launching import join; join(timeout_seconds={timeout_seconds})"
     told = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, timeout=60)
@@ -150,7 +151,9 @@ def test_a_coordinator_that_does_not_answer():
     status, told, seconds = joining(1, **environment)
     assert status == 1
     last = told.splitlines()[-1]
-    assert last.startswith("zero_jax.cluster.NotJoined: process 1 of 2: process 0 does not answer at " + address)
+    assert last.startswith(
+        "zero_jax.cluster.joining.NotJoined: process 1 of 2: process 0 does not answer at " + address
+    )
     assert "firewall" in last
     assert seconds < 20
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import zero_jax
+from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.schedules import make_schedule
 from zero_jax.training.ema import params_ema
 from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.watchdog import Watchdog
 
 BAD = (math.nan, math.inf, -math.inf, np.float32("nan"), True, "1", [1], 10**400, -(10**400), -1, 0, 1.5, 1j)
 # Fields for which nothing is a number like others.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from zero_jax import cli, cli_train
+from zero_jax.cluster.launching import LaunchConfig
 from zero_jax.core.field_checks import check_fields
 from zero_jax.data.dataset import DataConfig
-from zero_jax.launch import LaunchConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import option_fields
 from zero_jax.run_folder import make_folder

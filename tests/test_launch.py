@@ -12,9 +12,9 @@ import time
 import pytest
 
 from zero_jax import cli_launch
-from zero_jax.cluster import NUM_PROCESSES
-from zero_jax.launch import LaunchConfig, launch
-from zero_jax.merge import Merger
+from zero_jax.cluster.joining import NUM_PROCESSES
+from zero_jax.cluster.launching import LaunchConfig, launch
+from zero_jax.cluster.log_merging import Merger
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
 COMMANDS = ("launch", "plan", "train")

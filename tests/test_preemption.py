@@ -10,7 +10,7 @@ import threading
 import jax
 import pytest
 
-from zero_jax.preemption import Preemption
+from zero_jax.cluster.preemption import Preemption
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from zero_jax.watchdog import EXIT_CODE, Watchdog, places
+from zero_jax.cluster.watchdog import EXIT_CODE, Watchdog, places
 
 
 class Clock:
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
 def test_a_file_system_that_hangs_does_not_stop_it(tmp_path, monkeypatch):
     released, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(Watchdog, "_leave_word", lambda self: released.wait(20))
-    monkeypatch.setattr("zero_jax.watchdog._within", _at_once)
+    monkeypatch.setattr("zero_jax.cluster.watchdog._within", _at_once)
     lines = []
     with Watchdog(0.1, tmp_path, log=lines.append, allowances={}, exit=lambda code: ended.set()):
         assert ended.wait(10)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.cluster import NUM_PROCESSES
-from zero_jax.launch import LaunchConfig, launch
+from zero_jax.cluster.joining import NUM_PROCESSES
+from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.options import add_fields, given, reader
 
 _PYTHONS = ("python", "python3")

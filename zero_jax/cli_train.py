@@ -22,7 +22,7 @@ import jax
 from zero_jax import trainer
 from zero_jax.cli_model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cli_zero import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, Place, join
+from zero_jax.cluster.joining import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.options import add_fields, finite, given, reader, write_file
 from zero_jax.resume import ResumeError

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.checkpoint import Checkpointer
+from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.cluster.preemption import Preemption
+from zero_jax.cluster.watchdog import Watchdog
 from zero_jax.console import Console, lasting
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
@@ -21,8 +24,6 @@ from zero_jax.data.batch_buffers import BatchBuffers
 from zero_jax.data.batches import train_batches, validation_batches
 from zero_jax.describe import describe_run, groups, num_params
 from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.preemption import EXIT_CODE as SAVED
-from zero_jax.preemption import Preemption
 from zero_jax.profiling import Profiler
 from zero_jax.resume import Start, begin, identity
 from zero_jax.run_folder import as_json, discarding, hold, save_config
@@ -36,7 +37,6 @@ from zero_jax.training.state.train_state import merge, trainable
 from zero_jax.training.step import make_train_step
 from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
 from zero_jax.validation import Validation
-from zero_jax.watchdog import Watchdog
 from zero_jax.writers import Writers, open_writers
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}

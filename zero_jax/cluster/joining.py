@@ -24,7 +24,7 @@ import jax
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
-from zero_jax.preemption import EXIT_CODE as SAVED
+from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"

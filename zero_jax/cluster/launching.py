@@ -21,10 +21,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, TextIO, cast
 
-from zero_jax.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
+from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
+from zero_jax.cluster.log_merging import Merger
+from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.core.field_checks import check_fields
-from zero_jax.merge import Merger
-from zero_jax.preemption import EXIT_CODE as SAVED
 
 __all__ = ["Ending", "LaunchConfig", "LaunchResult", "NotJoined", "Place", "join", "launch"]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.trainer import train
-from zero_jax.training_run import Model, TrainConfig
+from zero_jax.trainer.loop import train
+from zero_jax.trainer.run import Model, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ def unbroken(kept_programs: pathlib.Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw nothing."""
-    from zero_jax import trainer
+    from zero_jax.trainer import loop as trainer
 
     monkeypatch.setattr(trainer, "draw_losses", lambda *_, **__: None)
 

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from zero_jax import trainer
 from zero_jax.checkpoint import CheckpointConfig
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
-from zero_jax.optimizers import OptimizerConfig
+from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.optimizers import OptimizerConfig
+from zero_jax.trainer.run import Model, TrainConfig
 from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.training_run import Model, TrainConfig
 
 STEPS, SAVE_EVERY, EVAL_EVERY, BATCH_SIZE = 12, 4, 6, 8
 GPT = gpt.GPTConfig(vocab_size=256, seq_len=16, num_layers=1, d_model=16, num_heads=2)

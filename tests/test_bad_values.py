@@ -12,9 +12,10 @@ import sys
 
 import pytest
 
-from zero_jax import cli, cli_checkpoint, cli_data, cli_launch, cli_plot, cli_request, cli_train, options, training_run
+from zero_jax import cli, cli_checkpoint, cli_data, cli_launch, cli_plot, cli_request, cli_train, options
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.option_values import check_value
+from zero_jax.trainer import run as training_run
 
 HUGE = "18446744073709551616"
 WIDEST = "4611686018427387904"

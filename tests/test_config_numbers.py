@@ -11,7 +11,7 @@ import pytest
 
 import zero_jax
 from zero_jax.cluster.watchdog import Watchdog
-from zero_jax.schedules import make_schedule
+from zero_jax.trainer.schedules import make_schedule
 from zero_jax.training.ema import params_ema
 from zero_jax.training.noise_scale import NoiseScale
 

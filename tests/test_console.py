@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zero_jax.console import Console, figures, format_duration, header, lasting
+from zero_jax.trainer.reporting.console import Console, figures, format_duration, header, lasting
 
 RECORD = {
     "kind": "train",

@@ -24,13 +24,14 @@ from faults import (
     train,
 )
 
-from zero_jax import cli, trainer
+from zero_jax import cli
 from zero_jax.data.dataset import DataConfig
 from zero_jax.data.train_validation_split import TokenPart
 from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig, Precision
-from zero_jax.training_run import prepare
-from zero_jax.writers import WriterConfig
+from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.reporting.writers import WriterConfig
+from zero_jax.trainer.run import prepare
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
@@ -314,7 +315,7 @@ def test_a_full_disk_under_the_figures_is_told_and_the_run_goes_on(tmp_path, tam
 
 @pytest.mark.slow
 def test_tensorboard_that_fails_is_told_and_the_rest_is_written(tmp_path, monkeypatch, unbroken):
-    from zero_jax.writers import TensorBoardWriter
+    from zero_jax.trainer.reporting.writers import TensorBoardWriter
 
     def broken(self, record):
         raise ConnectionError("the file server went away")

@@ -15,11 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 
-from zero_jax import trainer
 from zero_jax.checkpoint import folder as checkpoint_folder
 from zero_jax.checkpoint import saving as checkpoint_save
-from zero_jax.metrics import device_memory_bytes
-from zero_jax.optimizers import OptimizerConfig
+from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.optimizers import OptimizerConfig
+from zero_jax.trainer.reporting.metrics import device_memory_bytes
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax import schedules
-from zero_jax.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from zero_jax.trainer import schedules
+from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.training.ema import ema_params
 
 STEPS = 100

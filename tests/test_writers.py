@@ -10,7 +10,7 @@ import types
 import pytest
 
 from zero_jax.core.json_lines import JsonLinesWriter, read_records
-from zero_jax.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
+from zero_jax.trainer.reporting.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
 
 
 def train(step, **figures):

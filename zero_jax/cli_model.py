@@ -19,10 +19,10 @@ from zero_jax.models import gpt
 from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse
 from zero_jax.planning.job import batch_of
 from zero_jax.planning.user_modules import resolve
+from zero_jax.trainer.run import Model
 from zero_jax.training.grads import MeshLoss
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.sequence_parallel import sequence_parallel
-from zero_jax.training_run import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from zero_jax.analysis.memory import compared as memory
 from zero_jax.cli_model import ActivationConfig, add_model_options, add_own_model_options
 from zero_jax.cli_request import PlanConfig, Request, log_line, read_request
 from zero_jax.cli_zero import add_zero_options
-from zero_jax.optimizers import OptimizerConfig
 from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
 from zero_jax.planning.auto import AutoPlan, plan_auto
 from zero_jax.planning.errors import CompilerCrash, ModelError, explain
@@ -25,8 +24,9 @@ from zero_jax.planning.guess import model_sizes
 from zero_jax.planning.layouts import plan_layouts
 from zero_jax.planning.process import COMPILE_ONLY
 from zero_jax.planning.report import PlanReport
+from zero_jax.trainer.optimizers import OptimizerConfig
+from zero_jax.trainer.run import TrainConfig
 from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.training_run import TrainConfig
 from zero_jax.transforms.remat.policies import resolve_remat
 
 _STAGES = (0, 1, 2, 3)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.curves import X_LABELS, RunRecords, plot_runs, read_run
 from zero_jax.options import reader
+from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
 
 
 def add_commands(commands: Any) -> None:

@@ -11,21 +11,21 @@ from typing import Any
 import optax
 
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
-from zero_jax.capacity import tree_bytes
 from zero_jax.cli_model import PlannedModel, planned_model
 from zero_jax.cli_zero import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.options import given
 from zero_jax.planning.job import Job
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.single import plan
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse
+from zero_jax.trainer.capacity import tree_bytes
+from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
+from zero_jax.trainer.run import TrainConfig
 from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.training_run import TrainConfig
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.console import header
-from zero_jax.metrics import format_bytes, per_device_bytes
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
+from zero_jax.trainer.reporting.console import header
+from zero_jax.trainer.reporting.metrics import format_bytes, per_device_bytes
 from zero_jax.training.state.shardings import sharding_report
 from zero_jax.training.state.train_state import TrainState, ZeroConfig
 

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from zero_jax.metrics import format_bytes
+from zero_jax.trainer.reporting.metrics import format_bytes
 
 Log = Callable[[str], None]
 

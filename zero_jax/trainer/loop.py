@@ -16,28 +16,28 @@ from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.preemption import Preemption
 from zero_jax.cluster.watchdog import Watchdog
-from zero_jax.console import Console, lasting
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.data.batch_buffers import BatchBuffers
 from zero_jax.data.batches import train_batches, validation_batches
-from zero_jax.describe import describe_run, groups, num_params
-from zero_jax.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.profiling import Profiler
-from zero_jax.resume import Start, begin, identity
-from zero_jax.run_folder import as_json, discarding, hold, save_config
-from zero_jax.run_losses import Losses, draw_losses, run_losses
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
+from zero_jax.trainer.profiling import Profiler
+from zero_jax.trainer.reporting.console import Console, lasting
+from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
+from zero_jax.trainer.reporting.run_description import describe_run, groups, num_params
+from zero_jax.trainer.reporting.run_losses import Losses, draw_losses, run_losses
+from zero_jax.trainer.reporting.writers import Writers, open_writers
+from zero_jax.trainer.resume import Start, begin, identity
+from zero_jax.trainer.run import Model, Run, TrainConfig, TrainResult, prepare
+from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
+from zero_jax.trainer.validation import Validation
 from zero_jax.training.ema import ema_params
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.state.finite import nonfinite_leaves
 from zero_jax.training.state.train_state import merge, trainable
 from zero_jax.training.step import make_train_step
-from zero_jax.training_run import Model, Run, TrainConfig, TrainResult, prepare
-from zero_jax.validation import Validation
-from zero_jax.writers import Writers, open_writers
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from zero_jax.curves import plot_losses, read_run
+from zero_jax.trainer.reporting.curves import plot_losses, read_run
 
 Losses = list[tuple[int, float]]
 

@@ -131,8 +131,8 @@ def bar():
 
 
 def command_line(arguments):
-    from zero_jax import cli_launch
-    from zero_jax.options import Parser
+    from zero_jax.cli import launch as cli_launch
+    from zero_jax.cli.options import Parser
 
     parser = Parser(prog="zero-jax")
     commands = parser.add_subparsers(required=True)

@@ -12,9 +12,16 @@ import sys
 
 import pytest
 
-from zero_jax import cli, cli_checkpoint, cli_data, cli_launch, cli_plot, cli_request, cli_train, options
+from zero_jax.cli import checkpoint as cli_checkpoint
+from zero_jax.cli import commands as cli
+from zero_jax.cli import data as cli_data
+from zero_jax.cli import launch as cli_launch
+from zero_jax.cli import options
+from zero_jax.cli import plot as cli_plot
+from zero_jax.cli import request as cli_request
+from zero_jax.cli import train as cli_train
+from zero_jax.cli.option_values import check_value
 from zero_jax.data.tokenizer import load_tokenizer
-from zero_jax.option_values import check_value
 from zero_jax.trainer import run as training_run
 
 HUGE = "18446744073709551616"
@@ -297,7 +304,7 @@ def test_as_a_program(arguments, message, tmp_path):
     """A process of its own, with nothing settled before: one line, status 2, and nothing left."""
     environment = {name: os.environ[name] for name in os.environ if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "zero_jax.cli", "train", "--out", str(tmp_path / "runs"), *arguments]
+    command = [sys.executable, "-m", "zero_jax.cli.commands", "train", "--out", str(tmp_path / "runs"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1

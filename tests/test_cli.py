@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from zero_jax import cli, cli_zero
 from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.cli import commands as cli
+from zero_jax.cli import zero_options as cli_zero
 from zero_jax.training.state.train_state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
@@ -177,7 +178,7 @@ def test_none_is_a_value_where_it_may_be(capsys):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m zero_jax.cli memory --paper | head -n 1"
+    command = f"{sys.executable} -m zero_jax.cli.commands memory --paper | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("Figure 1")
     assert not done.stderr
@@ -197,7 +198,17 @@ def test_a_cpu_stands_in_for_devices(arguments, num_devices, tmp_path):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     }
-    command = [sys.executable, "-m", "zero_jax.cli", "train", *SMALL, "--out", str(tmp_path), "--json", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "zero_jax.cli.commands",
+        "train",
+        *SMALL,
+        "--out",
+        str(tmp_path),
+        "--json",
+        *arguments,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_devices"] == num_devices

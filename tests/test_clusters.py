@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 from zero_jax.cluster import joining as cluster
 
 TESTS = pathlib.Path(__file__).parent

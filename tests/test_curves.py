@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax import cli_plot
-from zero_jax.options import Parser
+from zero_jax.cli import plot as cli_plot
+from zero_jax.cli.options import Parser
 from zero_jax.trainer.reporting import curves
 
 PNG = b"\x89PNG"

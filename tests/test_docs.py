@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax.cli import build_parser
+from zero_jax.cli.commands import build_parser
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -17,10 +17,10 @@ import safetensors.numpy
 from test_checkpoint import flip_value
 
 import zero_jax as zero
-from zero_jax import cli_checkpoint
 from zero_jax.checkpoint import Checkpointer, CheckpointError
 from zero_jax.checkpoint.exporting import export, parse_size
-from zero_jax.options import Parser
+from zero_jax.cli import checkpoint as cli_checkpoint
+from zero_jax.cli.options import Parser
 from zero_jax.training import ema
 
 TX = optax.adamw(1e-2)

@@ -24,7 +24,7 @@ from faults import (
     train,
 )
 
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 from zero_jax.data.dataset import DataConfig
 from zero_jax.data.train_validation_split import TokenPart
 from zero_jax.models import gpt

@@ -18,9 +18,9 @@ import pytest
 from faults import MODEL, ZERO, assert_goes_on_as_if_nothing_had_happened, checkpoints, make_config, step_folder, train
 
 import zero_jax as zero
-from zero_jax import cli
 from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint.writing import ArrayWrites
+from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.reporting import run_losses
 from zero_jax.training.state.finite import NonfiniteState

@@ -69,7 +69,7 @@ def broken(kept_programs, fault, folder):
 
 def pair(kept_programs, fault, folder):
     """Starts two processes of four devices each."""
-    command = ("-m", "zero_jax.cli", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
+    command = ("-m", "zero_jax.cli.commands", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
     changes = json.dumps({"precision": "fp32", "devices": None})
     return start(kept_programs, *command, "tests/faults.py", fault, folder, changes)
 
@@ -134,7 +134,12 @@ def command_line(folder, **options):
     often = {"steps": 400, "eval-every": 200, "eval-batches": 2, "save-every": 100, "log-every": 50}
     places = {"data": folder / "text.txt", "token-cache": "none", "out": folder / "runs", "name": "run"}
     given = {**tiny, **often, **places, "warmup-steps": 2, "resume": "auto", **options}
-    return ["-m", "zero_jax.cli", "train", *(str(x) for name, value in given.items() for x in (f"--{name}", value))]
+    return [
+        "-m",
+        "zero_jax.cli.commands",
+        "train",
+        *(str(x) for name, value in given.items() for x in (f"--{name}", value)),
+    ]
 
 
 def test_the_command_saves_on_sigterm_and_goes_on(kept_programs, tmp_path):

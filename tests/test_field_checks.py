@@ -7,12 +7,13 @@ import typing
 import numpy as np
 import pytest
 
-from zero_jax import cli, cli_train
+from zero_jax.cli import commands as cli
+from zero_jax.cli import train as cli_train
+from zero_jax.cli.options import option_fields
 from zero_jax.cluster.launching import LaunchConfig
 from zero_jax.core.field_checks import check_fields
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.options import option_fields
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run import TrainConfig
 from zero_jax.trainer.run_folder import make_folder

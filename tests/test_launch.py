@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from zero_jax import cli_launch
+from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
 from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.log_merging import Merger
@@ -271,7 +271,7 @@ def test_errors_of_usage(name, capsys):
 
 
 def parser():
-    from zero_jax.options import Parser
+    from zero_jax.cli.options import Parser
 
     made = Parser(prog="zero-jax")
     commands = made.add_subparsers(required=True)
@@ -285,7 +285,7 @@ def test_command_lines():
     assert cli_launch.command_line(["--", "train", "--help"], COMMANDS) == [
         python,
         "-m",
-        "zero_jax.cli",
+        "zero_jax.cli.commands",
         "train",
         "--help",
     ]

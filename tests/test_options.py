@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from zero_jax import cli
-from zero_jax.options import read_file, write_file
+from zero_jax.cli import commands as cli
+from zero_jax.cli.options import read_file, write_file
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.training.state.train_state import ZeroConfig
 

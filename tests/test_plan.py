@@ -18,7 +18,7 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 from zero_jax.core import user_cache
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.planning import job as compile_job

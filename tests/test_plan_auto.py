@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 from zero_jax.planning import guess as plan_guess
 from zero_jax.planning import ranking
 

@@ -14,7 +14,7 @@ import planned
 import pytest
 
 import zero_jax as zero
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 from zero_jax.planning import errors as plan_errors
 from zero_jax.planning import job as compile_job
 from zero_jax.planning import process as compile_process

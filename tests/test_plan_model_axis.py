@@ -5,7 +5,7 @@ import json
 import planned
 import pytest
 
-from zero_jax import cli
+from zero_jax.cli import commands as cli
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler

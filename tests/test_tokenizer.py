@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax import cli_data
+from zero_jax.cli import data as cli_data
+from zero_jax.cli.options import Parser
 from zero_jax.data import dataset as data
 from zero_jax.data.documents import read_text
 from zero_jax.data.sources import find
 from zero_jax.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
-from zero_jax.options import Parser
 
 STRANGE = "def f(x):\r\n\treturn 'ü€😀'\n\n\n  \u0000<|endoftext|> \ufffd 漢字 don't  "
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_jax.checkpoint.description import describe
 from zero_jax.checkpoint.exporting import export, parse_size
+from zero_jax.cli.options import add_fields, given, reader
 from zero_jax.core.field_checks import check_fields
-from zero_jax.options import add_fields, given, reader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

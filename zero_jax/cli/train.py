@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 
-from zero_jax.cli_model import ActivationConfig, add_model_options, preset_model
-from zero_jax.cli_zero import add_zero_options, read_zero
+from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
+from zero_jax.cli.options import add_fields, finite, given, reader, write_file
+from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster.joining import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.options import add_fields, finite, given, reader, write_file
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.resume import ResumeError
 from zero_jax.trainer.run import Run, TrainConfig, prepare

@@ -14,10 +14,10 @@ import jax
 from zero_jax.analysis import figures, paper
 from zero_jax.analysis.comms import measured as comms
 from zero_jax.analysis.memory import compared as memory
-from zero_jax.cli_model import ActivationConfig, add_model_options, add_own_model_options
-from zero_jax.cli_request import PlanConfig, Request, log_line, read_request
-from zero_jax.cli_zero import add_zero_options
-from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
+from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
+from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
+from zero_jax.cli.request import PlanConfig, Request, log_line, read_request
+from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning.auto import AutoPlan, plan_auto
 from zero_jax.planning.errors import CompilerCrash, ModelError, explain
 from zero_jax.planning.guess import model_sizes

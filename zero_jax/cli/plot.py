@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.options import reader
+from zero_jax.cli.options import reader
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
 
 

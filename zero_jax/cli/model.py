@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree
 from zero_jax.models import gpt
-from zero_jax.options import add_fields, explicit, given, option_fields, reader, refuse
 from zero_jax.planning.job import batch_of
 from zero_jax.planning.user_modules import resolve
 from zero_jax.trainer.run import Model

@@ -15,8 +15,8 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+from zero_jax.cli.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 from zero_jax.core.json_lines import write_text
-from zero_jax.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 
 
 class Parser(argparse.ArgumentParser):

@@ -9,8 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero_jax import cli_checkpoint, cli_data, cli_launch, cli_plan, cli_plot, cli_train
-from zero_jax.options import Kind, Parser, read_file
+from zero_jax.cli import checkpoint as cli_checkpoint
+from zero_jax.cli import data as cli_data
+from zero_jax.cli import launch as cli_launch
+from zero_jax.cli import plan as cli_plan
+from zero_jax.cli import plot as cli_plot
+from zero_jax.cli import train as cli_train
+from zero_jax.cli.options import Kind, Parser, read_file
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
 

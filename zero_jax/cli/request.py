@@ -11,12 +11,12 @@ from typing import Any
 import optax
 
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
-from zero_jax.cli_model import PlannedModel, planned_model
-from zero_jax.cli_zero import read_zero
+from zero_jax.cli.model import PlannedModel, planned_model
+from zero_jax.cli.options import given
+from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.options import given
 from zero_jax.planning.job import Job
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.single import plan

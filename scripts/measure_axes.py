@@ -21,7 +21,7 @@ import optax
 
 import zero_jax as zero
 from zero_jax.models import gpt
-from zero_jax.training.sequence_parallel import sequence_parallel
+from zero_jax.training.sequence_sharding import sequence_parallel
 
 CONFIG = gpt.GPTConfig(vocab_size=16384, seq_len=512, num_layers=2, d_model=1024, num_heads=8, position="learned")
 PSI_MOVED = {0: 2, 1: 2, 2: 2, 3: 3}

@@ -40,7 +40,7 @@ MOST_TRIES_WITHOUT_PROGRESS = 4
 
 
 def command(setting: str, out: pathlib.Path, name: str) -> list[str]:
-    zero = [sys.executable, "-m", "zero_jax.cli.commands"]
+    zero = [sys.executable, "-m", "zero_jax"]
     train = ["train", *COMMON, *SETTINGS[setting], "--out", str(out), "--name", name, "--resume", "auto"]
     if "processes" in setting:
         return [*zero, "launch", "-n", "2", "--devices-per-process", "2", "--grace-seconds", "30", "--", *train]

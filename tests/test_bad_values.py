@@ -304,7 +304,7 @@ def test_as_a_program(arguments, message, tmp_path):
     """A process of its own, with nothing settled before: one line, status 2, and nothing left."""
     environment = {name: os.environ[name] for name in os.environ if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "zero_jax.cli.commands", "train", "--out", str(tmp_path / "runs"), *arguments]
+    command = [sys.executable, "-m", "zero_jax", "train", "--out", str(tmp_path / "runs"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -178,7 +178,7 @@ def test_none_is_a_value_where_it_may_be(capsys):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m zero_jax.cli.commands memory --paper | head -n 1"
+    command = f"{sys.executable} -m zero_jax memory --paper | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("Figure 1")
     assert not done.stderr
@@ -201,7 +201,7 @@ def test_a_cpu_stands_in_for_devices(arguments, num_devices, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "zero_jax.cli.commands",
+        "zero_jax",
         "train",
         *SMALL,
         "--out",

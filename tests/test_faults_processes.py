@@ -69,7 +69,7 @@ def broken(kept_programs, fault, folder):
 
 def pair(kept_programs, fault, folder):
     """Starts two processes of four devices each."""
-    command = ("-m", "zero_jax.cli.commands", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
+    command = ("-m", "zero_jax", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
     changes = json.dumps({"precision": "fp32", "devices": None})
     return start(kept_programs, *command, "tests/faults.py", fault, folder, changes)
 
@@ -136,7 +136,7 @@ def command_line(folder, **options):
     given = {**tiny, **often, **places, "warmup-steps": 2, "resume": "auto", **options}
     return [
         "-m",
-        "zero_jax.cli.commands",
+        "zero_jax",
         "train",
         *(str(x) for name, value in given.items() for x in (f"--{name}", value)),
     ]

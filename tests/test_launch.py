@@ -285,7 +285,7 @@ def test_command_lines():
     assert cli_launch.command_line(["--", "train", "--help"], COMMANDS) == [
         python,
         "-m",
-        "zero_jax.cli.commands",
+        "zero_jax",
         "train",
         "--help",
     ]

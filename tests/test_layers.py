@@ -1,6 +1,7 @@
-"""Imports go down the table of docs/architecture.md."""
+"""Packages import those above them in the table of docs/architecture.md, through their interfaces, and without cycles."""
 
 import ast
+import graphlib
 import pathlib
 import re
 
@@ -8,50 +9,91 @@ import zero_jax
 
 PACKAGE = pathlib.Path(zero_jax.__file__).parent
 TABLE = PACKAGE.parent / "docs" / "architecture.md"
+# The root: `__main__.py` runs the command line, `__init__.py` imports public names when they are first used.
+ROOT_FILES = {"__init__.py", "__main__.py", "py.typed"}
+# Other packages import from the modules of these.
+OPEN_PACKAGES = {"core", "sharding", "models"}
+MAX_ENTRIES = 16
 
 
-def layers():
-    """Returns the layer of each module, as the table has it."""
-    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)\.py`", names)}
+def packages():
+    """Returns the packages as the table has them, from the top."""
+    return re.findall(r"^\| `(\w+)/` \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def imported(path):
-    """Returns the modules of zero_jax that a file imports, anywhere in it, as paths below the package."""
-    found = set()
+def files():
+    """Returns the files below the root by dotted name."""
+    paths = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE]
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in paths}
+
+
+def imports(path):
+    """Yields (module, names) for the imports of zero_jax in a file, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (
+                (alias.name.partition(".")[2], []) for alias in node.names if alias.name.startswith("zero_jax.")
+            )
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports {node.module} by a relative path: write the whole one"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in found if name.startswith("zero_jax.")}
+            if node.module == "zero_jax":
+                yield from ((alias.name, []) for alias in node.names)
+            elif node.module and node.module.startswith("zero_jax."):
+                yield node.module.partition(".")[2], [alias.name for alias in node.names]
 
 
-def modules():
-    return {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+def test_the_table_has_every_package():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {*packages()} and len(packages()) == len(folders)
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == ROOT_FILES
 
 
-def test_every_module_has_a_layer():
-    assert set(layers()) == set(modules())
+def test_packages_import_those_above_them():
+    rank = {name: place for place, name in enumerate(packages())}
+    for name, path in files().items():
+        own = name.split(".")[0]
+        for module, _ in imports(path):
+            other = module.split(".")[0]
+            allowed = (rank[other] <= rank[own] and other != "models") or own in ("cli", other)
+            assert allowed, f"zero_jax/{own}/ imports {module}, which is below it: {path}"
 
 
-def test_imports_go_down():
-    table = layers()
-    for name, path in modules().items():
-        for other in imported(path) - {"models"}:
-            assert table[other] < table[name], f"{name} (layer {table[name]}) imports {other} (layer {table[other]})"
+def test_other_packages_are_imported_by_their_interface():
+    for name, path in files().items():
+        own = name.split(".")[0]
+        for module, _ in imports(path):
+            other, _, inside = module.partition(".")
+            assert other in {own} | OPEN_PACKAGES or not inside, (
+                f"{path} imports the inside {module}: take {other}'s name"
+            )
 
 
-def test_models_are_on_their_own():
+def test_no_module_imports_itself_through_others():
+    graph = {}
+    for name, path in files().items():
+        found = graph[name.removesuffix(".__init__")] = set()
+        for module, names in imports(path):
+            inner = {f"{module}.{x}" for x in names} & {*files(), *(n.removesuffix(".__init__") for n in files())}
+            found |= inner or {module}
+        found.discard(name.removesuffix(".__init__"))
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_models_and_hlo_stand_alone():
     for path in PACKAGE.glob("models/*.py"):
-        assert imported(path) <= {"models"}, f"{path} imports more of zero_jax than a user's model could"
+        assert all(module.split(".")[0] == "models" for module, _ in imports(path)), path
+    for path in PACKAGE.glob("hlo/*.py"):
+        assert all(module.split(".")[0] == "hlo" for module, _ in imports(path)), path
+        assert not re.search(r"^\s*(import|from) jax", path.read_text(encoding="utf-8"), re.MULTILINE), path
 
 
-def test_only_the_command_line_imports_models():
-    importers = {name for name, path in modules().items() if "models" in imported(path)}
-    assert all(name.split("_")[0] == "cli" for name in importers), importers
+def test_folders_are_small_and_say_what_they_are():
+    for folder in {path.parent for path in files().values()}:
+        entries = [path for path in folder.iterdir() if path.name not in ("__pycache__", "__init__.py")]
+        assert len(entries) <= MAX_ENTRIES, f"{folder} has {len(entries)} files and folders: find its second topic"
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))), folder
 
 
 def test_no_module_is_a_drawer_of_odds_and_ends():
-    assert not {"utils", "util", "common", "helpers", "config", "engine", "misc"} & set(modules())
+    names = {part for name in files() for part in name.split(".")}
+    assert not {"utils", "util", "common", "helpers", "config", "engine", "misc"} & names

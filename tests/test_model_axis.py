@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from reference import assert_close, assert_placed_alike, make_batches, num_shards
 
 import zero_jax as zero
-from zero_jax.hlo import collectives as hlo
+from zero_jax.hlo import traffic as hlo
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.sharding.model_specs import specs_of
-from zero_jax.training.sequence_parallel import sequence_parallel
+from zero_jax.training.sequence_sharding import sequence_parallel
 
 # As in test_parity.py: sums in another order, magnified by Adam's division.
 FLOAT32 = 1e-5
@@ -363,7 +363,7 @@ def test_the_residual_stream_is_sharded_over_the_sequence(num_examples):
 
 @pytest.mark.parametrize(("gpus", "num_steps"), [(frozenset(), 2), (frozenset({"cpu"}), 1)])
 def test_one_sequence_a_device_goes_by_its_features_but_on_gpus(gpus, num_steps, monkeypatch):
-    monkeypatch.setattr(sys.modules["zero_jax.training.sequence_parallel"], "GPUS", gpus)
+    monkeypatch.setattr(sys.modules["zero_jax.training.sequence_sharding"], "GPUS", gpus)
     place = sequence_parallel(mesh_of("2x4"))
     (eqn,) = jax.make_jaxpr(lambda x: place(x, "residual"))(jnp.ones((2, 16, 8))).eqns
     assert len(eqn.params["forward"].shardings) == num_steps

@@ -19,7 +19,7 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip ins
 
 import zero_jax as zero
 from zero_jax.models import gpt
-from zero_jax.training.sequence_parallel import sequence_parallel
+from zero_jax.training.sequence_sharding import sequence_parallel
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 CONFIG = gpt.GPTConfig(vocab_size=16384, seq_len=512, num_layers=2, d_model=1024, num_heads=8, position="learned")

@@ -1,29 +1,74 @@
 """ZeRO for JAX: sharded optimizer states, gradients and parameters as `PartitionSpec` rules over a device mesh."""
 
-from zero_jax import comms, losses, memory
-from zero_jax.analysis.loss_trace import LossTrace, trace_loss
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
-from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
-from zero_jax.core.variables import Variables
-from zero_jax.data.batch_buffers import BatchBuffers
-from zero_jax.planning.auto import AutoPlan, plan_auto
-from zero_jax.planning.errors import CompilerCrash, ModelError
-from zero_jax.planning.layouts import LayoutPlans, plan_layouts
-from zero_jax.planning.report import PlanReport
-from zero_jax.planning.single import plan
-from zero_jax.sharding.mesh import batch_sharding, make_mesh
-from zero_jax.sharding.precision import LossScaleConfig, Precision
-from zero_jax.sharding.rules import ShardingReport
-from zero_jax.training.ema import ema_params, params_ema
-from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.training.sequence_parallel import sequence_parallel
-from zero_jax.training.state.shardings import sharding_report, state_shardings
-from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state, init_state
-from zero_jax.training.step import TrainStep, make_train_step
-from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report
-from zero_jax.transforms.remat.transform import Remat, RematReport, remat_report, rematerialize
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_jax import checkpoint, cluster, data, trainer
+    from zero_jax.analysis import PAPER_CONFIGS, LossTrace, comms, memory, paper, trace_loss
+    from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
+    from zero_jax.core.variables import Variables
+    from zero_jax.data import BatchBuffers
+    from zero_jax.planning import (
+        AutoPlan,
+        CompilerCrash,
+        LayoutPlans,
+        ModelError,
+        PlanReport,
+        plan,
+        plan_auto,
+        plan_layouts,
+    )
+    from zero_jax.sharding.mesh import batch_sharding, make_mesh
+    from zero_jax.sharding.precision import LossScaleConfig, Precision
+    from zero_jax.sharding.rules import ShardingReport
+    from zero_jax.training import (
+        MeshLoss,
+        Metrics,
+        NoiseScale,
+        TrainState,
+        TrainStep,
+        ZeroConfig,
+        abstract_state,
+        ema_params,
+        init_state,
+        losses,
+        make_eval_step,
+        make_train_step,
+        params_ema,
+        sequence_parallel,
+        shard_batch,
+        sharding_report,
+        state_shardings,
+    )
+    from zero_jax.transforms import (
+        GatherReport,
+        Remat,
+        RematReport,
+        gather_on_use,
+        gather_report,
+        remat_report,
+        rematerialize,
+    )
+
+# The module of each public name, imported when the name is first used: `import zero_jax` costs only what is used of it.
+_PUBLIC = {
+    "zero_jax": "checkpoint cluster data trainer",
+    "zero_jax.analysis": "LossTrace PAPER_CONFIGS comms memory paper trace_loss",
+    "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
+    "zero_jax.core.variables": "Variables",
+    "zero_jax.data": "BatchBuffers",
+    "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
+    "zero_jax.sharding.mesh": "batch_sharding make_mesh",
+    "zero_jax.sharding.precision": "LossScaleConfig Precision",
+    "zero_jax.sharding.rules": "ShardingReport",
+    "zero_jax.training": (
+        "MeshLoss Metrics NoiseScale TrainState TrainStep ZeroConfig abstract_state ema_params init_state losses "
+        "make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report state_shardings"
+    ),
+    "zero_jax.transforms": ("GatherReport Remat RematReport gather_on_use gather_report remat_report rematerialize"),
+}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [
     "PAPER_CONFIGS",
@@ -53,7 +98,10 @@ __all__ = [
     "ZeroConfig",
     "abstract_state",
     "batch_sharding",
+    "checkpoint",
+    "cluster",
     "comms",
+    "data",
     "ema_params",
     "gather_on_use",
     "gather_report",
@@ -63,6 +111,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "memory",
+    "paper",
     "params_ema",
     "plan",
     "plan_auto",
@@ -75,4 +124,21 @@ __all__ = [
     "sharding_report",
     "state_shardings",
     "trace_loss",
+    "trainer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "launch":  # `launch.join` was the documented name of `cluster.join`
+        name = "cluster"
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if module == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """The formulas of the ZeRO paper, as functions of numbers.
 
 Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-1910.02054). Nothing here looks at a model or a mesh; `memory_estimate.py` does. A stage is given by the groups that it
+1910.02054). Nothing here looks at a model or a mesh; `estimated.py` does. A stage is given by the groups that it
 shards: `params`, `grads` and `opt_state`. As in the paper, `opt_state` includes the master params, so `master` adds
 nothing.
 """

@@ -20,14 +20,17 @@ from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import without
-from zero_jax.training.grads import MeshLoss, normalize_loss
-from zero_jax.training.model_inputs import cast_batch
-from zero_jax.training.state.train_state import Placement, ZeroConfig, make_placement, merge, trainable
-from zero_jax.transforms.flops import count_flops
-from zero_jax.transforms.propagation.alive import sources
-from zero_jax.transforms.propagation.kinds import Laid
-from zero_jax.transforms.propagation.propagate import Move, Spreading, spread
-from zero_jax.transforms.remat.transform import rematerialize
+from zero_jax.training import (
+    MeshLoss,
+    Placement,
+    ZeroConfig,
+    cast_batch,
+    make_placement,
+    merge,
+    normalize_loss,
+    trainable,
+)
+from zero_jax.transforms import Laid, Move, Spreading, count_flops, rematerialize, sources, spread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

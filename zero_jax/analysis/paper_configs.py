@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.analysis.paper import CONFIGS
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig
 
 # The paper gives no size for its buffers.
 _BUFFER_BYTES = 64 << 20

@@ -1,22 +1,32 @@
-"""Checkpoints: save in the background, reload anywhere, describe.
+"""Checkpoints: save in the background, reload anywhere, describe, export.
 
-`Checkpointer` saves, `restore` reloads, `describe` tells what there is, without devices.
+`Checkpointer` saves: a train state becomes the saved form (`saved_state`: the same for every stage, mesh and
+precision), orbax writes its arrays, and a record with fingerprints makes a step whole. `restore` reads each device's
+shards back and verifies them, `describe` says what a checkpoint holds without devices, `export` writes safetensors.
 """
 
 from zero_jax.checkpoint.description import Description, describe
-from zero_jax.checkpoint.files import latest_step, list_steps
-from zero_jax.checkpoint.record import CheckpointError
+from zero_jax.checkpoint.exporting import export, parse_size
+from zero_jax.checkpoint.files import candidates, find, latest_step, list_steps
+from zero_jax.checkpoint.record import CheckpointError, resolve, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
-from zero_jax.checkpoint.saving import CheckpointConfig, Checkpointer
+from zero_jax.checkpoint.saving import LOCK, CheckpointConfig, Checkpointer
 
 __all__ = [
+    "LOCK",
     "CheckpointConfig",
     "CheckpointError",
     "Checkpointer",
     "Description",
     "Restored",
+    "candidates",
     "describe",
+    "export",
+    "find",
     "latest_step",
     "list_steps",
+    "parse_size",
+    "resolve",
     "restore",
+    "step_path",
 ]

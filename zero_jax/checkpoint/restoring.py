@@ -32,7 +32,7 @@ from zero_jax.core.device_put import move, place
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
-from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state, init_state
+from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)

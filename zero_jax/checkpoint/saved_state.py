@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.checkpoint.fingerprint import fingerprint
 from zero_jax.checkpoint.saved_leaf import SavedLeaf, is_bits
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.training.state.train_state import TrainState
+from zero_jax.training import TrainState
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:

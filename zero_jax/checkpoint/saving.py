@@ -28,8 +28,7 @@ from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
-from zero_jax.training.state.train_state import TrainState
+from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
 
 Log = Callable[[str], None]
 

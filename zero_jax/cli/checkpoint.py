@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from zero_jax.checkpoint.description import describe
-from zero_jax.checkpoint.exporting import export, parse_size
+from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.options import add_fields, given, reader
 from zero_jax.core.field_checks import check_fields
 

@@ -65,7 +65,3 @@ def build_parser() -> argparse.ArgumentParser:
     for module in _COMMANDS:
         module.add_commands(commands)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

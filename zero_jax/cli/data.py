@@ -10,12 +10,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from zero_jax.cli.options import add_fields, given, reader
-from zero_jax.data.dataset import DataConfig
-from zero_jax.data.documents import Piece, read_text
-from zero_jax.data.sources import Source, find
-from zero_jax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from zero_jax.data.tokens.cache import make_tokens, source_chunks, told
-from zero_jax.data.tokens.files import Tokens, is_token_folder
+from zero_jax.data import (
+    DataConfig,
+    Piece,
+    Source,
+    Tokenizer,
+    Tokens,
+    find,
+    is_token_folder,
+    load_tokenizer,
+    make_tokens,
+    read_text,
+    source_chunks,
+    told,
+    train_bpe,
+)
 
 _SAMPLE_BYTES = 4_000_000  # of text, to tell how many tokens it makes
 _LOG_SECONDS = 2.0

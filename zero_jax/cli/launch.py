@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from zero_jax.cli.options import add_fields, given, reader
-from zero_jax.cluster.joining import NUM_PROCESSES
-from zero_jax.cluster.launching import LaunchConfig, launch
+from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 
 _PYTHONS = ("python", "python3")
 
@@ -65,7 +64,7 @@ def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
     if name == "launch" or NUM_PROCESSES in os.environ:
         raise ValueError("a launched process cannot launch: give the command itself, such as `-- train`")
     if name in known:
-        return [sys.executable, "-m", "zero_jax.cli.commands", name, *arguments]
+        return [sys.executable, "-m", "zero_jax", name, *arguments]
     if name in _PYTHONS:
         return [sys.executable, *arguments]  # the one that has zero_jax
     found = shutil.which(name)

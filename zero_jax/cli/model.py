@@ -17,12 +17,9 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree
 from zero_jax.models import gpt
-from zero_jax.planning.job import batch_of
-from zero_jax.planning.user_modules import resolve
-from zero_jax.trainer.run import Model
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
-from zero_jax.training.sequence_parallel import sequence_parallel
+from zero_jax.planning import batch_of, resolve
+from zero_jax.trainer import Model
+from zero_jax.training import MeshLoss, sequence_parallel, softmax_cross_entropy_with_integer_labels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,23 +11,25 @@ from typing import Any
 
 import jax
 
-from zero_jax.analysis import figures, paper
-from zero_jax.analysis.comms import measured as comms
-from zero_jax.analysis.memory import compared as memory
+from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
 from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
 from zero_jax.cli.request import PlanConfig, Request, log_line, read_request
 from zero_jax.cli.zero_options import add_zero_options
-from zero_jax.planning.auto import AutoPlan, plan_auto
-from zero_jax.planning.errors import CompilerCrash, ModelError, explain
-from zero_jax.planning.guess import model_sizes
-from zero_jax.planning.layouts import plan_layouts
-from zero_jax.planning.process import COMPILE_ONLY
-from zero_jax.planning.report import PlanReport
-from zero_jax.trainer.optimizers import OptimizerConfig
-from zero_jax.trainer.run import TrainConfig
-from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.transforms.remat.policies import resolve_remat
+from zero_jax.planning import (
+    COMPILE_ONLY,
+    AutoPlan,
+    CompilerCrash,
+    ModelError,
+    PlanReport,
+    explain,
+    model_sizes,
+    plan_auto,
+    plan_layouts,
+)
+from zero_jax.trainer import OptimizerConfig, TrainConfig
+from zero_jax.training import ZeroConfig
+from zero_jax.transforms import resolve_remat
 
 _STAGES = (0, 1, 2, 3)
 _CHOSEN = "--auto chooses that by itself: leave it out"

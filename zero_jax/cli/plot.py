@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_jax.cli.options import reader
-from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
+from zero_jax.trainer import X_LABELS, RunRecords, plot_runs, read_run
 
 
 def add_commands(commands: Any) -> None:

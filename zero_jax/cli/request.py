@@ -10,22 +10,18 @@ from typing import Any
 
 import optax
 
-from zero_jax.analysis.loss_trace import LossTrace, trace_loss
+from zero_jax.analysis import LossTrace, trace_loss
 from zero_jax.cli.model import PlannedModel, planned_model
 from zero_jax.cli.options import given
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.planning.job import Job
-from zero_jax.planning.report import PlanReport
-from zero_jax.planning.single import plan
+from zero_jax.planning import Job, PlanReport, plan
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse
-from zero_jax.trainer.capacity import tree_bytes
-from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
-from zero_jax.trainer.run import TrainConfig
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
+from zero_jax.training import ZeroConfig
 
 _STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
 

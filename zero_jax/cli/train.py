@@ -22,14 +22,12 @@ import jax
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cli.options import add_fields, finite, given, reader, write_file
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster.joining import NotJoined, Place, join
+from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.trainer import loop as trainer
-from zero_jax.trainer.resume import ResumeError
-from zero_jax.trainer.run import Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import discarding, hold
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.trainer import EXIT_STATUS, ResumeError, Run, TrainConfig, discarding, execute, hold, prepare
+from zero_jax.training import ZeroConfig
 
+_PACKAGE = pathlib.Path(__file__).parent.parent
 _NUM_SIMULATED_DEVICES = 8
 _MAX_SIMULATED_DEVICES = 1024
 _PARTS = {
@@ -104,7 +102,7 @@ def _train(options: argparse.Namespace) -> int:
         return _refuse(options, error, place, status=1)
     try:
         with _failed_saves_in_a_line():
-            result = trainer.execute(run, log=log, terminal=stream)
+            result = execute(run, log=log, terminal=stream)
     except ResumeError as error:
         return _refuse(options, error, place)
     except BrokenPipeError:
@@ -113,7 +111,7 @@ def _train(options: argparse.Namespace) -> int:
         if not _says_what_to_do(error):
             raise
         return _refuse(options, error, place, status=1)
-    status = trainer.EXIT_STATUS[result.status]
+    status = EXIT_STATUS[result.status]
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
             log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
@@ -145,7 +143,7 @@ def _says_what_to_do(error: Exception) -> bool:
     if isinstance(error, OSError):
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return pathlib.Path(raised_in).parent == pathlib.Path(__file__).parent
+    return pathlib.Path(raised_in).is_relative_to(_PACKAGE)
 
 
 def _read_part(part: str, options: argparse.Namespace) -> Any:

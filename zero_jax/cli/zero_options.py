@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from typing import Any
 
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis import PAPER_CONFIGS
 from zero_jax.cli.options import add_fields, explicit, given
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig
 
 # What the rows of the paper's Table 3 differ in; precision is left to its own option.
 _PAPER_FIELDS = ("stage", "remat", "combine_bytes")

@@ -1,0 +1,23 @@
+"""Processes: joining them, launching them, stopping them.
+
+`join` finds out from the cluster which process this is and calls `jax.distributed.initialize`; `launch` starts several
+processes on one machine and merges their logs. `Preemption` stops all processes of a run at the same step, `Watchdog`
+ends a run that hangs.
+"""
+
+from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, Place, join
+from zero_jax.cluster.launching import LaunchConfig, launch
+from zero_jax.cluster.preemption import EXIT_CODE, Preemption
+from zero_jax.cluster.watchdog import Watchdog
+
+__all__ = [
+    "EXIT_CODE",
+    "NUM_PROCESSES",
+    "LaunchConfig",
+    "NotJoined",
+    "Place",
+    "Preemption",
+    "Watchdog",
+    "join",
+    "launch",
+]

@@ -87,7 +87,7 @@ def _flops(program: Program, computation: str, instruction: Instruction) -> floa
 def _dot_flops(program: Program, computation: str, instruction: Instruction, contracting: str) -> float:
     match = re.search(contracting, instruction.line)
     left = _operand_shapes(program, computation, instruction)[0]
-    result = next(arrays(instruction.shape))
+    result = next(dtypes_and_dims(instruction.shape))
     inner = math.prod(left[1][dim] for dim in integers(match[1])) if match else 1
     return 2 * math.prod(result[1]) * inner
 
@@ -99,7 +99,7 @@ def _convolution_flops(program: Program, computation: str, instruction: Instruct
     shapes = _operand_shapes(program, computation, instruction)
     if not labels or len(shapes) < 2:
         return 0
-    left, kernel, out = (shapes[0][1], shapes[1][1], next(arrays(instruction.shape))[1])
+    left, kernel, out = (shapes[0][1], shapes[1][1], next(dtypes_and_dims(instruction.shape))[1])
     window = re.search(r"window=\{([^}]*)\}", line)
     text = window[1] if window else ""
     spatial = [label for label in labels[3] if label.isdigit()]
@@ -205,10 +205,10 @@ def _written_bytes(inner: dict[str, Instruction], result: int) -> int:
 
 def _operand_shapes(program: Program, computation: str, instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
     instructions = program.computations[computation]
-    return [next(arrays(instructions[name].shape)) for name in instruction.operands if name in instructions]
+    return [next(dtypes_and_dims(instructions[name].shape)) for name in instruction.operands if name in instructions]
 
 
-def arrays(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def dtypes_and_dims(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the (dtype, dims) of the arrays in a shape."""
     for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", LAYOUT_OR_COMMENT.sub("", shape)):
         yield dtype, tuple(integers(dims))
@@ -217,7 +217,7 @@ def arrays(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _bytes(shape: str) -> int:
     """The bytes of all arrays in a shape."""
     total = 0
-    for dtype, dims in arrays(shape):
+    for dtype, dims in dtypes_and_dims(shape):
         match = re.match(r"[a-z]+(\d+)", dtype)  # the width is the first number in f8e4m3fn, s4 and bf16
         bits = int(match[1]) if match else 8 * (dtype == "pred")
         total += -(-math.prod(dims) * bits // 8)

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from zero_jax.core.gather_names import gathered_path
+from zero_jax.hlo.op_names import gathered_path, phase_of
 from zero_jax.hlo.program import Instruction, Program
 from zero_jax.hlo.values import Value, Values
 
@@ -172,13 +172,6 @@ def peak(hlo_text: str) -> Heap:
         residuals=alive(saved, _top(saved)[1]),
         donated=tuple(values.buffer_of(number) in outputs for number in values.arguments),
     )
-
-
-def phase_of(op_name: str) -> str:
-    """Returns `forward`, `backward`, `update`, or '' for no name: JAX's name stacks have jvp( and transpose( in."""
-    if not op_name:
-        return ""
-    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
 
 
 def _place(space: int, has_tiles: bool) -> str:

@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from zero_jax.hlo import collectives as hlo
 from zero_jax.hlo.program import KINDS, Instruction, Program
+from zero_jax.hlo.traffic import Collective
 
 Key = tuple[str, str]
 _DONE = re.compile(rf"({KINDS}|async|call|fusion)-done")
@@ -66,10 +66,10 @@ class Timeline:
 
 def play(
     program: Program,
-    found: Sequence[hlo.Collective],
+    found: Sequence[Collective],
     *,
     seconds_of: Callable[[Program, str, Instruction], float],
-    link_seconds: Callable[[hlo.Collective], float],
+    link_seconds: Callable[[Collective], float],
     unknown_trip_count: int | None = None,
 ) -> Timeline:
     """Plays the schedule of a program as events on one device.
@@ -86,7 +86,7 @@ def play(
 
     Args:
       program: The program, as scheduled (`is_scheduled=true`).
-      found: Its collectives, of `hlo.collectives`; others take no time (it leaves out those of rarer branches).
+      found: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
       seconds_of: The time of an instruction in a computation that is no collective; it is asked about whole fusions,
         never about what is inside them.
       link_seconds: The time of one execution of a collective with its links to itself.
@@ -168,15 +168,15 @@ class _Player:
     def __init__(
         self,
         program: Program,
-        found: Sequence[hlo.Collective],
+        found: Sequence[Collective],
         seconds_of: Callable[[Program, str, Instruction], float],
-        link_seconds: Callable[[hlo.Collective], float],
+        link_seconds: Callable[[Collective], float],
         unknown_trip_count: int | None,
     ):
         self.program, self.seconds_of, self.link_seconds = program, seconds_of, link_seconds
         self.unknown_trip_count = unknown_trip_count
         self.found = {(one.computation, one.name): one for one in found}
-        self.by_computation: dict[str, list[hlo.Collective]] = collections.defaultdict(list)
+        self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
         for one in found:
             self.by_computation[one.computation].append(one)
         self.played: dict[str, _Run] = {}
@@ -240,7 +240,7 @@ class _Player:
         elif called:  # what is computed on the side is taken to be computed where it starts
             run.repeat(self.computation(called), 1, computation, instruction)
 
-    def inside(self, computation: str) -> list[hlo.Collective]:
+    def inside(self, computation: str) -> list[Collective]:
         """The collectives in a computation and in what it calls."""
         found = list(self.by_computation.get(computation, ()))
         for instruction in self.program.computations.get(computation, {}).values():
@@ -248,7 +248,7 @@ class _Player:
                 found += [one for called in instruction.called.values() for one in self.inside(called)]
         return found
 
-    def collective(self, run: _Run, one: hlo.Collective, *, handle: Hashable) -> None:
+    def collective(self, run: _Run, one: Collective, *, handle: Hashable) -> None:
         """Starts a collective; a synchronous one ends at once."""
         queue = one.source_target_pairs or frozenset(one.replica_groups)
         flight = run.enqueue((one.computation, one.name), queue, handle, self.link_seconds(one))

@@ -17,9 +17,8 @@ from zero_jax.planning.ranking import Outcome, Ranking, Setting
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.search import candidates, search
 from zero_jax.planning.single import plan
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.transforms.remat.policies import resolve_remat
+from zero_jax.training import MeshLoss, ZeroConfig
+from zero_jax.transforms import resolve_remat
 
 # The policies that are tried unless told: from most memory to least, each at the price of time or traffic. What the
 # model does by itself comes last: where that is one of the others, it is left out.

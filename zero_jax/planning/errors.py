@@ -8,7 +8,7 @@ import traceback
 
 import jax
 
-_PACKAGE = f"{pathlib.Path(__file__).parent}/"
+_PACKAGE = f"{pathlib.Path(__file__).parent.parent}/"
 _OTHERS = frozenset({"jax", "jaxlib"}) | sys.stdlib_module_names
 _MAX_LINES = 6
 

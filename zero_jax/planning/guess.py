@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from zero_jax.analysis.loss_trace import LossTrace, trace_loss
-from zero_jax.analysis.memory import compared as memory
+from zero_jax.analysis import LossTrace, memory, trace_loss
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import batch_shapes
 from zero_jax.planning.ranking import Estimated, Setting
@@ -22,9 +21,8 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.state.train_state import ZeroConfig, abstract_state
-from zero_jax.transforms.remat.policies import Remat
+from zero_jax.training import MeshLoss, ZeroConfig, abstract_state
+from zero_jax.transforms import Remat
 
 # Of the peak, what matrix products reach in practice, and how much of the collectives over `data` something hides:
 # figures to rank by, not to believe. Of a TPU's torus, a group of `model` spans one dim and uses its two directions,

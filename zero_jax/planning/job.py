@@ -21,12 +21,10 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.user_cache import evict_oldest, has_mark, read_entry, write_entry
-from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
+from zero_jax.hlo import HeapLayout, layout_options, read_layout
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.state.train_state import TrainState, ZeroConfig, abstract_state
-from zero_jax.training.step import make_train_step
+from zero_jax.training import MeshLoss, TrainState, ZeroConfig, abstract_state, make_train_step
 
 _STATS = (
     "argument_size_in_bytes",

@@ -16,8 +16,7 @@ from zero_jax.planning.report import PlanReport
 from zero_jax.planning.single import plan
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.topology import parse
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import MeshLoss, ZeroConfig
 
 Layout = tuple[int, ...]
 

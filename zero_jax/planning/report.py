@@ -12,19 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.analysis.comms import measured as comms
-from zero_jax.analysis.loss_trace import trace_loss
-from zero_jax.analysis.memory import compared as memory
+from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.planning.job import Job, OutOfMemory, compile_job
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training.grads import normalize_loss
-from zero_jax.training.model_inputs import cast_batch
-from zero_jax.training.state.train_state import TrainState, make_placement
-from zero_jax.transforms.flops import forward_flops
-from zero_jax.transforms.remat.policies import resolve_remat
+from zero_jax.training import TrainState, cast_batch, make_placement, normalize_loss
+from zero_jax.transforms import forward_flops, resolve_remat
 
 # JAX gives a GPU program this share of the memory unless it is told otherwise.
 _DEFAULT_GPU_SHARE = 0.75

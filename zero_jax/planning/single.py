@@ -16,8 +16,7 @@ from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import compile_apart
 from zero_jax.planning.report import PlanReport, make_report
 from zero_jax.sharding.topology import parse
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import MeshLoss, ZeroConfig
 
 
 def plan(

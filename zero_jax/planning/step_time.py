@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.hlo import collectives as hlo
-from zero_jax.hlo import cost as hlo_cost
-from zero_jax.hlo.program import Instruction, Program
-from zero_jax.hlo.schedule import Timeline, play
+from zero_jax import hlo
+from zero_jax.hlo import Instruction, Program, Timeline, play
 from zero_jax.sharding.topology import Hardware, Topology
 
 # What a collective takes however little it sends: a hop of a ring, and the start of a kernel.
@@ -87,10 +85,10 @@ def estimate_time(
     unknown: list[str] = []
 
     def seconds_of(program: Program, computation: str, instruction: Instruction) -> float:
-        cycles = hlo_cost.cycles(instruction) if hardware.clock_hz else None
+        cycles = hlo.cycles(instruction) if hardware.clock_hz else None
         if cycles is not None and hardware.clock_hz:
             return cycles / hardware.clock_hz
-        work = hlo_cost.roofline(program, computation, instruction)
+        work = hlo.roofline(program, computation, instruction)
         if not work.is_known:
             unknown.append(instruction.name)
         busy = max(work.flops / hardware.flops_per_second, work.bytes / hardware.memory_bytes_per_second)

@@ -1,4 +1,4 @@
-"""The process that compiles one job: `python -m zero_jax.planning.worker JOB RESULT [PARENT]`, started by `zero_jax.planning.single`.
+"""The process that compiles one job for `zero_jax.plan`: `python -m zero_jax.planning.worker JOB RESULT [PARENT]`.
 
 A compiler that crashes or runs out of the machine's memory ends this process, and nothing else. What it does is told on
 standard output, a line each. However the process that wants the result ends, this one does not go on without it.

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.checkpoint import Checkpointer
-from zero_jax.cluster.preemption import EXIT_CODE as SAVED
-from zero_jax.cluster.preemption import Preemption
-from zero_jax.cluster.watchdog import Watchdog
+from zero_jax.cluster import EXIT_CODE as SAVED
+from zero_jax.cluster import Preemption, Watchdog
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
 from zero_jax.core.variables import Variables
-from zero_jax.data.batch_buffers import BatchBuffers
-from zero_jax.data.batches import train_batches, validation_batches
+from zero_jax.data import BatchBuffers, train_batches, validation_batches
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.profiling import Profiler
@@ -33,11 +31,7 @@ from zero_jax.trainer.resume import Start, begin, identity
 from zero_jax.trainer.run import Model, Run, TrainConfig, TrainResult, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
 from zero_jax.trainer.validation import Validation
-from zero_jax.training.ema import ema_params
-from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.training.state.finite import nonfinite_leaves
-from zero_jax.training.state.train_state import merge, trainable
-from zero_jax.training.step import make_train_step
+from zero_jax.training import NoiseScale, ema_params, make_train_step, merge, nonfinite_leaves, trainable
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 

@@ -15,7 +15,7 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.rules import check_matched
 from zero_jax.trainer import schedules
-from zero_jax.training.ema import check_decay, params_ema
+from zero_jax.training import check_decay, params_ema
 
 # Leaves whose values have a meaning of their own (a gain, an offset) are not pulled towards zero, and a table of
 # vectors is no matrix for Muon: a step's gradient touches single rows.

@@ -9,15 +9,12 @@ from typing import Any
 
 import jax
 
-from zero_jax.checkpoint import CheckpointError, Restored, restore
-from zero_jax.checkpoint.files import candidates, find
-from zero_jax.checkpoint.record import step_path
+from zero_jax.checkpoint import CheckpointError, Restored, candidates, find, restore, step_path
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Run
 from zero_jax.trainer.run_folder import as_json, differences
-from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.training.state.train_state import TrainState, init_state
+from zero_jax.training import NoiseScale, TrainState, init_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

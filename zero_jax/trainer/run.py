@@ -17,15 +17,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.checkpoint.files import candidates, find
-from zero_jax.checkpoint.record import resolve
-from zero_jax.checkpoint.saving import LOCK
+from zero_jax.checkpoint import LOCK, CheckpointConfig, candidates, find, resolve
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.data.dataset import DataConfig, Dataset, load
+from zero_jax.data import DataConfig, Dataset, load
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_capacity
@@ -33,9 +30,8 @@ from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_sc
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run_folder import check_name, make_folder
 from zero_jax.trainer.sampling import Sampler
-from zero_jax.training.grads import MeshLoss, check_batch
-from zero_jax.training.state.train_state import ZeroConfig
-from zero_jax.transforms.remat.transform import rematerialize
+from zero_jax.training import MeshLoss, ZeroConfig, check_batch
+from zero_jax.transforms import rematerialize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.tree import shown
 from zero_jax.core.variables import as_variables
-from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data import Tokenizer
 from zero_jax.sharding.precision import cast_floating
 
 

@@ -9,11 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.data.batch_buffers import BatchBuffers
-from zero_jax.data.batches import Batch
-from zero_jax.training.evaluation import make_eval_step
-from zero_jax.training.grads import MeshLoss
-from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.data import Batch, BatchBuffers
+from zero_jax.training import MeshLoss, ZeroConfig, make_eval_step
 
 
 class Validation:

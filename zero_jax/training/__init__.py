@@ -1,0 +1,64 @@
+"""The train step: train state, gradients, update and evaluation, sharded as `ZeroConfig` says.
+
+`init_state` makes the state sharded, `make_train_step` the jitted step: it casts and places the params, takes the
+gradients of the user's loss function (`grads`, with the transforms) over microbatches, calls the optimizer and pins the
+new state to the shardings of the old one. `losses` and `sequence_parallel` are for models with a `model` axis.
+"""
+
+from zero_jax.training import losses
+from zero_jax.training.ema import check_decay, ema_params, params_ema
+from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
+from zero_jax.training.grads import MeshLoss, check_batch, normalize_loss
+from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
+from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.noise_scale import NoiseScale
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.sequence_sharding import sequence_parallel
+from zero_jax.training.state.checks import check_is_state
+from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
+from zero_jax.training.state.shardings import sharding_report, state_shardings
+from zero_jax.training.state.train_state import (
+    Placement,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_placement,
+    merge,
+    trainable,
+)
+from zero_jax.training.step import TrainStep, make_train_step
+from zero_jax.training.zero_config import ZeroConfig
+
+__all__ = [
+    "MeshLoss",
+    "Metrics",
+    "NoiseScale",
+    "NonfiniteState",
+    "Placement",
+    "TrainState",
+    "TrainStep",
+    "ZeroConfig",
+    "abstract_state",
+    "cast_batch",
+    "check_batch",
+    "check_decay",
+    "check_is_state",
+    "ema_params",
+    "init_state",
+    "losses",
+    "make_eval_step",
+    "make_placement",
+    "make_train_step",
+    "merge",
+    "needed_grads",
+    "nonfinite_leaves",
+    "normalize_loss",
+    "params_ema",
+    "sequence_parallel",
+    "shard_batch",
+    "sharding_report",
+    "softmax_cross_entropy_with_integer_labels",
+    "state_shardings",
+    "trainable",
+    "unchanged",
+]

@@ -22,7 +22,7 @@ from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms.gather.transform import gather_on_use, scatter_grads
+from zero_jax.transforms import gather_on_use, scatter_grads
 
 
 @jax.tree_util.register_dataclass

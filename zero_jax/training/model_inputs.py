@@ -16,7 +16,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.zero_config import ZeroConfig, compiled_patterns
-from zero_jax.transforms.passthrough import is_contraction
+from zero_jax.transforms import is_contraction
 
 _CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 

@@ -39,9 +39,7 @@ from zero_jax.training.state.train_state import (
     trainable,
 )
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms.microbatch_weights import with_weight
-from zero_jax.transforms.remat.transform import rematerialize
-from zero_jax.transforms.separable.decision import Separability, separability
+from zero_jax.transforms import Separability, rematerialize, separability, with_weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +129,7 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning a scalar loss (a mean over the
         batch) or `(loss, aux)`; with a parameter `model_state` it gets the state's and returns
         `(loss, aux, model_state)`. With `num_microbatches > 1` it is called on parts of the batch; at stages 0 and 1 on
-        the part of one device where it can be (`separable.py`), so that gradients are summed across devices once. A
+        the part of one device where it can be (`decision.py`), so that gradients are summed across devices once. A
         loss that mixes examples is another loss then: a warning names the line.
       tx: any optax transformation; the one that `init_state` was given.
       mesh: the mesh.

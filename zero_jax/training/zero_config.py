@@ -14,7 +14,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.transforms.remat.policies import Remat, resolve_remat
+from zero_jax.transforms import Remat, resolve_remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

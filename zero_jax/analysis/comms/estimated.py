@@ -22,9 +22,16 @@ from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.state.checks import check_is_state
-from zero_jax.training.state.train_state import Placement, TrainState, ZeroConfig, make_placement, trainable
+from zero_jax.training import (
+    Placement,
+    TrainState,
+    ZeroConfig,
+    check_is_state,
+    make_placement,
+    needed_grads,
+    trainable,
+    unchanged,
+)
 
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 

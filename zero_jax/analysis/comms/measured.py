@@ -8,27 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow, estimate, sharded_residual_bytes
+from zero_jax.analysis.comms.estimated import CommsEstimate
 from zero_jax.analysis.comms.findings import Finding, find
 from zero_jax.analysis.comms.names import ProgramLeaf, num_elements, state_leaves
-from zero_jax.analysis.comms.rows import Row, ScheduledOverlap, SentBytes, axes_name, read_rows
+from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, read_rows
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.hlo.program import Program
-
-__all__ = [
-    "CommsEstimate",
-    "CommsReport",
-    "Comparison",
-    "EstimateRow",
-    "Finding",
-    "Row",
-    "ScheduledOverlap",
-    "compare",
-    "estimate",
-    "measure",
-    "sharded_residual_bytes",
-]
+from zero_jax.hlo import Program
 
 _MAX_LINES = 40
 _MAX_WARNINGS = 10

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from zero_jax.core.gather_names import escaped, gathered_path
+from zero_jax.core.gather_names import escaped
 from zero_jax.core.tree import PyTree
-from zero_jax.hlo import collectives as hlo
-from zero_jax.hlo import cost as hlo_cost
-from zero_jax.hlo.program import Instruction, Program, integers
+from zero_jax.hlo import Collective, Instruction, Program, dtypes_and_dims, gathered_path, integers
 
 _MAX_NAMES = 3
 _STATE = re.compile(r"(?:\w+(?:\[\d+\])?[.\[']*)??(params|master|opt_state|model_state)(?:'\])?(?=[.\[]|$)(.*)")
@@ -54,7 +52,7 @@ def state_leaves(program: Program, arguments: PyTree = None) -> tuple[ProgramLea
         path = name[1].replace("\\'", "'") if name else ""
         match = _STATE.match(path) if instruction.opcode == "parameter" else None
         if match:
-            (dtype, dims), *_ = hlo_cost.arrays(instruction.shape)
+            (dtype, dims), *_ = dtypes_and_dims(instruction.shape)
             named = [(len(key), whole) for key, whole in shapes if key and path.endswith(key) and _is_cut(whole, dims)]
             whole = max(named)[1] if named else _global_shape(dims, instruction.line)
             path = re.sub(r"\['?([^\]']*)'?\]|\.", lambda m: f"/{m[1] or ''}", match[2]).strip("/")
@@ -167,7 +165,7 @@ class Names:
                     for key in {_dims_key(dims), _dims_key(dims[1:])} - {()}:
                         table[key] += [] if param.path in table[key] else [param.path]
 
-    def of(self, one: hlo.Collective, program: Program, op_name: str, kind: str) -> tuple[str, bool]:
+    def of(self, one: Collective, program: Program, op_name: str, kind: str) -> tuple[str, bool]:
         """Returns the path (or paths), and whether it is certain."""
         scope = gathered_path(one.op_name)
         if scope is not None:
@@ -188,9 +186,9 @@ def _dims_key(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(extent for extent in dims if extent > 1))
 
 
-def _moved(instruction: Instruction, one: hlo.Collective, kind: str) -> list[tuple[int, ...]]:
+def _moved(instruction: Instruction, one: Collective, kind: str) -> list[tuple[int, ...]]:
     """The shapes of a collective's results: whole ones of a gather or all-reduce, shards of a reduce-scatter."""
-    shapes = [dims for _, dims in hlo_cost.arrays(instruction.shape)]
+    shapes = [dims for _, dims in dtypes_and_dims(instruction.shape)]
     if instruction.opcode.endswith("-start"):  # the operands come first
         shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(one.dtypes) :]
     if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form holds the whole result

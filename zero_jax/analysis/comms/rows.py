@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax import hlo
 from zero_jax.analysis.comms.names import Names, Phases, ProgramLeaf
-from zero_jax.hlo import collectives as hlo
-from zero_jax.hlo import cost as hlo_cost
-from zero_jax.hlo import schedule as hlo_schedule
-from zero_jax.hlo.program import Instruction, Program
+from zero_jax.hlo import Instruction, Program
 
 UNKNOWN_AXES = ("?",)
 _WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")
@@ -212,18 +210,16 @@ def _label(one: hlo.Collective, phase: str, op_name: str) -> str:
 
 def _overlaps(program: Program, found: Sequence[hlo.Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
     """Plays the schedule in cycles, or where the compiler estimates none in bytes, with collectives that take none."""
-    has_cycles = any(
-        hlo_cost.cycles(one) is not None for inner in program.computations.values() for one in inner.values()
-    )
+    has_cycles = any(hlo.cycles(one) is not None for inner in program.computations.values() for one in inner.values())
 
     def weight(program: Program, computation: str, instruction: Instruction) -> float:
         if has_cycles:
-            return hlo_cost.cycles(instruction) or 0
-        work = hlo_cost.roofline(program, computation, instruction)
+            return hlo.cycles(instruction) or 0
+        work = hlo.roofline(program, computation, instruction)
         return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
 
     # What matters is what lies between a start and its done, so that an unknown trip count may be anything.
-    timeline = hlo_schedule.play(program, found, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
+    timeline = hlo.play(program, found, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
     return {
         key: ScheduledOverlap(instructions=one.instructions, cycles=round(one.seconds) if has_cycles else None)
         for key, one in timeline.overlaps.items()

@@ -6,33 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
-from zero_jax.analysis.memory.estimated import MemoryEstimate, Residuals, estimate, transformer_residuals
-from zero_jax.analysis.memory.kinds import Temporary
-from zero_jax.analysis.memory.leaves import ArgumentLeaf, aligned, readable_bytes
-from zero_jax.analysis.memory.measured import MemoryReport, measure
-from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
-from zero_jax.hlo.memory import Buffer
+from zero_jax.analysis.memory.arrays import ArraysReport
+from zero_jax.analysis.memory.leaves import aligned, readable_bytes
+from zero_jax.analysis.memory.measured import MemoryReport
 
-__all__ = [
-    "ArgumentLeaf",
-    "ArraysReport",
-    "Buffer",
-    "Comparison",
-    "ComparisonRow",
-    "HeapLayout",
-    "MemoryEstimate",
-    "MemoryReport",
-    "Residuals",
-    "Temporary",
-    "compare",
-    "estimate",
-    "layout_options",
-    "measure",
-    "measure_arrays",
-    "read_layout",
-    "transformer_residuals",
-]
 _FLOATS = ("f", "bf", "c")
 
 

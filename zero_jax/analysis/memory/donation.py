@@ -4,8 +4,7 @@ import collections
 from collections.abc import Sequence
 
 from zero_jax.analysis.memory.leaves import STATE_GROUPS, ArgumentLeaf
-from zero_jax.hlo.layout import arrays, parse_shape
-from zero_jax.hlo.program import Program
+from zero_jax.hlo import Program, arrays, parse_shape
 
 
 def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:

@@ -33,9 +33,8 @@ from zero_jax.analysis.memory.groups import (
 from zero_jax.core.signatures import check_arguments
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training.state.checks import check_is_state
-from zero_jax.training.state.train_state import Placement, TrainState, ZeroConfig, make_placement
-from zero_jax.transforms.remat.policies import resolve_remat
+from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement
+from zero_jax.transforms import resolve_remat
 
 _BY_TRACE = "by the trace of the loss: what is kept besides the blocks' inputs, such as logits, and how it is sharded"
 

@@ -7,10 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from zero_jax.analysis.memory.leaves import ArgumentLeaf, group_of
-from zero_jax.core.gather_names import gathered_path
-from zero_jax.hlo.layout import Array, arrays, parse_shape
-from zero_jax.hlo.memory import Buffer, Heap, phase_of
-from zero_jax.hlo.program import KINDS
+from zero_jax.hlo import KINDS, Array, Buffer, Heap, arrays, gathered_path, parse_shape, phase_of
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
 # A gradient of the gather of a param, in contrast to a gather that is done again in the backward pass.

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.hlo.layout import arrays, parse_shape
-from zero_jax.hlo.program import Instruction, Program
+from zero_jax.hlo import Instruction, Program, arrays, parse_shape
 
 GROUPS = ("params", "master", "opt_state", "model_state", "batch", "other")
 STATE_GROUPS = GROUPS[:4]

@@ -20,9 +20,7 @@ from zero_jax.analysis.memory.leaves import (
     whole_warning,
 )
 from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.hlo.heap_layout import HeapLayout
-from zero_jax.hlo.memory import Buffer, Heap, peak, phase_of
-from zero_jax.hlo.program import Program
+from zero_jax.hlo import Buffer, Heap, HeapLayout, Program, peak, phase_of
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20

@@ -1,0 +1,1 @@
+"""What a run shows and records: metrics, console, writers, curves."""

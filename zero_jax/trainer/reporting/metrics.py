@@ -11,10 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.sharding.topology import hardware_of
-from zero_jax.training.evaluation import Metrics
-from zero_jax.training.grads import MeshLoss, normalize_loss
-from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.transforms.flops import forward_flops
+from zero_jax.training import MeshLoss, Metrics, NoiseScale, normalize_loss
+from zero_jax.transforms import forward_flops
 
 Log = Callable[[str], None]
 

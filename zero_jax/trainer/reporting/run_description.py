@@ -14,8 +14,7 @@ from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.trainer.reporting.console import header
 from zero_jax.trainer.reporting.metrics import format_bytes, per_device_bytes
-from zero_jax.training.state.shardings import sharding_report
-from zero_jax.training.state.train_state import TrainState, ZeroConfig
+from zero_jax.training import TrainState, ZeroConfig, sharding_report
 
 
 def groups(state: TrainState) -> dict[str, Any]:

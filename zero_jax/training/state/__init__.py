@@ -1,0 +1,1 @@
+"""The train state: made sharded, its shardings, its checks."""

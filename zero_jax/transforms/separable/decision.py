@@ -57,7 +57,7 @@ def separability(
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
-    What is not proven counts as mixing examples: every operation has an exact rule (`relation_rules.py`), or may mix.
+    What is not proven counts as mixing examples: every operation has an exact rule (`rules.py`), or may mix.
     Random numbers count as each example's own.
 
     Args:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.memory import peak
 from zero_jax.models import gpt

@@ -28,7 +28,7 @@ import optax
 from hand_written import loss_with_gathers, make_step
 
 import zero_jax as zero
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 GPT_271M = gpt.PRESETS["gpt-271m"]

@@ -14,6 +14,7 @@ import reference
 import tensorstore
 
 import zero_jax as zero
+from zero_jax import hlo
 from zero_jax.checkpoint import (
     CheckpointConfig,
     Checkpointer,
@@ -26,7 +27,6 @@ from zero_jax.checkpoint import (
 from zero_jax.checkpoint import files as checkpoint_files
 from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.saved_state import encode_state, saved_leaves
-from zero_jax.hlo import traffic as hlo
 
 TX = optax.adamw(1e-2)
 CONFIG = reference.make_config(stage=3)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax as zero
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 from zero_jax.sharding.spec import named
 from zero_jax.training.collective_combining import compiler_options
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.analysis.comms.names import state_leaves
 from zero_jax.analysis.comms.rows import spanned_axes
 from zero_jax.hlo.program import Program

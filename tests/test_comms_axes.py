@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow
 from zero_jax.analysis.comms.findings import carries_batch, carries_data, find
 from zero_jax.analysis.comms.names import ProgramLeaf

@@ -16,7 +16,7 @@ import reference
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.memory import compared as memory
+from zero_jax import memory
 from zero_jax.models import gpt
 
 QUICK = [(1, "bf16"), (3, "fp16")]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.core.jaxprs import open_jaxpr
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.dots import flat_product

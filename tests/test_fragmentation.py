@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax.analysis.memory import compared as memory
+from zero_jax import memory
 from zero_jax.hlo import heap_layout
 from zero_jax.models import gpt
 

@@ -9,7 +9,7 @@ from gathering import examples, normal
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 
 PARAMS = {"base": normal(16, 64), "head": normal(64, 16)}

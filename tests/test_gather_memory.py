@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 
 LAYERS, WIDTH, RANK, BATCH_SIZE = 5, 64, 16, 16
 

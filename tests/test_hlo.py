@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"
 KIB, MIB = 2**10, 2**20

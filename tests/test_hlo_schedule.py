@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from zero_jax import hlo
 from zero_jax.hlo import cost as hlo_cost
 from zero_jax.hlo import schedule as hlo_schedule
-from zero_jax.hlo import traffic as hlo
 from zero_jax.hlo.program import Program
 
 DATA = pathlib.Path(__file__).parent / "data" / "hlo"

@@ -1,4 +1,4 @@
-"""Packages import those above them in the table of docs/architecture.md, through their interfaces, and without cycles."""
+"""Packages import those above them in the table of docs/architecture.md, by their interfaces, without cycles."""
 
 import ast
 import graphlib

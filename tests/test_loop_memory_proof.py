@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 
 import zero_jax as zero
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 from zero_jax.models import gpt
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]

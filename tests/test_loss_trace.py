@@ -11,9 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms, memory
 from zero_jax.analysis.loss_trace import trace_loss
-from zero_jax.analysis.memory import compared as memory
 from zero_jax.models import gpt
 from zero_jax.transforms.flops import forward_flops
 

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms, memory
 from zero_jax.analysis.loss_trace import trace_loss
-from zero_jax.analysis.memory import compared as memory
 from zero_jax.models import gpt
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]

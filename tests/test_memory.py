@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zero_jax as zero
-from zero_jax.analysis.memory import compared as memory
+from zero_jax import memory
 from zero_jax.analysis.memory import leaves as memory_leaves
 from zero_jax.models import gpt
 

@@ -11,7 +11,7 @@ from jax import lax
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 
 D, F, E = 128, 256, 8
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from reference import assert_close, assert_placed_alike, make_batches, num_shards
 
 import zero_jax as zero
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.sharding.model_specs import specs_of
 from zero_jax.training.sequence_sharding import sequence_parallel

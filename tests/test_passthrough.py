@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from reference import mesh_of
 
-from zero_jax.hlo import traffic as hlo
+from zero_jax import hlo
 from zero_jax.sharding.spec import named
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, narrows, passthrough
 

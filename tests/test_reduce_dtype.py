@@ -17,7 +17,7 @@ from jax import lax
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.analysis.comms import measured as comms
+from zero_jax import comms
 from zero_jax.transforms.gather.weight_grads import product
 
 F32, BF16 = jnp.float32, jnp.bfloat16

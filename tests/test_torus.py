@@ -9,8 +9,8 @@ import pytest
 from reference import mesh_of, torus_mesh
 
 import zero_jax as zero
+from zero_jax import hlo
 from zero_jax.core.jaxprs import Chain, reshard
-from zero_jax.hlo import traffic as hlo
 from zero_jax.sharding import torus
 from zero_jax.sharding.spec import named
 

@@ -1,7 +1,6 @@
 """A hang is noticed, told with all that helps, and ended; what is only slow or stopped is left alone."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -199,7 +198,7 @@ def test_switched_off_it_does_nothing(tmp_path):
 
 CHILD = """
 import sys, time
-from zero_jax.watchdog import Watchdog
+from zero_jax.cluster import Watchdog
 
 def the_step_that_hangs():
     time.sleep(60)
@@ -215,12 +214,8 @@ with Watchdog(float(sys.argv[1]), sys.argv[2], allowances={}) as dog:
 
 
 def start_child(*arguments):
-    # The package's own __init__ imports JAX, which takes longer than the test.
-    stub = "import sys, types; m = types.ModuleType('zero_jax'); m.__path__ = [sys.argv.pop(1)]\n"
-    stub += "sys.modules['zero_jax'] = m\n"
-    package = os.path.dirname(sys.modules[Watchdog.__module__].__file__)
     return subprocess.Popen(
-        [sys.executable, "-c", stub + CHILD, package, *map(str, arguments)],
+        [sys.executable, "-c", CHILD, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

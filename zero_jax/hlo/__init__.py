@@ -12,7 +12,7 @@ from zero_jax.hlo.memory import Buffer, Heap, peak
 from zero_jax.hlo.op_names import gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, integers
 from zero_jax.hlo.schedule import Timeline, play
-from zero_jax.hlo.traffic import Collective, collectives
+from zero_jax.hlo.traffic import Collective, by_kind, collectives, sent_bytes
 
 __all__ = [
     "KINDS",
@@ -25,6 +25,7 @@ __all__ = [
     "Program",
     "Timeline",
     "arrays",
+    "by_kind",
     "collectives",
     "cycles",
     "dtypes_and_dims",
@@ -37,4 +38,5 @@ __all__ = [
     "play",
     "read_layout",
     "roofline",
+    "sent_bytes",
 ]

@@ -175,7 +175,7 @@ def test_no_sizes(text):
 
 _MEASURE = """
 import pathlib, re, sys
-from zero_jax.export import export
+from zero_jax.checkpoint import export
 
 def peak():  # of this program alone: `getrusage` would begin with what its parent held
     return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])

@@ -86,7 +86,7 @@ def test_processes_that_cannot_agree_are_an_error(monkeypatch):
 CHILD = """
 import signal, sys, time
 import jax
-from zero_jax.preemption import EXIT_CODE, Preemption
+from zero_jax.cluster.preemption import EXIT_CODE, Preemption
 
 index, signalled, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 jax.distributed.initialize(sys.argv[4], 2, index)

@@ -125,7 +125,7 @@ def test_it_reaches_another_process(tmp_path):
     write(tmp_path, model=model, layers="L = 5\n", late="V = 7\n")
     (tmp_path / "job").write_bytes(cloudpickle.dumps([function(tmp_path / "model.py", name) for name in "fg"]))
     program = (
-        "import sys, cloudpickle\nfrom zero_jax import user_modules; user_modules.install()\n"
+        "import sys, cloudpickle\nfrom zero_jax.planning import user_modules; user_modules.install()\n"
         "f, g = cloudpickle.loads(open(sys.argv[1], 'rb').read())\nconfig, l = f()\nprint(config.n, l, g())"
     )
     done = subprocess.run(

@@ -26,6 +26,12 @@ os.environ["TPU_ACCELERATOR_TYPE"] = "v5p-16"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
+# Programs that tests start import the package and the tests' helpers from here, too.
+_tests = pathlib.Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(_tests.parent), str(_tests), os.environ.get("PYTHONPATH")])
+)
+
 # What runs keep in the user's cache folder (tokens, plans) is not for tests to find or to leave.
 _cache = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zero-jax-tests-")
 

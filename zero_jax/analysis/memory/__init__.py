@@ -7,7 +7,7 @@ from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
 from zero_jax.analysis.memory.compared import Comparison, ComparisonRow, compare
 from zero_jax.analysis.memory.estimated import MemoryEstimate, Residuals, estimate, transformer_residuals
 from zero_jax.analysis.memory.kinds import Temporary
-from zero_jax.analysis.memory.leaves import ArgumentLeaf, aligned, readable_bytes
+from zero_jax.analysis.memory.leaves import ArgumentLeaf
 from zero_jax.analysis.memory.measured import MemoryReport, measure
 from zero_jax.hlo import Buffer, HeapLayout, layout_options, read_layout
 
@@ -22,13 +22,11 @@ __all__ = [
     "MemoryReport",
     "Residuals",
     "Temporary",
-    "aligned",
     "compare",
     "estimate",
     "layout_options",
     "measure",
     "measure_arrays",
     "read_layout",
-    "readable_bytes",
     "transformer_residuals",
 ]

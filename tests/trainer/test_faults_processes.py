@@ -16,7 +16,7 @@ from faults import assert_goes_on_as_if_nothing_had_happened, checkpoints, read,
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # Time in which the other process of two has to be gone, from the end of the first: 10 s of grace, and some to spare.
 BOUND_SECONDS = 20
 

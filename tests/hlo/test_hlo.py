@@ -1,6 +1,6 @@
 """Tests that collectives are read correctly out of HLO text.
 
-`tests/data/hlo` holds programs that the real compilers wrote, cut down to the instructions that matter: names that
+`tests/fixtures/hlo` holds programs that the real compilers wrote, cut down to the instructions that matter: names that
 begin with `tpu_`, `gpu_` and `cpu_` tell which compiler. The bytes that each should send are worked out by hand below
 from the JAX program that was compiled; MiB = 2**20 bytes, and g devices in a ring each send (g - 1) / g of an array.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from zero_jax import hlo
 
-DATA = pathlib.Path(__file__).parent / "data" / "hlo"
+DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
 KIB, MIB = 2**10, 2**20
 
 # kind, dtype, operations in the text, executions, bytes sent

@@ -10,7 +10,7 @@ from zero_jax.hlo import cost as hlo_cost
 from zero_jax.hlo import schedule as hlo_schedule
 from zero_jax.hlo.program import Program
 
-DATA = pathlib.Path(__file__).parent / "data" / "hlo"
+DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}"
 

@@ -235,7 +235,7 @@ asyncio.run(save())  # as in a notebook
 
 def test_a_process_that_ends_while_a_save_is_under_way_ends_when_it_is_whole(tmp_path):
     command = [sys.executable, "-c", LEFT_ALONE, tmp_path]
-    done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert describe(tmp_path, verify_leaves=True).problems == () and latest_step(tmp_path) == 1
 

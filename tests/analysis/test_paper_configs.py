@@ -18,7 +18,7 @@ import zero_jax as zero
 from zero_jax.analysis.paper_configs import PAPER_CONFIGS
 from zero_jax.models import gpt
 
-PAPER = json.loads((pathlib.Path(__file__).parent / "data" / "zero_paper.json").read_text(encoding="utf-8"))
+PAPER = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "zero_paper.json").read_text(encoding="utf-8"))
 # Saved inputs of a block are 2 x 64 x 64 elements on a device: enough for a policy to place them.
 GPT = gpt.GPTConfig(vocab_size=64, seq_len=64, num_layers=2, d_model=64, num_heads=2, position="learned")
 

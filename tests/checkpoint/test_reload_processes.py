@@ -2,20 +2,14 @@
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
+from reference import free_address
 
 WORKER = pathlib.Path(__file__).with_name("reload_worker.py")
 pytestmark = pytest.mark.slow
-
-
-def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def start(num_processes, num_devices, stage, folder, action):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from test_reload_processes import free_address
+from reference import free_address
 
 from zero_jax.core.agreement import from_first_process
 

@@ -13,6 +13,7 @@ import reference
 from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
 
 import zero_jax as zero
+from zero_jax.training.state import train_state
 
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
 # gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
@@ -293,10 +294,10 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     batches = make_batches(3)
     fields = {"mesh": mesh_of("staged222"), "stage": stage, "precision": precision}
     at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
-    monkeypatch.setattr(zero.state, "_GATHERED_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(train_state, "_GATHERED_AT_ONCE_BYTES", 0)
     lowered = []
-    original = zero.state.Placement._gather_rows
-    monkeypatch.setattr(zero.state.Placement, "_gather_rows", lambda *a: lowered.append(a[1].path) or original(*a))
+    original = train_state.Placement._gather_rows
+    monkeypatch.setattr(train_state.Placement, "_gather_rows", lambda *a: lowered.append(a[1].path) or original(*a))
     in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
     assert {path.split("/")[-1] for path in lowered} >= {"w_in", "w_out"}
     chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))

@@ -12,7 +12,7 @@ import pytest
 
 from zero_jax.analysis import paper
 
-PAPER = json.loads((pathlib.Path(__file__).parent / "data" / "zero_paper.json").read_text(encoding="utf-8"))
+PAPER = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "zero_paper.json").read_text(encoding="utf-8"))
 
 # Rows 2 to 5 of these columns are the first row's rounded figure times the model-parallel degree: 8 x 7.6 = 60.8.
 MULTIPLES_OF_THE_FIRST_ROW = {"P_os", "P_os+g"}

@@ -16,7 +16,7 @@ from zero_jax.analysis.comms.names import state_leaves
 from zero_jax.analysis.comms.rows import spanned_axes
 from zero_jax.hlo.program import Program
 
-DATA = pathlib.Path(__file__).parent / "data" / "hlo"
+DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
 F32 = jnp.float32
 
 

@@ -14,7 +14,7 @@ from test_clusters import SCRIPT, TESTS, simulated_devices
 
 from zero_jax.cluster import joining as cluster
 
-FILES = TESTS.parent / "scripts" / "cluster"
+FILES = TESTS.parents[1] / "scripts" / "cluster"
 SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
 
 
@@ -134,7 +134,7 @@ def jobset(name):
 @pytest.mark.parametrize("name", ["gke_jobset.yaml", "gke_jobset_tpu.yaml"])
 class TestJobSets:
     def test_schema(self, name):
-        schema = json.loads((TESTS / "data" / "jobset.schema.json").read_text())
+        schema = json.loads((TESTS.parent / "fixtures" / "jobset.schema.json").read_text())
         jsonschema.Draft202012Validator(schema).validate(jobset(name))
 
     def test_saved_and_stopped_goes_on_and_crashes_are_counted(self, name):
@@ -157,7 +157,7 @@ class TestJobSets:
         assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
 
     def test_wrong_files_are_refused(self, name):
-        schema = json.loads((TESTS / "data" / "jobset.schema.json").read_text())
+        schema = json.loads((TESTS.parent / "fixtures" / "jobset.schema.json").read_text())
         file = jobset(name)
         file["spec"]["replicatedJobs"][0]["template"]["spec"]["restartPolicy"] = "Never"  # a field of the pod's
         with pytest.raises(jsonschema.ValidationError, match="restartPolicy"):

@@ -97,7 +97,6 @@ def chunked_head():
 
 SUPPLIED = {
     ("README.md", 1): own_loop,
-    ("README.md", 2): rematted,
     ("buffers.md", 0): chunked_head,
     ("checkpoints.md", 0): checkpointed,
     ("checkpoints.md", 1): two_blocks,
@@ -214,3 +213,15 @@ def test_names_in_the_text_are_there(page):
         for name in path.split(".")[1:]:
             assert not isinstance(found, types.ModuleType) or hasattr(found, name) or name in _FIELDS, f"zero{path}"
             found = getattr(found, name, None)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_paths_and_links_exist(page):
+    """Such as `tests/test_docs.py`, `scripts/cluster/*.yaml` or `[stages](docs/stages.md)`."""
+    text = page.read_text(encoding="utf-8")
+    paths = {
+        path.rstrip(".") for path in re.findall(r"(?<![\w/])(?:zero_jax|tests|scripts|examples|docs)/[\w./*-]*", text)
+    }
+    assert not [path for path in sorted(paths) if not [*ROOT.glob(path)]]
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]

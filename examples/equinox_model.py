@@ -1,4 +1,4 @@
-"""An Equinox model at ZeRO stage 3: the params are its arrays, the rest of it stays outside.
+"""An Equinox model at ZeRO stage 3: the params are its arrays, everything else is static.
 
 Run it anywhere: JAX_NUM_CPU_DEVICES=8 python examples/equinox_model.py   (needs `pip install equinox`)
 """
@@ -15,7 +15,7 @@ def make_model(key):
     return eqx.nn.MLP(in_size=64, out_size=10, width_size=256, depth=3, activation=jax.nn.gelu, key=key)
 
 
-# What is not an array (activation functions, sizes) stays outside of the params.
+# Leaves that are not arrays (activation functions, sizes) are static, not params.
 shapes = eqx.filter_eval_shape(make_model, jax.random.key(0))
 static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
 

@@ -12,7 +12,7 @@ import zero_jax as zero
 
 
 class Classifier(nn.Module):
-    """Two residual blocks, rematerialized as the user likes."""
+    """Two residual blocks, with the user's own remat."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""A Flax NNX model at ZeRO stage 3: the params are its `nnx.State`, the model itself stays as it is.
+"""A Flax NNX model at ZeRO stage 3: the params are its `nnx.State`, with no change to the model.
 
 Run it anywhere: JAX_NUM_CPU_DEVICES=8 python examples/flax_nnx.py
 """

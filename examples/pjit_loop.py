@@ -54,4 +54,5 @@ for step in range(30):
     if step % 10 == 0 or step == 29:
         print(f"step {step:>3}  loss {loss:.4f}")
 weight = state["params"][0]
-print(f"a weight of {weight.shape} lies as {weight.sharding.spec}, {weight.addressable_shards[0].data.shape} a device")
+shard = weight.addressable_shards[0].data
+print(f"a weight of {weight.shape} is sharded as {weight.sharding.spec}, {shard.shape} a device")

@@ -1,4 +1,4 @@
-"""`zero-jax train`'s loop with a model and an optimizer of one's own: checkpoints, resume, figures and a picture.
+"""The trainer of `zero-jax train` with your own model and optimizer: checkpoints, resume, metrics and a loss plot.
 
 Run it anywhere, stop it with Ctrl-C, and run it again: JAX_NUM_CPU_DEVICES=8 python examples/train_own_model.py
 """
@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.trainer.loop import train
-from zero_jax.trainer.run import Model, TrainConfig
+from zero_jax.trainer import Model, TrainConfig, train
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model that guesses each byte from the one before it and a running mean of the others."""
+    """A model that predicts each byte from the previous byte and a running mean of the earlier ones."""
 
     width: int = 128
 
@@ -37,7 +36,7 @@ def loss_fn(params, batch):
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
-# Weights decay before the learning rate: it brings the sign with which updates are added.
+# Weight decay comes before the learning rate, which sets the sign of the update.
 tx = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(1e-2), optax.scale_by_learning_rate(3e-3))
 
 

@@ -1,7 +1,7 @@
 """Times zero_jax's train step against a hand-written one and against plain `in_shardings`, on simulated CPU devices.
 
-Every variant runs the same model on the same 8 devices; rounds are interleaved and medians compared, because one run of
-a busy machine tells nothing.
+Every variant runs the same model on the same 8 devices; rounds are interleaved and medians compared, because a
+single run on a busy machine says nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = gpt.GPTConfig(num_layers=4, d_model=256, num_heads=4, vocab_size=512, s
 
 
 def variants(stage: int, mesh, batch) -> dict:
-    """Returns for each way of writing the step a function that runs one step and returns its loss."""
+    """Returns, for each variant of the step, a function that runs one step and returns its loss."""
     tx = optax.adamw(1e-3)
     init_fn, loss_fn = functools.partial(gpt.init, CONFIG), gpt.loss_fn(CONFIG)
     config = zero.ZeroConfig(stage=stage)
@@ -66,7 +66,7 @@ def variants(stage: int, mesh, batch) -> dict:
 
 def measure(runs: dict, num_rounds: int, num_steps: int) -> dict[str, float]:
     """Returns the median seconds of a step for each variant, over interleaved rounds."""
-    losses = {name: float(run()) for name, run in runs.items()}  # compiles, and warms up
+    losses = {name: float(run()) for name, run in runs.items()}  # compile and warm up
     assert np.ptp(list(losses.values())) < 1e-4, losses
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)

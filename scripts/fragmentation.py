@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a tiny GPT with evaluations of changing shape, and watches memory: does a loop hold more as it goes on?
+"""Trains a tiny GPT with evaluations of changing shape and records its memory: does a training loop leak?
 
     scripts/fragmentation.py --steps 1000 --plot docs/fragmentation.png
 
-On 8 simulated CPU devices. After every step it counts the live arrays and their bytes, notes where the state and the
-batches lie, and reads the resident memory of the process. Twice, each in a process of its own: with batches as they
-come, and with `BatchBuffers`.
+On 8 simulated CPU devices. After every step it records the live arrays and their bytes, the addresses of the state and
+the batches, and the resident memory of the process. It runs twice, each in its own process: without and with
+`BatchBuffers`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ EVAL_LENGTHS = (32, 48)
 
 @dataclasses.dataclass(kw_only=True)
 class Watched:
-    """What was seen after each step: counts, bytes over all devices, resident bytes of the process; and places."""
+    """Records of each step: live arrays, bytes over all devices, resident bytes of the process; and addresses."""
 
     num_arrays: list[int] = dataclasses.field(default_factory=list)
     array_bytes: list[int] = dataclasses.field(default_factory=list)
@@ -35,7 +35,7 @@ class Watched:
 
 
 def watch(num_steps: int, eval_every: int, buffered: bool) -> Watched:
-    """Runs the loop."""
+    """Runs the training loop and returns its records."""
     import jax
     import numpy as np
     import optax
@@ -88,7 +88,7 @@ def resident_bytes() -> int:
 
 
 def table(runs: dict[str, Watched], marks: list[int]) -> str:
-    """Lays out what was seen at some steps."""
+    """Returns a table of the records of some steps."""
     lines = [f"{'batches':<12}{'step':>6}{'arrays':>8}{'array bytes':>13}{'resident MiB':>14}"]
     for name, run in runs.items():
         for mark in marks:
@@ -99,7 +99,7 @@ def table(runs: dict[str, Watched], marks: list[int]) -> str:
 
 
 def draw(runs: dict[str, Watched], path: pathlib.Path) -> None:
-    """Draws bytes and resident memory over the steps."""
+    """Plots bytes and resident memory over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -116,12 +116,12 @@ def draw(runs: dict[str, Watched], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Runs both loops, prints the table and draws the picture."""
+    """Runs both loops, prints the table and plots the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--eval-every", type=int, default=5)
-    parser.add_argument("--plot", type=pathlib.Path, help="where to draw a picture")
-    parser.add_argument("--json", action="store_true", help="print what was seen after every step instead of a table")
+    parser.add_argument("--plot", type=pathlib.Path, help="file for a plot")
+    parser.add_argument("--json", action="store_true", help="print the records of every step instead of a table")
     options = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
     runs = {}

@@ -1,9 +1,9 @@
-"""Compares random loss functions, transformed, with themselves as they are; the generator is tests/fuzzing.py.
+"""Compares transformed random loss functions with the originals; the generator is tests/fuzzing.py.
 
     python scripts/fuzz_losses.py --mode gather --seeds 0:500
 
 Prints the program of each seed that differs or fails, and of each that XLA gets wrong (`fuzzing.Comparison`).
-A process that ends in between (XLA aborts) is started again after the seed. Exit status 1 if anything differs.
+If XLA aborts a process, another continues with the next seed. Exit status 1 if anything differs.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import sys
 import traceback
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
-CHUNK = 60  # programs of a process: compiled ones are not forgotten
+CHUNK = 60  # programs per process: compiled programs are never freed
 
 
 def run_here(mode: str, first: int, last: int) -> None:
-    """Compares the programs of some seeds in this process, a line each."""
+    """Compares the programs of some seeds in this process and prints a line for each."""
     sys.path.insert(0, str(TESTS))
-    import conftest  # noqa: F401 (what JAX runs on is settled before it is imported)
+    import conftest  # noqa: F401 (sets JAX's platform before JAX is imported)
     import fuzzing
 
     for seed in range(first, last):

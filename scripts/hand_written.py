@@ -1,4 +1,4 @@
-"""A GPT train step with ZeRO written by hand, gather by gather: the yardstick of `bench_step.py` and the tests."""
+"""A GPT train step with ZeRO written by hand, gather by gather: the baseline of `bench_step.py` and the tests."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def make_step(
     Args:
       loss_fn: the loss function.
       tx: the optimizer.
-      params: the shardings that params come and go in.
-      sharded: the shardings that gradients and the update are pinned to.
+      params: the shardings of the params, before and after the step.
+      sharded: the shardings that gradients and the update are constrained to.
       opt_state: the shardings of the optimizer state.
-      pin: constrain gradients and update by hand; without, only the shardings of arguments and results are given.
-      dtype: dtype of the params that the loss sees.
+      pin: constrain gradients and update by hand; else only arguments and results have shardings.
+      dtype: compute dtype of the params.
     """
     pinned = functools.partial(jax.tree.map, lax.with_sharding_constraint) if pin else lambda tree, _: tree
 

@@ -1,4 +1,4 @@
-"""Finds the largest size of something that fits by trying few sizes: memory is nearly a line in the size."""
+"""Searches for the largest size that fits in memory with few attempts: memory is nearly linear in the size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Outcome(Protocol):
-    """What came of a size; a `PlanReport` is one."""
+    """The outcome of an attempt; a `PlanReport` is one."""
 
     @property
     def fits(self) -> bool:
@@ -18,19 +18,19 @@ class Outcome(Protocol):
 
     @property
     def needed_bytes(self) -> int | None:
-        """What it needs, or None if that is not known."""
+        """The bytes needed, or None if unknown."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestFit:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-      largest: the largest size that was seen to fit, or None.
-      too_large: the smallest size that was seen not to fit, or None.
-      is_settled: whether nothing is left between the two, but for the tolerance.
-      outcomes: what came of each size, in the order of the attempts.
+      largest: the largest size that fits, or None.
+      too_large: the smallest size that does not fit, or None.
+      is_settled: whether the two are within the tolerance.
+      outcomes: the outcome of each size, in the order of the attempts.
     """
 
     largest: int | None
@@ -51,12 +51,12 @@ def largest_fit(
     """Searches for the largest size that fits, until a size at most `tolerance` larger, or the next one, does not.
 
     Args:
-      attempt: tells what comes of a size.
-      sizes: the sizes there are, ascending.
-      first: where to begin; rather too large than too small where a refusal is cheap.
-      capacity_bytes: what there is.
-      tolerance: how much larger, as a part, the size that does not fit may be.
-      max_attempts: how many sizes to try at most.
+      attempt: returns the outcome of a size.
+      sizes: the candidate sizes, ascending.
+      first: the first size to try; rather too large than too small where a refusal is cheap.
+      capacity_bytes: available memory.
+      tolerance: how much larger, as a fraction, the size that does not fit may be.
+      max_attempts: maximum number of attempts.
     """
     outcomes: dict[int, Outcome] = {}
     size = _at_most(sizes, first)
@@ -87,11 +87,11 @@ def _is_settled(sizes: Sequence[int], largest: int | None, too_large: int | None
 def _next(
     sizes: Sequence[int], largest: int | None, too_large: int | None, crossing: float | None, tolerance: float
 ) -> int:
-    """Returns the next size to try: near the crossing, and so that one attempt may settle it."""
+    """Returns the next size to try: near the crossing, so that one attempt may settle the search."""
     step = 1 + tolerance
     if largest is None:
         assert too_large is not None
-        highest = sizes[bisect.bisect_left(sizes, too_large / step)]  # rounded down, it would not settle it
+        highest = sizes[bisect.bisect_left(sizes, too_large / step)]  # a size rounded down would not settle the search
         return _below(sizes, too_large, min(highest, crossing if crossing is not None else too_large / 2))
     if too_large is None:
         aim = largest * step if crossing is None or crossing < largest * step**2 else crossing
@@ -101,7 +101,7 @@ def _next(
 
 
 def _crossing(outcomes: Mapping[int, Outcome], capacity_bytes: float) -> float | None:
-    """Returns where a line through the two outcomes nearest to the capacity meets it, or one through zero."""
+    """Returns where a line through the two outcomes nearest to the capacity (or zero) crosses the capacity."""
     known = [(size, one.needed_bytes) for size, one in outcomes.items() if one.needed_bytes]
     nearest = sorted(sorted(known, key=lambda point: abs(point[1] - capacity_bytes))[:2])
     if not nearest:
@@ -113,10 +113,10 @@ def _crossing(outcomes: Mapping[int, Outcome], capacity_bytes: float) -> float |
 
 
 def _at_most(sizes: Sequence[int], limit: float) -> int:
-    """Returns the largest size up to a limit, or the smallest of all."""
+    """Returns the largest size up to a limit, or the smallest size."""
     return sizes[max(bisect.bisect_right(sizes, limit) - 1, 0)]
 
 
 def _below(sizes: Sequence[int], bound: int, limit: float) -> int:
-    """Returns the largest size up to a limit that lies below a bound."""
+    """Returns the largest size up to a limit that is below a bound."""
     return min(_at_most(sizes, limit), sizes[max(bisect.bisect_left(sizes, bound) - 1, 0)])

@@ -1,4 +1,4 @@
-"""Measures what a step of the GPT sends over each mesh axis, and holds, beside tensor parallelism, compiled for TPU.
+"""Measures traffic by mesh axis and memory of a GPT step with tensor parallelism, compiled for TPU.
 
 python scripts/measure_axes.py --stage 0 1 2 3
 python scripts/measure_axes.py --stage 3 --sequence
@@ -28,7 +28,7 @@ PSI_MOVED = {0: 2, 1: 2, 2: 2, 3: 3}
 
 
 def measure(args: argparse.Namespace, stage: int) -> dict:
-    """Compiles a step with 4 examples a device and microbatch; returns figures in bytes a device."""
+    """Compiles a step with 4 examples a device and microbatch; returns figures in bytes per device."""
     mesh = zero.make_mesh(topology=args.topology, model=args.model, replica=args.replica)
     num_batch = mesh.size // args.model
     num_data = num_batch // args.replica
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, stage: int) -> dict:
 
 
 def main() -> None:
-    """Prints a line a stage, or JSON."""
+    """Prints a line for each stage, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5p:2x2x4")
     parser.add_argument("--stage", type=int, nargs="+", default=[3], choices=sorted(PSI_MOVED))

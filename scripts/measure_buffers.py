@@ -1,9 +1,8 @@
-"""Compiles train steps of GPTs that differ in depth alone, for a TPU that is not there, and prints their buffers.
+"""Measures how the buffers of a compiled GPT step grow with depth.
 
-It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. What the ZeRO paper calls constant-size buffers (C_B,
-section 6.2) is what is left of the temporaries without those that have an entry for each layer by design: the inputs
-of the blocks, kept for the backward pass, and shards of gradients and of cast params. With `--loss` it prints the step
-with whole and with chunked logits instead.
+It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. The ZeRO paper's constant-size buffers (C_B, section
+6.2) are the temporaries without those that have an entry for each layer by design: the inputs of the blocks, saved for
+the backward pass, and shards of gradients and of cast params. `--loss` compares full and chunked logits instead.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+# Without these libtpu queries the machine for its TPU, and locks it for one process.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -36,19 +35,19 @@ from zero_jax.training import losses
 TOPOLOGY = "v5p:2x2x4"
 SHALLOW = gpt.GPTConfig(vocab_size=1024, seq_len=1024, num_layers=4, d_model=1024, num_heads=8)
 WIDE = gpt.GPTConfig(vocab_size=32768, seq_len=512, num_layers=1, d_model=512, num_heads=8)
-# Enough that the temporaries are not all in memory on the chip, which the figures leave out.
+# Enough that not all temporaries fit on the chip, whose memory the figures leave out.
 NUM_EXAMPLES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """What a compiled step holds and sends, bytes per device.
+    """Memory and traffic of a compiled step, bytes per device.
 
     Attributes:
-      heap_bytes: The temporaries at their peak, without what lies on the chip.
+      heap_bytes: The temporaries at their peak, without those on the chip.
       stacked_bytes: Those of them that have an entry for each layer.
       largest_collective_bytes: The largest buffer of a collective.
-      sent_bytes: What a device sends in a step.
+      sent_bytes: Bytes that a device sends in a step.
     """
 
     heap_bytes: int
@@ -73,7 +72,7 @@ def compile_buffers(
     num_examples: int = NUM_EXAMPLES,
     num_microbatches: int = 1,
 ) -> Buffers:
-    """Compiles a train step with adamw in bf16 for some examples a device; `chunk_size` None makes the logits whole."""
+    """Compiles a bf16 train step with adamw; `chunk_size` None computes the full logits."""
     mesh, tx = zero.make_mesh(topology=topology, model=model), optax.adamw(3e-4)
     specs = gpt.param_specs(config, model_size=model) if model > 1 else None
     zero_config = zero.ZeroConfig(stage=stage, precision="bf16", param_specs=specs, num_microbatches=num_microbatches)
@@ -102,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--layers", type=int, nargs="+", help="depths; by default 4, 16 and 64, with --loss 1")
-    parser.add_argument("--loss", action="store_true", help="whole and chunked logits of a model with a large head")
+    parser.add_argument("--loss", action="store_true", help="full and chunked logits of a model with a large head")
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--d-model", type=int)
     parser.add_argument("--seq-len", type=int)

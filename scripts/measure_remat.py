@@ -1,7 +1,7 @@
-"""Compiles the gradients of a GPT with each remat policy for TPUs that are not there; prints what they hold and send.
+"""Measures memory and traffic of a GPT's gradients with each remat policy, compiled for TPU.
 
-It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. The model carries no `jax.checkpoint` of its own unless
-told, and is split over `model` as Megatron splits it.
+It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. The model has no `jax.checkpoint` of its own without
+`--own`, and is sharded over `model` as Megatron shards it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+# Without these libtpu queries the machine for its TPU, and locks it for one process.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -32,7 +32,7 @@ BATCH_SIZE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """Figures of one compiled train step, bytes per device."""
+    """Figures of a compiled train step, bytes per device."""
 
     temp_bytes: int
     host_bytes: int

@@ -1,4 +1,4 @@
-"""Compiles train steps of a 271M-parameter GPT for TPUs that are not there, and prints what they send and hold.
+"""Measures traffic and memory of a 271M-parameter GPT's train steps, compiled for TPU.
 
 It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. Ideal traffic is 2 psi elements at stages 1 and 2 and
 3 psi at stage 3, in bf16, times (n - 1) / n for n devices.
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+# Without these libtpu queries the machine for its TPU, and locks it for one process.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -32,7 +32,7 @@ from zero_jax import hlo
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 GPT_271M = gpt.PRESETS["gpt-271m"]
-# The same in small: a third of the compiler's time.
+# A smaller model of the same form: a third of the compile time.
 GPT_21M = dataclasses.replace(GPT_271M, vocab_size=16384, seq_len=512, d_model=512, num_heads=4)
 PSI_MOVED = {1: 2, 2: 2, 3: 3}
 
@@ -53,7 +53,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """Figures of one compiled train step, bytes per device."""
+    """Figures of a compiled train step, bytes per device."""
 
     num_params: int
     num_devices: int
@@ -115,7 +115,7 @@ def compile_step(
 
 @functools.cache
 def compile_by_hand(topology: str) -> Program:
-    """Compiles stage 3 of the scanned model with its gathers written by hand."""
+    """Compiles stage 3 of the scanned model with hand-written gathers."""
     tx = optax.adamw(3e-4)
     mesh = zero.make_mesh(topology=topology)
     config = zero.ZeroConfig(stage=3, precision="bf16")

@@ -1,4 +1,4 @@
-"""Tables and a picture of what `paper_configs.py` has measured."""
+"""Tables and a plot of the results of `paper_configs.py`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SERIES = {"paper": "#999999", 1: "#56B4E9", 2: "#0072B2"}
 
 
 def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the memory of a device in GB: model states, gradients, residuals, and all else that the total has."""
+    """Returns the memory of a device in GB: model states, gradients, residuals, and the rest of the total."""
     groups = row["by_group"]
     parts = {part: sum(groups.get(name, 0) for name in names) / 1e9 for part, (names, _) in PARTS.items()}
     return parts | {_REST[0]: row["needed_bytes"] / 1e9 - sum(parts.values())}
 
 
 def views(rows: Rows) -> str:
-    """Returns all tables that there are results of."""
+    """Returns all tables that have results."""
     runs = sorted({(row["hardware"], row["num_microbatches"]) for row in rows})
     tables = [
         make([row for row in rows if (row["hardware"], row["num_microbatches"]) == run], *run)
@@ -98,7 +98,7 @@ def figure_7(rows: Rows, hardware: str, num_microbatches: int) -> PaperTable:
 
 
 def plot(path: pathlib.Path, rows: Rows) -> None:
-    """Draws Figure 6 beside the paper's, and Figure 7 as stacked bars."""
+    """Plots Figure 6 beside the paper's, and Figure 7 as stacked bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""Compiles the paper's configurations C1 to C5 for TPUs that are not there, and prints its Figures 6 and 7 as measured.
+"""Measures the ZeRO paper's Figures 6 and 7 (configurations C1 to C5), compiled for TPU.
 
 It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. The mesh is `data` x `model` = 32 x 16, for the paper's
-25 x 16. Each result is appended to a file as it comes, and compiled programs are kept in the user's cache folder, so a
-run that was stopped goes on where it was. Figure 6 begins its search where Figure 7's results, if there are any, point.
+25 x 16. Each result is appended to a file at once, and compiled programs are cached in the user's cache folder, so an
+interrupted run resumes. Figure 6 starts its search from Figure 7's results, if there are any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_jax.sharding import topology
 
 SHAPE, DATA, MODEL = "4x8x16", 32, 16
 WIDTH, SEQ_LEN = 8192, 1024
-EXAMPLES = 16  # of a model replica in a microbatch
+EXAMPLES = 16  # per model replica and microbatch
 SIZES = {"40B": 50, "100B": 125}  # layers of Figure 7's models
 Row = dict[str, Any]
 
@@ -88,7 +88,7 @@ def compile_step(cell: Cell, num_layers: int) -> PlanReport:
 
 
 def figures(report: PlanReport) -> Row:
-    """Returns what is kept of a plan: sizes in bytes per device."""
+    """Returns the figures of a plan: sizes in bytes per device."""
     kept: Row = {name: getattr(report, name) for name in ("fits", "needed_bytes", "num_params", "compile_seconds")}
     if report.memory:
         memory = report.memory
@@ -110,7 +110,7 @@ def figures(report: PlanReport) -> Row:
 def layer_bytes(cell: Cell) -> float:
     """Returns what each further layer adds to a device by the paper's formulas: model states, and its saved input.
 
-    Without microbatches the program of stage 1 is that of stage 2: its gradients are never whole.
+    Without microbatches the program of stage 1 is that of stage 2: its gradients are always shards.
     """
     config = PAPER_CONFIGS[cell.name]
     params = 12 * WIDTH**2 / MODEL
@@ -122,9 +122,9 @@ def layer_bytes(cell: Cell) -> float:
 
 
 def first_layers(cell: Cell, known: Sequence[tuple[int, float]]) -> float:
-    """Returns where to begin the search: where a line through known `(layers, bytes)` meets what there is.
+    """Returns the first size to try: where a line through known `(layers, bytes)` crosses the capacity.
 
-    A line through one of them alone rises as the formulas do.
+    A line through a single point has the slope of the formulas.
     """
     if not known:
         return cell.usable_bytes / layer_bytes(cell)
@@ -160,13 +160,13 @@ def figure_6(cell: Cell, rows: Sequence[Row], compile: Compile) -> Row:
 
 
 def key(figure: int, cell: Cell, size: str | None = None) -> Row:
-    """Returns what tells a row from the others."""
+    """Returns the identity of a row."""
     names = {"figure": figure, "config": cell.name, "hardware": cell.hardware, "size": size}
     return {**names, "num_microbatches": cell.num_microbatches}
 
 
 def run(args: argparse.Namespace, compile: Compile) -> None:
-    """Measures what is asked for and appends each row to the file."""
+    """Measures the requested cells and appends each row to the file."""
     for name in args.config:
         cell = Cell(name=name, hardware=args.hardware, num_microbatches=args.microbatches)
         sizes = args.size if args.figure == 7 else [None]
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace, compile: Compile) -> None:
 
 
 def load(path: pathlib.Path) -> list[Row]:
-    """Returns the rows of a file, of each cell the last."""
+    """Returns the rows of a file, the last of each cell."""
     rows: dict[tuple[Any, ...], Row] = {}
     names = tuple(key(6, Cell(name="C1", hardware="v4", num_microbatches=1)))
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -197,7 +197,7 @@ def load(path: pathlib.Path) -> list[Row]:
 
 
 def main() -> None:
-    """Measures what is asked for, and prints all that the file holds."""
+    """Measures the requested cells, and prints all results in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--figure", type=int, choices=(6, 7), help="which figure to measure; none: only print")
     parser.add_argument("--config", nargs="+", default=list(PAPER_CONFIGS), choices=list(PAPER_CONFIGS))

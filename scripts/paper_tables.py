@@ -1,8 +1,8 @@
-"""Compiles for TPUs that are not there, and prints the ZeRO paper's Tables 1 and 2 and its scaling as measured.
+"""Measures the ZeRO paper's Tables 1 and 2 and its scaling, compiled for TPU.
 
-It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. All of it is data parallelism: where the paper cut a
-model over a model-parallel axis as well, this does not. Each result is appended to a file as it comes, and compiled
-programs are kept in the user's cache folder, so a run that was stopped goes on where it was.
+It needs the TPU compiler (`pip install "jax[tpu]"`), not a TPU. All of it is data parallelism: where the paper also
+shards a model over a model-parallel axis, this does not. Each result is appended to a file at once, and compiled
+programs are cached in the user's cache folder, so an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.
+# Without these libtpu queries the machine for its TPU, and locks it for one process.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -47,7 +47,7 @@ Compile = Callable[..., PlanReport]
 
 
 def width_for(num_params: float) -> int:
-    """Returns the width that models of a size are given."""
+    """Returns the width of models of a size."""
     return 4096 if num_params < 10e9 else 8192 if num_params < 200e9 else 25600
 
 
@@ -64,7 +64,7 @@ def model_of(num_layers: int, d_model: int) -> gpt.GPTConfig:
 
 
 def layers_for(num_params: float, d_model: int) -> float:
-    """Returns the layers that make a size, as a fraction."""
+    """Returns the number of layers of a model size, as a fraction."""
     one, two = (model_of(n, d_model).num_params for n in (1, 2))
     return max(1.0, 1 + (num_params - one) / (two - one))
 
@@ -93,7 +93,7 @@ def plan_step(
 
 
 def figures(report: PlanReport) -> dict[str, Any]:
-    """Returns what is kept of a plan: sizes in bytes per device."""
+    """Returns the figures of a plan: sizes in bytes per device."""
     kept: dict[str, Any] = {
         name: getattr(report, name)
         for name in ("fits", "needed_bytes", "usable_bytes", "num_params", "stage", "num_devices", "compile_seconds")
@@ -133,7 +133,7 @@ def table_2_cell(*, stage: int, num_devices: int, hardware: str, compile: Compil
     def attempt(num_layers: int) -> PlanReport:
         return compile(model_of(num_layers, width), hardware=hardware, num_devices=num_devices, stage=stage)
 
-    # The model states alone are too large a guess, which the compiler refuses at once.
+    # The size of the model states alone is too large; the compiler refuses it at once.
     first = layers_for(theory, width)
     found = largest_fit(attempt, sizes=range(1, 2 * math.ceil(first) + 2), first=first, capacity_bytes=usable)
     return {
@@ -147,7 +147,7 @@ def table_2_cell(*, stage: int, num_devices: int, hardware: str, compile: Compil
 
 
 def scaling_cell(*, num_devices: int, hardware: str, compile: Compile) -> dict[str, Any]:
-    """Finds the largest batch of a device for the model that is scaled, and its estimated throughput."""
+    """Finds the largest batch per device for the scaled model, and its estimated throughput."""
     model = gpt.PRESETS[SCALED]
     usable = topology.parse(f"{hardware}:{SHAPES[num_devices]}").hardware.usable_bytes
     # Beside the residuals, the logits: bf16, and float32 for the loss.
@@ -171,7 +171,7 @@ def _shape(model: gpt.GPTConfig) -> dict[str, int]:
 
 
 def _found(found: LargestFit, describe: Callable[[int], dict[str, int]]) -> dict[str, Any]:
-    """Returns what is kept of a search: the largest that fits, and the smallest that does not."""
+    """Returns the figures of a search: the largest size that fits, and the smallest that does not."""
     row: dict[str, Any] = {"is_settled": found.is_settled, "attempts": len(found.outcomes)}
     if found.largest is not None:
         row |= {**figures(found.outcomes[found.largest]), **describe(found.largest)}
@@ -182,7 +182,7 @@ def _found(found: LargestFit, describe: Callable[[int], dict[str, int]]) -> dict
 
 
 def cells(args: argparse.Namespace, compile: Compile) -> Iterable[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
-    """Returns what was asked for: each cell's key, and the function that measures it."""
+    """Returns the requested cells: each cell's key, and the function that measures it."""
     common = {"hardware": args.hardware, "compile": compile}
     if args.table == 2:
         for n in args.devices:
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace, compile: Compile) -> None:
 
 
 def load(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file, of each cell the last."""
+    """Returns the rows of a file, the last of each cell."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in map(json.loads, lines):
@@ -226,7 +226,7 @@ def load(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures what is asked for, and prints all that the file holds of it."""
+    """Measures the requested cells, and prints their results in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--table", type=int, choices=(1, 2), help="which table to measure")
     parser.add_argument("--scaling", action="store_true", help=f"measure the largest batches of {SCALED}")
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--stage", type=int, nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--out", type=pathlib.Path, default=cache_folder("programs").parent / "paper_tables.jsonl")
-    parser.add_argument("--show", action="store_true", help="compile nothing; print what the file holds")
+    parser.add_argument("--show", action="store_true", help="compile nothing; print the results in the file")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the scaling: a PNG or SVG")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

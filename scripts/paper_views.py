@@ -1,4 +1,4 @@
-"""Tables and a picture of what `paper_tables.py` has measured."""
+"""Tables and a plot of the results of `paper_tables.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAPER_MEASURED = {
 
 
 def views(rows: Rows) -> str:
-    """Returns all tables that there are results of."""
+    """Returns all tables that have results."""
     made = (make(rows) for make in (table_1, table_2, scaling))
     return "\n\n".join(str(table) for table in made if table.rows) or "nothing was measured yet"
 
@@ -54,7 +54,7 @@ def table_1(rows: Rows) -> PaperTable:
 
 
 def _held_bytes(row: dict[str, Any]) -> float:
-    """Returns the state that is kept between steps: 12 bytes a parameter, and the low-precision copy if it is whole."""
+    """Returns the state between steps: 12 bytes a parameter, and the low-precision copy if replicated."""
     sharded = PAPER_CASES[_CASES[row["stage"]]]
     held = model_state_bytes(
         row["num_params"],
@@ -155,7 +155,7 @@ def scaling(rows: Rows) -> PaperTable:
 
 
 def plot_scaling(path: pathlib.Path, rows: Rows, *, title: str) -> None:
-    """Draws the scaling."""
+    """Plots the scaling."""
     found = [row for row in _sorted(rows, "scaling", "num_devices") if "time" in row]
     points = [
         ThroughputRow(

@@ -1,11 +1,11 @@
-"""Kills and resumes runs at random points, for hours if asked, and compares them bit by bit with unbroken ones.
+"""Kills and resumes runs at random points, for hours if asked, and compares them bit by bit with uninterrupted runs.
 
     python scripts/soak.py --minutes 60
 
 Each round takes the next of several settings (stages, precisions, optimizers, one or two processes), trains it once
-without a break and once with kill -9 and SIGTERM at random moments, going on by `--resume auto` each time. Then every
-record of the two (losses, norms, learning rates, noise scales) and every leaf of their last checkpoints must be equal.
-Exit status 1 if anything differs.
+without interruption and once with kill -9 and SIGTERM at random moments, resuming by `--resume auto` each time. Then
+every record of the two (losses, norms, learning rates, noise scales) and every leaf of their last checkpoints must be
+equal. Exit status 1 if anything differs.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def compare(unbroken: pathlib.Path, broken: pathlib.Path) -> list[str]:
 
 
 def run_broken(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, dice: random.Random) -> dict[str, int]:
-    """Runs a command until it is done, killing it again and again; returns how often it was, and how."""
+    """Runs a command until it finishes, killing it repeatedly; returns the signals and their number."""
     counts = {"SIGKILL": 0, "SIGTERM": 0, "saved and stopped": 0}
     tries, seen = 0, set()
     while True:
@@ -96,10 +96,10 @@ def run_broken(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, di
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20.0, help="begin no round after this time (default: 20)")
+    parser.add_argument("--minutes", type=float, default=20.0, help="start no round after this time (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the moments of the kills (default: 0)")
     parser.add_argument("--setting", choices=SETTINGS, help="this setting alone")
-    parser.add_argument("--out", help="folder of the runs; it is kept (default: a temporary one)")
+    parser.add_argument("--out", help="folder of the runs, not deleted (default: a temporary one)")
     options = parser.parse_args()
     dice, started, num_different, kills = random.Random(options.seed), time.monotonic(), 0, 0
     names = [options.setting] if options.setting else list(SETTINGS)

@@ -1,7 +1,7 @@
-"""Compiles a train step with each remat policy, scanned and as a Python loop; prints and draws where its bytes lie.
+"""Measures the memory of a train step by remat policy, scanned and as a Python loop, compiled for TPU.
 
-A GPT on long sequences at stage 3, split over `model`, for TPUs that are not there: it needs the TPU compiler
-(`pip install "jax[tpu]"`). Compiled programs are kept, so that the same command again only reads them.
+A GPT on long sequences at stage 3, sharded over `model`. It needs the TPU compiler (`pip install "jax[tpu]"`), not a
+TPU. Compiled programs are cached, so the same command again only reads them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The bytes of a device, and what it sends."""
+    """Memory and traffic of a device."""
 
     name: str
     form: str
     state_bytes: int
     residual_bytes: int
-    temp_bytes: int  # residuals among them
+    temp_bytes: int  # includes residuals
     host_bytes: int
     model_bytes: float
     data_bytes: float
@@ -48,7 +48,7 @@ class Row:
 
 
 def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, sequence: bool = False) -> Row:
-    """Compiles one train step, or takes it from the programs kept before."""
+    """Compiles a train step, or takes it from the cache."""
     config = dataclasses.replace(GPT, scan=scan)
 
     def make_loss(mesh: jax.sharding.Mesh) -> gpt.LossFn:
@@ -90,7 +90,7 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
-    """Draws a bar for each row: the state, residuals and other temporaries on a device, and beside it the host."""
+    """Plots a bar for each row: state, residuals and other temporaries on a device, and host memory."""
     import matplotlib
 
     matplotlib.use("Agg")

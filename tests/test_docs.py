@@ -1,4 +1,4 @@
-"""Every snippet of README.md and docs/ runs as a reader would copy it, in the order of its page."""
+"""Runs every snippet of README.md and docs/ as a reader would copy it, and checks commands, names, paths and links."""
 
 import dataclasses
 import importlib.util
@@ -19,18 +19,18 @@ from zero_jax.cli.commands import build_parser
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Snippets that need what is not here, by page and place on it. None may be added without a reason.
+# Snippets that cannot run here, by page and index, with the reason.
 NOT_RUN: dict[tuple[str, int], str] = {}
 
 
 def snippets(page):
-    """Returns the snippets of a page, each with the line that it begins on."""
+    """Returns the snippets of a page, each with its first line number."""
     text = page.read_text(encoding="utf-8")
     return [(text[: found.start(1)].count("\n") + 1, found[1]) for found in SNIPPET.finditer(text)]
 
 
 def two_blocks():
-    """Returns what a page has shown before, or leaves to the reader: a small model, its mesh, its optimizer."""
+    """Returns the names that a page assumes: a small model, its mesh, its optimizer."""
 
     def init_fn(key):
         up, down = (jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key))
@@ -49,14 +49,14 @@ def two_blocks():
 
 
 def trained():
-    """Returns the metrics of a step beside what `two_blocks` does."""
+    """Returns the names of `two_blocks`, and the metrics of a step."""
     names = two_blocks()
     _, metrics = names["step"](names["state"], names["batch"])
     return names | {"metrics": metrics, "batch_size": 64}
 
 
 def own_loop():
-    """Returns a step that is not jitted yet, for the three lines that a loop of one's own changes."""
+    """Returns a step before `jax.jit`, for the three lines that an existing loop changes."""
 
     def train_step(state, batch):
         loss, grads = jax.value_and_grad(own_loop.namespace["loss_fn"])(state.params, batch)
@@ -83,7 +83,7 @@ def rematted():
 
 
 def checkpointed():
-    """Returns a loop of few steps; the paths of the page go to a folder of the test."""
+    """Returns a loop of few steps; the paths of the page are in the test's folder."""
     few = lambda *_: range(200, 801, 200)  # noqa: E731
     return two_blocks() | {"position": 7, "validation_loss": 1.0, "range": few}
 
@@ -172,7 +172,7 @@ def test_the_optimizer_of_the_example_shrinks_weights():
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     assert_does_not_grow_weights(example.tx)
-    with pytest.raises(AssertionError):  # as the example had it: the decay after the sign
+    with pytest.raises(AssertionError):  # the decay after the sign of the learning rate
         assert_does_not_grow_weights(optax.chain(optax.adam(3e-3), optax.add_decayed_weights(1e-4)))
 
 
@@ -183,15 +183,15 @@ def assert_does_not_grow_weights(tx):
     assert (updates["w"] <= 0).all(), updates
 
 
-def test_what_is_supplied_or_left_out_is_there():
-    there = {(page.name, i) for page in WITH_SNIPPETS for i in range(len(snippets(page)))}
-    assert {*SUPPLIED, *AFTER, *NOT_RUN} <= there
+def test_supplied_and_excluded_snippets_exist():
+    existing = {(page.name, i) for page in WITH_SNIPPETS for i in range(len(snippets(page)))}
+    assert {*SUPPLIED, *AFTER, *NOT_RUN} <= existing
     assert all(NOT_RUN.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse(page):
-    """Those of fenced blocks, line by line."""
+    """Parses the commands of fenced blocks, line by line."""
     parser = build_parser()
     for block in re.findall(
         r"^```(?:sh|bash)?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
@@ -206,8 +206,8 @@ _FIELDS = {field.name for field in dataclasses.fields(zero.ZeroConfig)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_in_the_text_are_there(page):
-    """Such as `zero.memory.measure`; or of a field of the config, as in config files and option lists."""
+def test_names_in_text_exist(page):
+    """Such as `zero.memory.measure`, or a config field as in config files and option lists."""
     for path in set(re.findall(r"\bzero((?:\.[a-zA-Z_]\w*)+)", page.read_text(encoding="utf-8"))):
         found = zero
         for name in path.split(".")[1:]:

@@ -1,4 +1,4 @@
-"""The rules that place each leaf of a train state on the mesh."""
+"""Sharding rules: which dims of each leaf of a train state are sharded over which mesh axes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
 from zero_jax.sharding.spec import Dims, carries, dims_of, named, num_shards, without
 
-# An array dim is cut best where a shard still fills the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
+# Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """How leaves are sharded; the fields of the same names of `ZeroConfig` say what they mean."""
+    """How leaves are sharded; `ZeroConfig` documents the fields of the same names."""
 
     min_shard_size: int = 1024
     param_specs: PyTree = None
@@ -36,7 +36,7 @@ class ShardingRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
-    """Where one leaf lies: its sharding when sharded over `data`, and why that one."""
+    """The sharding of a leaf when it is sharded over `data`, and the reason for it."""
 
     path: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ def _compile(what: str, patterns: Mapping[str, Any]) -> list[tuple[re.Pattern[st
 
 
 def check_matched(what: str, patterns: Mapping[str, Any] | None, names: Sequence[str]) -> None:
-    """Raises `ValueError` if a pattern matches none of the paths: it would be ignored."""
+    """Raises `ValueError` if a pattern matches no path and would be ignored."""
     for pattern, _ in _compile(what, patterns or {}):
         if not any(pattern.fullmatch(name) for name in names):
             near = difflib.get_close_matches(pattern.pattern, names, n=3, cutoff=0)
@@ -71,7 +71,7 @@ class _Placer:
         self.overrides = _compile("overrides", {} if rules.overrides is None else rules.overrides)
 
     def place(self, name: str, leaf: Any, given: Dims | None) -> LeafPlacement:
-        """Places one leaf: an override by path, else `data` is added to the spec given."""
+        """Returns the placement of a leaf: an override by path, else the given spec with `data` added."""
         shape, dtype = tuple(leaf.shape), leaf.dtype
         override = next((spec for pattern, spec in self.overrides if pattern.fullmatch(name)), None)
         if override is not None:
@@ -90,7 +90,7 @@ class _Placer:
         )
 
     def place_like(self, name: str, leaf: Any, params: Mapping[str, LeafPlacement]) -> LeafPlacement:
-        """Places a leaf as the param (of those by path) whose path its own path ends in, else by its own shape."""
+        """Places a leaf like the param whose path is the end of the leaf's path, else by its own shape."""
         parts = name.split("/")
         for start in range(len(parts) + 1):
             param = params.get("/".join(parts[start:]))
@@ -104,7 +104,7 @@ class _Placer:
         return self.place(name, leaf, None)
 
     def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
-        """Returns the dims of a spec after checking that it fits the leaf and the mesh."""
+        """Returns the dims of a spec; raises `ValueError` if it does not fit the leaf or the mesh."""
         try:
             dims = dims_of(spec, len(shape))
         except (ValueError, TypeError) as error:
@@ -126,7 +126,7 @@ class _Placer:
         return dims
 
     def add_data(self, shape: tuple[int, ...], given: Dims) -> tuple[Dims, str]:
-        """Adds the `data` axes to the dims that serve best: all on one dim, else spread over several."""
+        """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""
         data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1)
         if carries(given, self.axes.data):
             return given, "as given"
@@ -134,7 +134,7 @@ class _Placer:
             return given, "data has one device"
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
             return given, f"whole: under {self.rules.min_shard_size} elements"
-        if len(data) > 2:  # the first two axes cut one dim, the others the last (spec.scatter_steps)
+        if len(data) > 2:  # the first two axes shard one dim, the others the last (spec.scatter_steps)
             best = self.best_dim(shape, given, data[:2], minor=False)
             other = self.best_dim(shape, given, data[2:], minor=True, besides=best)
             if best is not None and other is not None:
@@ -160,7 +160,7 @@ class _Placer:
     def best_dim(
         self, shape: tuple[int, ...], dims: Dims, data: Sequence[str], *, minor: bool, besides: int | None = None
     ) -> int | None:
-        """Returns the dim that is best cut over some axes, the last one or (not `minor`) another, or None."""
+        """Returns the best dim to shard over some axes, the last or (not `minor`) another, or None."""
         size = axis_size(self.mesh, data)
         local = [extent // axis_size(self.mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
         fits = [i for i, extent in enumerate(local) if extent and extent % size == 0 and i != besides]
@@ -182,7 +182,7 @@ def _with(dims: Dims, i: int, axes: Sequence[str]) -> Dims:
 
 
 def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
-    """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), as it lies when it is sharded."""
+    """Returns a `LeafPlacement` for each param (arrays or `ShapeDtypeStruct`s), with its sharding over `data`."""
     placer, specs = _Placer(mesh, axes, rules), rules.param_specs
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
@@ -195,7 +195,7 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
-    """Returns the specs that the params carry themselves, or None."""
+    """Returns the specs in the params' own metadata, or None."""
     specs = specs_of(params, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     if specs is None and rules.axis_rules:
         raise ValueError(
@@ -211,7 +211,7 @@ class _Given:
 
 
 def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
-    """Returns a tree like the params whose leaves hold the user's spec for each."""
+    """Returns a tree like the params with the user's spec for each."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
@@ -224,12 +224,12 @@ def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
 
 
 def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
-    """Places a tree that was made from the params: optimizer state, EMA copies.
+    """Returns a `LeafPlacement` for each leaf of a tree derived from the params: optimizer state, EMA copies.
 
-    A leaf whose path ends in a param's path and whose shape is the param's lies as the param does. One that lacks dims
-    of the param (adafactor's rows and columns) keeps the model's axes on those it has; any other leaf (counters) is
-    placed by its own shape. `optax.tree_map_params` is not enough: it gives
-    wrong specs for factored states and raises on some optimizers.
+    A leaf whose path ends in a param's path and whose shape is the param's has the param's sharding. A leaf without
+    some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
+    (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
+    on some optimizers.
 
     Args:
       tree: arrays or `ShapeDtypeStruct`s.
@@ -245,10 +245,10 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
 def place_model_state(
     model_state: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
 ) -> PyTree:
-    """Returns a `LeafPlacement` for each leaf of model state, as it lies when it is sharded.
+    """Returns a `LeafPlacement` for each leaf of model state, with its sharding over `data`.
 
-    In this order: an override or a pattern of `param_specs` of its path `model_state/...`, the spec that it carries
-    itself, the placement of the param of the same path and shape (a target network), its own shape.
+    In this order: an override or a pattern of `param_specs` for its path `model_state/...`, the spec in its own
+    metadata, the placement of the param of the same path and shape (a target network), its own shape.
 
     Args:
       model_state: arrays or `ShapeDtypeStruct`s.
@@ -282,14 +282,14 @@ def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
 
 
 def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
-    """Returns the patterns of `param_specs` that are of paths `model_state/...`."""
+    """Returns the patterns of `param_specs` for paths `model_state/...`."""
     if not isinstance(specs, Mapping):
         return {}
     return {pattern: spec for pattern, spec in specs.items() if str(pattern).startswith(f"{MODEL_STATE}/")}
 
 
 def _kept_dims(dims: Dims, shape: tuple[int, ...], kept: tuple[int, ...]) -> Dims | None:
-    """Returns the axes of the dims that a leaf of shape `kept` has of a param, most axes first, or None."""
+    """Returns the axes of the dims that a leaf of shape `kept` shares with a param, most axes first, or None."""
     choices = itertools.combinations(range(len(shape)), len(kept)) if len(kept) < len(shape) else ()
     fits = [choice for choice in choices if tuple(shape[i] for i in choice) == kept]
     best = max(fits, key=lambda choice: sum(len(dims[i]) for i in choice), default=None)
@@ -297,7 +297,7 @@ def _kept_dims(dims: Dims, shape: tuple[int, ...], kept: tuple[int, ...]) -> Dim
 
 
 def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -> PyTree:
-    """Turns placements into `NamedSharding`s: as they are if `sharded`, else whole over `data`."""
+    """Converts placements to `NamedSharding`s; without `data` unless `sharded`."""
 
     def sharding(placement: LeafPlacement) -> NamedSharding:
         dims = placement.dims
@@ -310,7 +310,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingReport:
-    """How the leaves of one group are sharded, and which are left whole and why; prints as a table."""
+    """How the leaves of a group are sharded, and why some are replicated; prints as a table."""
 
     placements: tuple[LeafPlacement, ...]
     per_device_bytes: int
@@ -331,7 +331,7 @@ class ShardingReport:
 
 
 def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes) -> ShardingReport:
-    """Sums placements up for a reader."""
+    """Returns a report of placements, with bytes per device."""
     leaves = tuple(jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement)))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
     whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))

@@ -1,4 +1,4 @@
-"""Specs as plain tuples: for each dim of an array, the mesh axes that it is sharded over, major first."""
+"""`PartitionSpec`s as plain tuples: for each dim of an array, the mesh axes that shard it, major first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STAGED_FROM_NUM_CHIPS = 64
 
 
 def dims_of(spec: Any, num_dims: int) -> Dims:
-    """Returns the axes of each dim from a `PartitionSpec`, a `NamedSharding` or None (whole).
+    """Converts a `PartitionSpec`, a `NamedSharding` or None (replicated) to the axes of each dim.
 
     Raises:
       ValueError: the spec names more dims than the array has.
-      TypeError: something else was given.
+      TypeError: any other type.
     """
     if isinstance(spec, NamedSharding):
         spec = spec.spec
@@ -53,26 +53,26 @@ def named(mesh: Mesh, dims: Dims) -> NamedSharding:
 
 
 def carries(dims: Dims, axes: Sequence[str]) -> bool:
-    """Tells whether any dim is sharded over any of the axes."""
+    """Returns whether any dim is sharded over any of the axes."""
     return any(axis in axes for dim in dims for axis in dim)
 
 
 def without(dims: Dims, axes: Sequence[str]) -> Dims:
-    """Returns `dims` with the axes taken out."""
+    """Returns `dims` without the axes."""
     return tuple(tuple(axis for axis in dim if axis not in axes) for dim in dims)
 
 
 def num_shards(mesh: Mesh, dims: Dims) -> int:
-    """Returns the number of different shards that `dims` cuts an array into."""
+    """Returns the number of different shards of an array."""
     return math.prod(mesh.shape[axis] for dim in dims for axis in dim)
 
 
 def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
-    """Returns the specs on the way from `dims` to whole over `axes`: one axis at a time, the last of `axes` first."""
+    """Returns the specs of a gather over `axes`, step by step: one axis at a time, the last of `axes` first."""
     steps = []
     while True:
         minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
-        if not minor:  # an axis that is left is followed by others, of the model
+        if not minor:  # the remaining axes are followed by the model's
             whole = without(dims, axes)
             return steps if whole == dims else [*steps, whole]
         _, i = max(minor)
@@ -81,12 +81,12 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
 
 
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
-    """Returns the specs on the way from whole over `axes` to `dims`: major axes first, on a 3-D torus two at a time.
+    """Returns the specs of a reduce-scatter over `axes`, step by step: major first, on a 3-D torus two at a time.
 
-    XLA:TPU makes one native reduce-scatter over a part of a torus. Over all of a 3-D torus it makes one over two dims
-    and one over the third; over three at once, or one after one, it makes all-reduces. Over all of a 2-D torus it is
-    the other way round: one after one is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or
-    more are a 3-D torus; of two, which may have left a dim to the model, the mesh's devices tell.
+    XLA:TPU has native reduce-scatters over a part of a torus. Over all of a 3-D torus it has one over two dims and one
+    over the third; three at once, or one after the other, become all-reduces. Over all of a 2-D torus it is the other
+    way round: one after the other is native, both at once is an all-reduce (docs/gather_on_use.md). Three axes or more
+    are a 3-D torus; for two, which may have left a dim to the model, the mesh's devices decide.
     """
     states = [dims, *gather_steps(dims, axes)]
     places = places_of(mesh)
@@ -99,7 +99,7 @@ def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> 
 
 
 def places_of(mesh: Mesh | None) -> np.ndarray | None:
-    """Returns where on a TPU's torus each device of a mesh is, `[devices, dims]`, or None for devices on none.
+    """Returns the torus coordinates of a mesh's devices, `[devices, dims]`, or None without a torus.
 
     The last dim is the core of a chip.
     """
@@ -110,7 +110,7 @@ def places_of(mesh: Mesh | None) -> np.ndarray | None:
 
 
 def move_steps(dims: Dims, to: int, axes: Sequence[str]) -> list[Dims]:
-    """Returns the specs on the way from `dims` to one with all of `axes` on the dim `to`, one axis at a time."""
+    """Returns the specs of an all-to-all that moves `axes` to the dim `to`, step by step, one axis at a time."""
     steps = []
     while True:
         minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if i != to and dim and dim[-1] in axes]

@@ -1,11 +1,11 @@
-"""The stage table."""
+"""The stage table: the groups of the train state that each ZeRO stage shards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). Of model
-# state the paper says nothing: a loss function uses it as it does params.
+# The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). The paper
+# does not cover model state: a loss function uses it like params.
 # This table is the only reader of `stage`.
 _SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
     0: frozenset(),

@@ -1,8 +1,8 @@
-"""Mesh axes that run over several dims of a TPU's torus, and the shardings on the way between a shard and the whole.
+"""Steps of gathers and reduce-scatters for mesh axes that span several dims of a TPU's torus.
 
-XLA:TPU scatters over a whole torus natively only in steps (`spec.scatter_steps`), which takes one mesh axis for each of
-its dims. An axis of the user's that runs over all of them is split here, for the steps alone: a mesh of the same
-devices in the same order, with more axes.
+XLA:TPU has native reduce-scatters over an entire torus only in steps (`spec.scatter_steps`), which need one mesh axis
+for each of its dims. A user's axis that spans all of them is split here, only for the steps: a mesh of the same devices
+in the same order, with more axes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_
 
 
 def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, dtype: Any = None) -> Chain:
-    """Returns what a gradient goes through from whole over `axes` to `dims`.
+    """Returns the constraints that reduce-scatter a gradient over `axes` to `dims`.
 
-    Where its last dim is the one that is cut, the gradient is scattered with its last two dims swapped: over a torus,
-    XLA:TPU scatters rows natively, and lanes of some sizes only.
+    If its last dim is the sharded one, the gradient is reduce-scattered with its last two dims swapped: over a torus,
+    XLA:TPU has native reduce-scatters of rows, and of lanes of some sizes only.
     """
     *before, last = dims or ((),)
     on_last = carries((last,), axes) and not carries(tuple(before), axes)
@@ -33,7 +33,7 @@ def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, dtype: Any = None
 
 
 def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
-    """Returns the shardings on the way from `dims` to whole over `axes`, one mesh axis at a time."""
+    """Returns the shardings of a gather from `dims` over `axes`, one mesh axis at a time."""
     places = places_of(mesh)
     if places is None or len(np.unique(places[:, :3], axis=0)) < STAGED_FROM_NUM_CHIPS:
         return tuple(named(mesh, step) for step in gather_steps(dims, axes))
@@ -42,7 +42,7 @@ def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Named
 
 
 def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
-    """Returns the shardings on the way from whole over `axes` to `dims`, in steps that the hardware has."""
+    """Returns the shardings of a reduce-scatter over `axes` to `dims`, in native steps."""
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
     steps = scatter_steps(fine_dims, fine_axes, fine)
     return (*(named(fine, step) for step in steps[:-1]), named(mesh, dims))
@@ -57,7 +57,7 @@ def _split(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[Mesh, Dims, lis
 
 @functools.lru_cache(maxsize=256)
 def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tuple[str, ...]]]:
-    """Splits mesh axes that run over several dims of a torus: the mesh (itself if none does), and the parts of each."""
+    """Splits mesh axes that span several torus dims; returns the mesh (itself if none does), and the parts of each."""
     sizes = {axis: torus_sizes(mesh, axis) for axis in axes}
     parts = {
         axis: (axis,) if len(found) == 1 else tuple(f"{axis}.{i}" for i in range(len(found)))
@@ -72,10 +72,10 @@ def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tu
 
 
 def torus_sizes(mesh: Mesh, axis: str) -> tuple[int, ...]:
-    """Returns the sizes, major first, of the torus dims that an axis runs over one after another.
+    """Returns the sizes, major first, of the torus dims that a mesh axis spans.
 
-    They are `(size,)` for an axis along one dim, for devices on no torus, and for an order that follows no dims, such
-    as that of a ring through a plane.
+    They are `(size,)` for an axis along one dim, for devices without a torus, and for an order that follows no dims,
+    such as a ring through a plane.
     """
     size, places = mesh.shape[axis], places_of(mesh)
     if places is None or size == 1:

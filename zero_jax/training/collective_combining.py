@@ -1,22 +1,22 @@
-"""How many bytes of collectives a compiler may join into one: its buffers, of a constant size by config.
+"""Compiler options that bound how many bytes of collectives XLA combines into one (the paper's C_B).
 
-The ZeRO paper's C_B (section 6.2): small messages are slow, so they are joined, but into buffers of a constant size and
-not, as an early version of most frameworks did, into one of the whole model.
+The ZeRO paper, section 6.2: small messages are slow, so they are combined, but into buffers of a constant size and not,
+as in early versions of most frameworks, into one buffer for the entire model.
 """
 
 from __future__ import annotations
 
 _GPU = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-# XLA:TPU joins all-reduces, by what libtpu calls cross-replica sums. Reduce-scatters of one layer it joins whatever the
-# options say, all-gathers never.
+# XLA:TPU combines all-reduces (libtpu: cross-replica sums). It combines reduce-scatters of one layer whatever the
+# options are, all-gathers never.
 _TPU = ("xla_jf_crs_combiner_threshold_in_bytes",)
-# XLA:CPU joins nothing.
+# XLA:CPU combines nothing.
 _OPTIONS: dict[str, tuple[str, ...]] = {"gpu": _GPU, "cuda": _GPU, "rocm": _GPU, "tpu": _TPU, "cpu": ()}
 _MAX_BYTES = 2**63 - 1
 
 
 def compiler_options(platform: str, combine_bytes: int | None) -> dict[str, str | int | bool]:
-    """Returns the options by which a backend's compiler joins collectives into buffers of at most so many bytes.
+    """Returns the compiler options of a backend that combine collectives up to `combine_bytes`.
 
     They are for `jax.jit(..., compiler_options=...)` or `lowered.compile(compiler_options=...)`. A single array that is
     larger than the buffer is still moved by one collective.
@@ -24,8 +24,8 @@ def compiler_options(platform: str, combine_bytes: int | None) -> dict[str, str 
     Args:
       platform: That of the mesh's devices, `mesh.devices.flat[0].platform`: `tpu`, `gpu`, `cuda`, `rocm` or `cpu`.
       combine_bytes: The largest buffer in bytes: on GPUs of all-gathers, reduce-scatters and all-reduces; on TPUs of
-        all-reduces, the only ones that its options tell of; none on CPUs, where it has no effect. 0 joins nothing.
-        None leaves the compiler its own.
+        all-reduces, the only ones with an option; it has no effect on CPUs. 0 combines nothing. None leaves the
+        compiler's default.
 
     Raises:
       ValueError: A size below 0 or not an integer, or a platform whose options are not known.

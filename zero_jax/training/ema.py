@@ -25,10 +25,10 @@ class ParamsEmaState(NamedTuple):
 
 
 def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
-    """Makes a transformation that changes no update and keeps an average of the params after it.
+    """Returns an optax transformation that tracks an exponential moving average (EMA) of the params.
 
-    It goes to the end of a chain, where the updates are what is added to the params. ZeRO shards the average as it
-    does the rest of the optimizer's state, and a skipped step leaves it alone.
+    Put it at the end of a chain, where the updates are added to the params; it does not change them. ZeRO shards the
+    average like the rest of the optimizer state, and a skipped step does not change it.
 
     The average is debiased as Adam's moments are (Kingma and Ba 2015, section 3), so that the initial params have no
     weight in it: `sum_i decay^(t-i) p_i / sum_i decay^(t-i)` over the params after update i = 1 to t. What is stored is
@@ -39,7 +39,7 @@ def params_ema(decay: float) -> optax.GradientTransformationExtraArgs:
       decay: weight of the past, above 0 and below 1; the average is over some `1 / (1 - decay)` steps.
 
     Raises:
-      ValueError: a decay that is none.
+      ValueError: an invalid decay.
     """
     check_decay(decay)
 
@@ -68,9 +68,9 @@ def check_decay(decay: float) -> None:
 
 
 def ema_params(opt_state: PyTree) -> PyTree:
-    """Returns the average that a `params_ema` anywhere in an optimizer keeps, or None if there is none.
+    """Returns the EMA of a `params_ema` anywhere in an optimizer state, or None if there is none.
 
-    Params that are not trained (integers) are missing from it, as they are from the optimizer's state.
+    Params that are not trained (integers) have no average, as they have no optimizer state.
 
     Raises:
       ValueError: several of them.

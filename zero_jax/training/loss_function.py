@@ -1,4 +1,4 @@
-"""The user's loss function, in the one form that the library calls, and what it may return."""
+"""The user's loss function in a uniform signature, with checks of its parameters and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
-    """Returns the parameter of a loss function for a key: a third required one, or one called `..key` or `..rng`."""
+    """Returns the PRNG-key parameter of a loss function: a third required one, or one named `..key` or `..rng`."""
     parameters = [p for p in _parameters(loss_fn) if p.name != MODEL_STATE]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
@@ -42,7 +42,7 @@ def model_state_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | No
 
 @dataclasses.dataclass(frozen=True)
 class LossFunction:
-    """A user's loss function in one form: `(variables, batch, key) -> (loss, (aux, model_state))`.
+    """A user's loss function with the signature `(variables, batch, key) -> (loss, (aux, model_state))`.
 
     `variables` are the params, or `Variables` where there is model state (`variables.joined`).
 
@@ -58,14 +58,14 @@ class LossFunction:
 
     @property
     def key_by_name(self) -> bool:
-        """Whether the key is passed by keyword, as it must be after a `model_state`, which is passed so."""
+        """Whether the key is passed by keyword, as it must be after `model_state`."""
         if self.key is None or self.key.kind == self.key.KEYWORD_ONLY:
             return self.key is not None
         names = [parameter.name for parameter in _parameters(self.function)]
         return MODEL_STATE in names[: names.index(self.key.name)]
 
     def check(self) -> None:
-        """Raises `ValueError` if the function cannot be called as it will be."""
+        """Raises `ValueError` if the function cannot be called with these arguments."""
         keywords = [self.key.name] if self.key is not None and self.key_by_name else []
         check_takes(
             "loss_fn",
@@ -76,7 +76,7 @@ class LossFunction:
         )
 
     def named(self) -> Callable[..., Any]:
-        """Returns it as a function with the name and place of the user's, which JAX's errors tell."""
+        """Returns a function with the name and source location of the user's, for JAX's errors."""
 
         @stands_for(self.function)
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:

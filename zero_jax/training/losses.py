@@ -1,9 +1,9 @@
-"""Cross-entropy over a large vocabulary whose logits are never whole.
+"""Chunked cross-entropy over a large vocabulary: the full logits are never in memory.
 
-Logits are made and dropped a chunk of the vocabulary at a time (the constant-size buffers of the ZeRO paper, section
-6.2, for what is the largest temporary of a language model). Chunks of the vocabulary rather than of the tokens: each
-chunk of the head's gradient is then complete as soon as it is made, so it is reduced across devices once and leaves as
-a shard, where chunks of tokens would each add to a gradient of the whole head.
+Logits are computed and freed a chunk of the vocabulary at a time (the constant-size buffers of the ZeRO paper, section
+6.2, for the largest temporary of a language model). The chunks are of the vocabulary rather than of the tokens: each
+chunk of the head's gradient is then complete at once, so it is reduced across devices once and leaves as a shard, where
+chunks of tokens would each add to a gradient of the entire head.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ def softmax_cross_entropy_with_integer_labels(
     data_axes: Sequence[str] | None = None,
     model_axes: Sequence[str] | None = None,
 ) -> Array:
-    """Returns what optax's function of this name returns for the logits `hidden @ head`, which are never whole.
+    """Returns softmax cross-entropy of `hidden @ head` with integer labels, without materializing the logits.
 
-    In place of `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. Products take the dtypes
-    given and sum in float32; logits, losses and the sums of the gradients are float32. The backward pass makes the
-    logits again: a third product of this size beside the two of the gradients. Reverse mode only.
+    Replaces `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`. Products take the argument dtypes
+    and sum in float32; logits, losses and the sums of the gradients are float32. The backward pass recomputes the
+    logits: a third product of this size beside the two of the gradients. Reverse mode only.
 
     Args:
       hidden: The last hidden states, `[..., features]`.
-      head: The weights that make logits of them, `[features, vocabulary]`; of a tied table `[vocabulary, features]`
-        give `table.T`.
-      labels: The right tokens, integers `[...]` between 0 and the size of the vocabulary.
+      head: The output weights, `[features, vocabulary]`; for a tied table `[vocabulary, features]` pass `table.T`.
+      labels: The target tokens, integers `[...]` between 0 and the size of the vocabulary.
       where: Which losses to compute, bool `[...]`; the others are 0. None: all.
       mesh: The mesh of the train step, so that each chunk of the head's gradient is reduced to shards once, and a head
-        that is sharded by vocabulary over `model` stays so. None is for one device: left alone, XLA gathers and sums
-        the whole gradient for every chunk.
-      chunk_size: How many entries of the vocabulary are made at a time; logits take `4 * tokens * chunk_size` bytes.
+        that is sharded by vocabulary over `model` stays so. None is for one device: by default XLA gathers and sums
+        the full gradient for every chunk.
+      chunk_size: Entries of the vocabulary per chunk; logits take `4 * tokens * chunk_size` bytes.
       data_axes: The mesh axes of `data`, if not by their names.
       model_axes: The mesh axes that the vocabulary may be sharded over, if not by their names.
 
@@ -86,16 +85,16 @@ def softmax_cross_entropy_with_integer_labels(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """How a head is cut: into blocks, one for each shard of its vocabulary, and every chunk takes a part of each block.
+    """Chunks of a head that is sharded by vocabulary: every chunk takes a part of each shard (block).
 
-    The last chunk overlaps the one before where the size does not divide: no padding, and one shape for all.
+    If the size does not divide, the last chunk overlaps the previous one: no padding, and one shape for all.
     """
 
     num_features: int
     num_blocks: int
     block_size: int
     size: int  # of a chunk, in each block
-    shardings: tuple[NamedSharding, ...]  # that a chunk of the gradient goes through
+    shardings: tuple[NamedSharding, ...]  # of the steps that reduce a chunk of the gradient
 
     @property
     def num_chunks(self) -> int:
@@ -127,10 +126,10 @@ class _Chunks:
 
 
 def _grad_shardings(mesh: Mesh, data: Sequence[str], *, num_features: int) -> tuple[NamedSharding, ...]:
-    """Returns what a chunk `[features, blocks, size]` goes through to be summed: sharded by feature, which all have.
+    """Returns the shardings that reduce-scatter a chunk's gradient `[features, blocks, size]` by feature.
 
-    Where the features do not divide it is summed whole. Left to XLA, every chunk would be gathered to where the
-    gradient of the whole head lies.
+    If the features do not divide, it is all-reduced. By default XLA would gather every chunk to the sharding of the
+    head's gradient.
     """
     axes = tuple(data) if num_features % axis_size(mesh, data) == 0 else ()
     steps = scatter_shardings(mesh, (axes, (), ()), axes)
@@ -138,7 +137,7 @@ def _grad_shardings(mesh: Mesh, data: Sequence[str], *, num_features: int) -> tu
 
 
 def _pin(sharding: NamedSharding, x: Array) -> Array:
-    """Places an array; not under `vmap`, which the train step uses to keep gradients apart until they are summed."""
+    """Constrains an array's sharding, except under `vmap`, where the train step keeps gradients per device."""
     pin = custom_vmap(lambda x: lax.with_sharding_constraint(x, sharding))
     pin.def_vmap(lambda size, batched, x: (x, batched[0]))
     return pin(x)
@@ -161,7 +160,7 @@ def _forward(chunks: _Chunks, hidden: Array, head: Array, labels: Array) -> tupl
         hits = tokens == labels[..., None, None]
         return (new, total, label_logits + jnp.where(hits, logits, 0).sum(-1)), None
 
-    # Block by block until the end, so that blocks on several devices meet once.
+    # Reduced per block until the end, so that blocks on several devices are reduced once.
     zeros = jnp.zeros((*labels.shape, chunks.num_blocks), jnp.float32)
     start = (jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros, zeros)
     (largest, total, label_logits), _ = lax.scan(body, start, jnp.arange(chunks.num_chunks))
@@ -170,7 +169,7 @@ def _forward(chunks: _Chunks, hidden: Array, head: Array, labels: Array) -> tupl
 
 
 def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array, Array, None]:
-    """Makes the logits again, chunk by chunk, and of each its share of the gradients."""
+    """Recomputes the logits chunk by chunk, and accumulates the gradients of each chunk."""
     hidden, head, labels, log_normalizers = residuals
     blocks = chunks.blocks(head)
 
@@ -185,7 +184,7 @@ def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array,
         # In the head's dtype, because that is also the dtype in which it is summed across devices.
         grad_chunk = jnp.einsum("...d,...bv->dbv", hidden, errors, preferred_element_type=head.dtype)
         grad_chunk = chunks.placed(grad_chunk)
-        # What the last chunk shares with the one before is written again: hence the order from last to first.
+        # The overlap of the last chunk with the previous one is written twice: hence the order from last to first.
         grad_blocks = lax.dynamic_update_slice_in_dim(grad_blocks, grad_chunk, chunks.start(index), axis=2)
         return (grad_hidden, grad_blocks), None
 

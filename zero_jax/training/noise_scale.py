@@ -1,8 +1,8 @@
-"""The gradient noise scale: from which batch size on more examples hardly save steps.
+"""The gradient noise scale: the batch size beyond which more examples save few steps.
 
 McCandlish et al., "An Empirical Model of Large-Batch Training" (2018). The mean gradient of `B` examples is the true
 gradient `G` plus noise of variance `tr(Sigma) / B`; the simple noise scale `tr(Sigma) / |G|^2` (equation 2.9) is the
-batch at which both are equally large. The squared norms of a batch's gradient and of its parts' tell the two apart
+batch at which both are equally large. Both follow from the squared norms of a batch's gradient and of its parts'
 (appendix A.1).
 """
 
@@ -21,14 +21,14 @@ from jax.sharding import Mesh
 from zero_jax.core.field_checks import check_value
 from zero_jax.sharding.spec import Dims, named, num_shards
 
-# For each way that arrays are cut, the sums of squares of their shards: `float32[shards of a dim, ...]`.
+# For each sharding, the sums of squares of the shards of arrays: `float32[shards of a dim, ...]`.
 Squares = dict[Dims, jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the noise scale needs of the gradients of a batch's parts.
+    """Statistics of the gradients of a batch's parts.
 
     Attributes:
       grad_norm_sq: mean by weight of the squared global norms of the parts' gradients, `float32[]`.
@@ -40,7 +40,7 @@ class Parts:
 
 
 def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Mesh) -> Squares:
-    """Sums the squares of sharded arrays shard by shard, each device those that it holds: nothing is sent.
+    """Sums the squares of sharded arrays shard by shard, each device its own, without communication.
 
     Args:
       arrays: gradients, of any dtype; they are squared in float32.
@@ -67,11 +67,11 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
 
 
 def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
-    """Averages the squared norms of parts by weight, which sends one scalar for each way that arrays are cut.
+    """Averages the squared norms of parts by weight; sends one scalar for each sharding.
 
     Args:
       squares: `shard_squares` of each part, stacked on the dims of `weights`.
-      weights: how much each part counts. One of weight 0 is left out: its gradient may be 0 / 0.
+      weights: the weight of each part. A part of weight 0 is left out: its gradient may be 0 / 0.
     """
     total = jnp.float32(0)
     for x in squares.values():
@@ -83,7 +83,7 @@ def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """Unbiased estimates from one step, each of which scatters widely and may be negative.
+    """Unbiased estimates from one step; both are noisy and may be negative.
 
     Attributes:
       signal: estimate of `|G|^2`, the squared norm of the true gradient.
@@ -97,7 +97,7 @@ class StepEstimate:
 def estimate_step(
     *, grad_norm: float, small_grad_norm_sq: float, num_small_grads: int, batch_size: int
 ) -> StepEstimate | None:
-    """Tells signal from noise in one step (appendix A.1); None if it had a single part or a gradient was not finite.
+    """Estimates signal and noise from one step (appendix A.1); None for a single part or a non-finite gradient.
 
     With parts of equal size, `small_grad_norm_sq` is `|G_small|^2` for `B_small = batch_size / num_small_grads`. With
     uneven ones it is the mean by weight, and the result is as unbiased if noise goes down as one over the weight (as it
@@ -120,12 +120,12 @@ def estimate_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseScaleEstimate:
-    """The noise scale, and how well it is known.
+    """The noise scale and its standard error.
 
     Attributes:
       num_examples: the noise scale.
-      error_examples: its standard error, from how the steps scatter.
-      num_steps: steps that were averaged, the latest ones counting most.
+      error_examples: its standard error, from the variance between steps.
+      num_steps: steps in the average, with the latest weighted most.
     """
 
     num_examples: float
@@ -140,18 +140,18 @@ _SUMS = ("signal", "noise", "signal_sq", "noise_sq", "product", "weight", "weigh
 
 
 class NoiseScale:
-    """Follows the noise scale through a run, on the host.
+    """Estimates the gradient noise scale during a run, on the host.
 
-    Signal and noise of a step are averaged over steps on their own, and the averages are divided: the ratio of averages
+    Signal and noise are averaged over steps separately, and the averages are divided: the ratio of averages
     is nearly unbiased, the average of ratios is not (appendix A.1). Its standard error is that of a ratio to first
     order, from the running variances of both and their covariance.
     """
 
     def __init__(self, *, decay: float = 0.99, min_steps: int = 20):
-        """Starts with nothing.
+        """Creates an estimator without any steps.
 
         Args:
-          decay: what remains of a step's weight in the averages after another step.
+          decay: decay of the exponential averages per step.
           min_steps: steps before there is an estimate.
 
         Raises:
@@ -170,7 +170,7 @@ class NoiseScale:
     def update(
         self, *, grad_norm: float, small_grad_norm_sq: float | None, num_small_grads: int | None, batch_size: int
     ) -> float | None:
-        """Takes in a step and returns the noise scale in examples, None while it is unknown.
+        """Adds a step and returns the noise scale in examples, or None while it is unknown.
 
         A step with a gradient that is not finite, or with a single part, changes nothing.
 
@@ -209,7 +209,7 @@ class NoiseScale:
 
     @property
     def estimate(self) -> NoiseScaleEstimate | None:
-        """The noise scale so far; None after too few steps, or if no signal stands out of the noise."""
+        """The noise scale so far; None after too few steps, or if the signal is below the noise."""
         if self._num_steps < self.min_steps:
             return None
         weight = self._sums["weight"]
@@ -229,7 +229,7 @@ class NoiseScale:
         return NoiseScaleEstimate(num_examples=ratio, error_examples=error, num_steps=self._num_steps)
 
     def advice(self, batch_size: int, *, unit: str = "sequences") -> str | None:
-        """Says so if the batch is past the point of diminishing returns, and None if not or while that is uncertain.
+        """Returns advice if the batch is past the point of diminishing returns; None if not, or if uncertain.
 
         A batch of `B` takes `1 + B_noise / B` times the fewest steps and `1 + B / B_noise` times the fewest examples
         (section 2.3). The batch is past the point if it is twice the noise scale and more, beyond two standard errors.
@@ -250,12 +250,12 @@ class NoiseScale:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all that `from_json` needs to go on exactly."""
+        """Returns the state that `from_json` restores exactly."""
         return {"decay": self.decay, "min_steps": self.min_steps, "num_steps": self._num_steps, **self._sums}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> NoiseScale:
-        """Returns the noise scale that `to_json` was asked of.
+        """Restores an estimator from `to_json`.
 
         Raises:
           ValueError: a record with other entries.

@@ -1,4 +1,4 @@
-"""Trees of gradients and params that some of the params have no entry in: their norm, their gaps, their leaves."""
+"""Trees of gradients without entries for untrained params: their norm, gaps and leaf indices."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from zero_jax.training.state.train_state import trainable
 
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
-    """Returns the new params, but the old ones where they are the same; of `trainable` ones, in their order."""
+    """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
     flags, tree = iter(same), jax.tree.structure(old)
     pairs = zip(jax.tree.leaves(old), tree.flatten_up_to(new), strict=True)
     return tree.unflatten([x if jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) else y for x, y in pairs])
 
 
 def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm and the index among the gradients of the first one that is not finite (-1 if none)."""
+    """Returns the global norm, and the index of the first non-finite gradient (-1 if none)."""
     leaves = jax.tree.leaves(grads)
     if not leaves:
         return jnp.float32(0), jnp.int32(-1)
@@ -30,13 +30,13 @@ def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
 
 
 def fill_zeros(grads: PyTree, masters: PyTree) -> PyTree:
-    """Returns a gradient for each trainable param: zeros for those that have none (None)."""
+    """Returns a gradient for each trainable param, with zeros in place of None."""
     fill = lambda p, g: None if p is None else jnp.zeros_like(p) if g is None else g  # noqa: E731
     return jax.tree.map(fill, trainable(masters), grads, is_leaf=lambda x: x is None)
 
 
 def leaf_index(index: jax.Array, some: PyTree, masters: PyTree) -> jax.Array:
-    """Turns an index among gradients or trainable params, some of which are None, into one among all params."""
+    """Converts an index among gradients or trainable params (None excluded) to an index among all params."""
     present = [i for i, x in enumerate(jax.tree.structure(masters).flatten_up_to(some)) if x is not None]
     if not present:
         return index

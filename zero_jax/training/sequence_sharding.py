@@ -1,10 +1,10 @@
 """Sequence parallelism: the residual stream sharded over `model` along the sequence (Korthikanti et al. 2022).
 
-Between the matrices of tensor parallelism every device of the `model` axis holds the whole residual stream. Cut over
-its tokens it takes 1/model of the memory, and an all-reduce becomes a reduce-scatter and an all-gather of the same
-bytes. A constraint on the stream alone is not enough: XLA then cuts the products over tokens too, and turns one cut
-into the other with all-to-alls. The arrays that go into and come out of the matrices have to be pinned, and so do their
-cotangents, which is what the two kinds of place do.
+Between the matrices of tensor parallelism the residual stream is replicated over `model`. Sharded over its tokens it
+takes 1/model of the memory, and an all-reduce becomes a reduce-scatter and an all-gather of the same bytes. A
+constraint on the stream alone is not enough: XLA then shards the products over tokens too, and reshards between the two
+with all-to-alls. The inputs and outputs of the matrices need constraints, and so do their cotangents: hence the two
+kinds of `place`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from zero_jax.sharding.mesh import GPUS, axes_of, axis_size
 def sequence_parallel(
     mesh: Mesh, *, model_axes: tuple[str, ...] | None = None, dim: int = 1
 ) -> Callable[[jax.Array, str], jax.Array]:
-    """Returns `place(x, kind)`, which a model calls on activations to have its residual stream sharded over `model`.
+    """Returns `place(x, kind)`, which a model calls to shard its residual stream over `model` by tokens.
 
-    Kind `residual` is for what is added to the residual stream: the output of the matrices whose rows are split, and
-    of the embedding. Kind `gathered` is for what goes into the matrices whose columns are split: the norms' output.
+    Kind `residual` is for values added to the residual stream: the output of row-parallel matrices, and of the
+    embedding. Kind `gathered` is for the input of column-parallel matrices: the norms' output.
 
         x = place(params["embed"][tokens], "residual")
         y = place(norm(x), "gathered")
         x = x + place(gelu(y @ up) @ down, "residual")
 
     Args:
-      mesh: the mesh. Where its model axes have one device, `place` leaves everything where it is.
-      model_axes: the axes to shard over, if they are not called `model` or `model_*`.
+      mesh: the mesh. If its model axes have one device, `place` does nothing.
+      model_axes: the axes to shard over, if not named `model` or `model_*`.
       dim: which dim of the activations is the sequence.
 
     Returns:
-      The function. It raises `ValueError` for a kind it does not know, and for a sequence that does not divide.
+      The function. It raises `ValueError` for an unknown kind, and for a sequence that does not divide.
 
     Raises:
       ValueError: axes that the mesh does not have, or no dim.
@@ -64,10 +64,10 @@ def sequence_parallel(
         scattered = (cut,)
         one_sequence = math.prod(x.shape[:dim]) in (1, num_examples)
         if one_sequence and not on_gpus and dim < x.ndim - 1 and x.shape[-1] % num_shards == 0:
-            # Of one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
+            # With one sequence a device XLA:TPU reduce-scatters features, but all-reduces tokens, twice the bytes. From
             # features to tokens is an all-to-all of the shards. XLA:GPU reduce-scatters both.
             scattered = (_sharding(mesh, x.ndim, dim, (), last=model), cut)
-        if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of what is partial
+        if kind == "gathered":  # forward an all-gather; backward a reduce-scatter of partial sums
             return reshard(x, forward=Chain((cut, whole)), backward=Chain(scattered))
         return reshard(x, forward=Chain(scattered), backward=Chain((cut, whole)))
 
@@ -77,7 +77,7 @@ def sequence_parallel(
 def _sharding(
     mesh: Mesh, num_dims: int, dim: int, axes: tuple[str, ...], *, last: tuple[str, ...] = ()
 ) -> NamedSharding:
-    """Returns a sharding of the sequence, or the last dim, that says nothing of examples, or layers, before them."""
+    """Returns a sharding of the sequence, or the last dim, with the dims before it unconstrained."""
     after: list[Any] = [None] * (num_dims - dim - 1)
     if last:
         after[-1] = last

@@ -1,4 +1,4 @@
-"""What ZeRO does to a train step, as a config."""
+"""The config of a ZeRO train step."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from zero_jax.transforms import Remat, resolve_remat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What ZeRO does to a train step.
+    """The config of a ZeRO train step: stage, precision, microbatches, remat, sharding rules.
 
     Attributes:
       stage: 0 replicates, 1 shards master params and optimizer state, 2 also gradients, 3 also params.
       precision: `fp32` (every leaf as `init_fn` made it), `bf16`, `fp16` (with loss scaling), or a `Precision`.
-      keep_batch_dtype: regular expressions of whole leaf paths of the batch. Floating leaves that the model takes, and
-        that match none, are cast to the compute dtype before the loss function sees them, where the precision has one.
-        What only the loss takes (targets, masks, weights) is not, nor are integers and booleans. Times and positions
-        that need more than the 8 bits of bfloat16 are to be named here; `.*` keeps all (docs/stages.md).
+      keep_batch_dtype: regular expressions of full leaf paths of the batch. Floating leaves that the model reads, and
+        that match none, are cast to the compute dtype before the loss function, if the precision has one. Leaves that
+        only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
+        positions that need more than the 8 bits of bfloat16; `.*` casts nothing (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
       clip_norm: largest global norm of the gradients, or None.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
-        takes the value of the batch that the loss ends in a division by, and weighs all alike where there is none; a
-        name takes that entry of the aux dict that the loss function returns; None weighs all alike.
-      skip_nonfinite: skip the update when a gradient is not finite; None does so too, False does not.
-      remat: what the backward pass computes again and where the rest is kept in between, for a model as it is: `own`
-        leaves it to the model's own `jax.checkpoint`s, `full` keeps a block's input only, `full_sharded` keeps it in
-        shards over the mesh axis `model` (the paper's P_a), `full_offloaded` in the host's memory (P_a+cpu); `dots`,
-        `attention` and `none` recompute less (docs/remat.md has all). Or a `Remat`.
+        takes the value of the batch that the loss finally divides by, or equal weights if there is none; a name takes
+        that entry of the loss function's aux dict; None takes equal weights.
+      skip_nonfinite: skip the update when a gradient is non-finite; None does so too, False does not.
+      remat: the rematerialization policy, for an unmodified model: `own` leaves it to the model's own
+        `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
+        `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
+        less (docs/remat.md has all). Or a `Remat`.
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
-      keep_gathered: at stage 3, keep gathered params for the backward pass: a third less traffic, all the memory.
-      min_shard_size: leaves of fewer elements are left whole.
+      keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
+      min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
-        params, or a dict from regular expressions of whole leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
-        takes those that Flax params carry (`nn.with_partitioning`, NNX sharding metadata).
-      axis_rules: from the names of dims in such metadata to mesh axes (None: whole), where they are not mesh axes.
-      overrides: from regular expressions of whole leaf paths to the exact spec of such leaves where their group is
-        sharded (`PartitionSpec()` leaves them whole). They apply to params, master params and optimizer state.
-      data_axes: the mesh axes that ZeRO shards over, if they are not called `data` or `data_*`.
-      replica_axes: the mesh axes of full copies, if not called `replica`.
-      model_axes: the mesh axes of tensor parallelism, if not called `model` or `model_*`.
+        params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
+        takes those in Flax metadata (`nn.with_partitioning`, NNX sharding metadata).
+      axis_rules: from the names of dims in such metadata to mesh axes (None: replicated), where they are not mesh axes.
+      overrides: from regular expressions of full leaf paths to the exact spec of such leaves where their group is
+        sharded (`PartitionSpec()` replicates them). They apply to params, master params and optimizer state.
+      data_axes: the mesh axes that ZeRO shards over, if not named `data` or `data_*`.
+      replica_axes: the mesh axes of full copies, if not named `replica`.
+      model_axes: the mesh axes of tensor parallelism, if not named `model` or `model_*`.
     """
 
     stage: int = 3
@@ -105,7 +105,7 @@ def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
 
 
 def check_config(config: Any) -> ZeroConfig:
-    """Returns the config; raises `ValueError` for anything that is none."""
+    """Returns the config; raises `ValueError` for anything else."""
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"config={config!r} is no config: give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)")
     return config

@@ -1,1 +1,1 @@
-"""The train state: made sharded, its shardings, its checks."""
+"""The train state: sharded initialization, shardings, checks."""

@@ -1,4 +1,4 @@
-"""Whether the params of a train state are finite."""
+"""Checks the params of a train state for NaN and infinities."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zero_jax.training.state.train_state import TrainState
 
 
 class NonfiniteState(ValueError):
-    """A state whose params hold NaN or infinities.
+    """Raised for a state whose params contain NaN or infinities.
 
     Attributes:
-      leaves: paths of the leaves that do, such as `params/embed`.
+      leaves: paths of the non-finite leaves, such as `params/embed`.
     """
 
     def __init__(self, step: int, leaves: Sequence[str]):
@@ -32,10 +32,10 @@ class NonfiniteState(ValueError):
 
 
 def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
-    """Returns the paths of the floating leaves of params and master params that hold NaN or infinities.
+    """Returns the paths of the leaves of params and master params that contain NaN or infinities.
 
-    Every process gets the same. The optimizer's state is not looked at: optax keeps infinities there on purpose, as
-    the best value so far of `reduce_on_plateau`.
+    Every process gets the same result. The optimizer state is not checked: optax stores infinities there on purpose,
+    as the best value so far of `reduce_on_plateau`.
     """
     groups = {"params": state.params} | ({} if state.master is None else {"master": state.master})
     named = zip(leaf_names(groups), jax.tree.leaves(groups), strict=True)
@@ -48,7 +48,7 @@ def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
 
 
 def _are_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Returns for each array whether all of it is finite: `bool[num_leaves]`, without a copy of any of them."""
-    # Types of one byte have no test of their own.
+    """Returns for each array whether it is all finite: `bool[num_leaves]`, without a copy of any."""
+    # One-byte types have no `isfinite`.
     wide = (x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32) for x in leaves)
     return jnp.stack([jnp.isfinite(x).all() for x in wide])

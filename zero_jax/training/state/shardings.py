@@ -1,4 +1,4 @@
-"""The shardings of a train state, a `TrainState` or any other pytree that holds params, and a report of them."""
+"""Shardings of a train state (`TrainState` or any pytree with params), and a report of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from zero_jax.training.zero_config import ZeroConfig
 def state_shardings(
     abstract_state: PyTree, *, mesh: Mesh, config: ZeroConfig, params: str = "params", model_state: str | None = None
 ) -> PyTree:
-    """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree that holds params.
+    """Returns a `NamedSharding` for each leaf of a train state: a `TrainState`, or any pytree with params.
 
     Args:
       abstract_state: arrays or `ShapeDtypeStruct`s.
       mesh: the mesh.
       config: stage and rules.
       params: path of the params inside the state, such as `params` (a field or key of that name) or `0` (of a tuple).
-        Every other leaf counts as optimizer state and lies as the param does whose path its own path ends in.
-      model_state: path of what the loss function uses beside the params, such as `batch_stats`; it is sharded at the
-        stages where params are. None where there is none. A `TrainState` knows both.
+        Every other leaf is optimizer state, sharded as the param whose path is the end of its own path.
+      model_state: path of the model state, such as `batch_stats`; it is sharded at the stages that shard params. None
+        if there is none. A `TrainState` needs neither path.
 
     Returns:
       A pytree like `abstract_state`, for `jax.jit`'s `in_shardings` and `out_shardings` or `jax.device_put`.
 
     Raises:
-      ValueError: nothing at one of the paths.
+      ValueError: a path without leaves.
     """
     for name, path in (("params", params), (MODEL_STATE, model_state)):
         if not isinstance(path, str) and (name, path) != (MODEL_STATE, None):
@@ -61,7 +61,7 @@ def state_shardings(
 
 
 def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
-    """Returns the part of a state at a path: from the paths of its leaves to those inside it, and the tree."""
+    """Returns the subtree at a path: its leaves' paths in the state mapped to those in the subtree, and itself."""
     names = leaf_names(state)
     inside = {n: n.removeprefix(at).removeprefix("/") for n in names if n == at or n.startswith(at + "/")}
     if not inside:
@@ -76,7 +76,7 @@ def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTr
 
 
 def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:
-    """Reports how params and model state lie when they are sharded, and which are left whole and why.
+    """Reports the sharding of params and model state, and why some leaves are replicated.
 
     Args:
       params: params, `Variables` or a `TrainState`; arrays or `ShapeDtypeStruct`s.

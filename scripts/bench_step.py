@@ -46,9 +46,10 @@ def variants(stage: int, mesh, batch) -> dict:
         held[0], metrics = step(held[0], batch)
         return metrics.loss
 
-    def by_hand(pin: bool):
+    def by_hand(pin: bool, skip_nonfinite: bool = False):
         loss = loss_with_gathers(CONFIG, mesh, jax.tree.map(lambda s: s.spec, kept)) if pin and stage == 3 else loss_fn
-        jitted = make_step(loss, tx, params=kept, sharded=sharded, opt_state=opt, pin=pin)
+        shardings = {"params": kept, "sharded": sharded, "opt_state": opt}
+        jitted = make_step(loss, tx, **shardings, pin=pin, skip_nonfinite=skip_nonfinite)
         params = jax.jit(init_fn, out_shardings=kept)(jax.random.key(0))
         held = [params, jax.jit(tx.init, out_shardings=opt)(params)]
 
@@ -60,6 +61,7 @@ def variants(stage: int, mesh, batch) -> dict:
 
     runs["zero_jax"] = ours
     runs["hand-written"] = by_hand(pin=True)
+    runs["the same, skipping"] = by_hand(pin=True, skip_nonfinite=True)
     runs["in_shardings only"] = by_hand(pin=False)
     return runs
 

@@ -58,6 +58,7 @@ def make_step(
     opt_state: Any,
     pin: bool,
     dtype: Any = jnp.float32,
+    skip_nonfinite: bool = False,
 ) -> Any:
     """Returns the jitted `params, opt_state, loss = step(params, opt_state, batch)`.
 
@@ -69,6 +70,7 @@ def make_step(
       opt_state: the shardings of the optimizer state.
       pin: constrain gradients and update by hand; else only arguments and results have shardings.
       dtype: compute dtype of the params.
+      skip_nonfinite: do not change params and optimizer state where the gradients' norm is not finite.
     """
     pinned = functools.partial(jax.tree.map, lax.with_sharding_constraint) if pin else lambda tree, _: tree
 
@@ -77,7 +79,11 @@ def make_step(
         (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute, batch)
         grads = pinned(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params_), sharded)
         masters = pinned(params_, sharded)
-        updates, opt_state_ = tx.update(grads, opt_state_, masters)
-        return pinned(optax.apply_updates(masters, updates), sharded), opt_state_, loss
+        updates, new_opt_state = tx.update(grads, opt_state_, masters)
+        new = optax.apply_updates(masters, updates), new_opt_state
+        if skip_nonfinite:
+            finite = jnp.isfinite(optax.global_norm(grads))
+            new = jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, (masters, opt_state_))
+        return pinned(new[0], sharded), new[1], loss
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(params, opt_state, None))

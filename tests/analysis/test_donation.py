@@ -81,6 +81,20 @@ def test_every_leaf_is_written_over_with_microbatches_clipping_and_skipping(stag
     assert_all_donated(lowered.compile(), state)
 
 
+def test_skipping_copies_no_state():
+    """A step that may skip has no more copies of the size of a param than one that never does."""
+    tx, mesh = optax.adamw(1e-2), mesh_of("4")
+    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["a"]) @ p["b"]).mean()  # noqa: E731
+    num_copies = {}
+    for skip in (None, False):
+        config = zero.ZeroConfig(stage=0, skip_nonfinite=skip)
+        state = zero.abstract_state(lambda _: dict.fromkeys("ab", jnp.zeros((512, 512))), tx, mesh=mesh, config=config)
+        step = zero.make_train_step(loss, tx, mesh=mesh, config=config)
+        text = step.lower(state, jax.ShapeDtypeStruct((8, 512), jnp.float32)).compile().as_text()
+        num_copies[skip] = len(re.findall(r"= f32\[512,512\]\S* copy\(", text))
+    assert num_copies[None] <= num_copies[False], num_copies
+
+
 def test_one_leaf_that_loses_its_donation_is_found():
     """The step as a user might write it, with the second moment of one leaf left out of what is donated."""
     tx = optax.adam(1e-3)

@@ -11,6 +11,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.sharding.precision import init_loss_scale, update_loss_scale
+from zero_jax.training.optimizer.update import update_if
 
 NUM_DEVICES = 4
 
@@ -152,6 +153,26 @@ def test_skips_unless_told_not_to():
     chex.assert_trees_all_equal(snapshot(state), before)
     state, metrics = step(state, make_batch())
     assert copies(metrics.skipped) == [False] * NUM_DEVICES and int(metrics.num_skipped_steps) == 1
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_update_that_is_skipped_changes_no_bit(in_place):
+    """Either way of skipping: params and state of any kind of leaf, of which the update narrows one."""
+
+    def update(params, state):
+        narrower = state["mean"].astype(jnp.bfloat16) * 2
+        new = {"mean": narrower, "count": state["count"] + 1, "key": jax.random.fold_in(state["key"], 1)}
+        return jax.tree.map(lambda p: p / 0, params), new
+
+    params = {"w": jnp.asarray([np.nan, -0.0, 1e-45, 3.0], jnp.float32), "b": jnp.ones(3, jnp.bfloat16)}
+    before = params, {"mean": jnp.arange(3.0), "count": jnp.int32(4), "key": jax.random.key(2)}
+    step = jax.jit(lambda finite, state: update_if(finite, update, state, in_place=in_place))
+    bits = lambda x: np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
+    for finite in (False, True):
+        want = update(*before) if finite else before
+        for got, expected, old in zip(*map(jax.tree.leaves, (step(finite, before), want, before)), strict=True):
+            assert got.dtype == old.dtype
+            assert bits(got).tobytes() == bits(expected.astype(old.dtype) if got.ndim else expected).tobytes()
 
 
 def test_does_not_skip_where_told_not_to():

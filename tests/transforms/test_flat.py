@@ -22,7 +22,7 @@ P = PartitionSpec
 BATCH, LENGTH, FEATURES, HEADS, DEPTH = 16, 4, 32, 4, 8
 X, HEADS_FIRST = normal(BATCH, LENGTH, FEATURES), normal(BATCH, HEADS, LENGTH, DEPTH)
 Y = normal(BATCH, LENGTH, HEADS, DEPTH)
-INTO, OUT_OF = (FEATURES, HEADS, DEPTH), (HEADS, DEPTH, FEATURES)
+INTO, OUT_OF, MIDDLE = (FEATURES, HEADS, DEPTH), (HEADS, DEPTH, FEATURES), (HEADS, FEATURES, DEPTH)
 
 # The product, the other factor, the weight's shape and how it is cut; then the shape of the matrix, None if it is none.
 PRODUCTS = {
@@ -33,8 +33,13 @@ PRODUCTS = {
     "two and two": ("bthk,hkde->btde", Y, (HEADS, DEPTH, 16, 2), P(None, None, "data"), (HEADS * DEPTH, 32)),
     "the major dim of a group": ("btd,dhk->bthk", X, (FEATURES, 8, 4), P(None, "data"), (FEATURES, 32)),
     "another dim of a group": ("btd,dhk->bthk", X, INTO, P(None, None, "data"), None),
-    "examples with heads first": ("bhtk,hkd->btd", HEADS_FIRST, OUT_OF, P(None, None, "data"), None),
-    "summed dims not side by side": ("bthk,hdk->btd", Y, (HEADS, FEATURES, DEPTH), P(None, "data"), None),
+    "features in the middle": ("btd,hdk->bthk", X, MIDDLE, P(None, "data"), (FEATURES, HEADS * DEPTH)),
+    "heads are cut": ("btd,hdk->bthk", X, (8, FEATURES, 4), P("data"), (32, FEATURES)),
+    "keys and values": ("btd,shdk->sbthk", X, (2, *MIDDLE), P(None, None, "data"), (FEATURES, 2 * HEADS * DEPTH)),
+    "examples with heads first": ("bhtk,hkd->btd", HEADS_FIRST, OUT_OF, P(None, None, "data"), (32, FEATURES)),
+    "heads first and features in the middle": ("bhtk,hdk->btd", HEADS_FIRST, MIDDLE, P(None, "data"), (FEATURES, 32)),
+    "summed dims not side by side": ("bthk,hdk->btd", Y, MIDDLE, P(None, "data"), (FEATURES, HEADS * DEPTH)),
+    "summed dims in another order": ("bthk,khd->btd", Y, (DEPTH, HEADS, FEATURES), P(None, None, "data"), (32, 32)),
     "a weight for each head": ("bthk,hkd->bthd", Y, OUT_OF, P(None, None, "data"), None),
     "a matrix already": ("btd,df->btf", X, (FEATURES, 16), P("data"), None),
 }
@@ -78,22 +83,55 @@ def test_a_product_keeps_its_precision():
     np.testing.assert_allclose(jax.jit(gathered)(weight, X), jax.jit(loss)(weight, X), rtol=1e-6)
 
 
+def as_in_flax(w, x):
+    y = jnp.tanh(jnp.einsum("btd,dhk->bthk", x, w["query"]))
+    return jnp.einsum("bthk,hkd->btd", y, w["out"])
+
+
+def as_in_gemma(w, x):
+    q = jnp.tanh(jnp.einsum("btd,hdk->bthk", x, w["query"]))
+    y = jnp.einsum("btd,shdk->sbthk", x, w["key_value"])
+    return jnp.einsum("bthk,hkd->btd", q * y[0] + y[1], w["out"])
+
+
+def heads_before_time(w, x):
+    y = jnp.tanh(jnp.einsum("btd,hdk->bhtk", x, w["query"]))
+    return jnp.einsum("bhtk,hkd->btd", y, w["out"])
+
+
+KERNELS = {
+    as_in_flax: {"query": (768, 12, 64), "out": (12, 64, 768)},
+    as_in_gemma: {"query": (12, 768, 64), "key_value": (2, 12, 768, 64), "out": (12, 64, 768)},
+    heads_before_time: {"query": (12, 768, 64), "out": (12, 64, 768)},
+}
+
+
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("topology", ["v5p:2x2x4", "v5e:4x4"])
-def test_attention_kernels_are_reduce_scattered(topology):
-    """Kernels as Flax has them, of 12 heads of 64: left as they are, XLA:TPU all-reduces the gradients of both."""
+@pytest.mark.parametrize(
+    ("attention", "topology"),
+    [
+        (as_in_flax, "v5p:2x2x4"),
+        (as_in_flax, "v5e:4x4"),
+        (as_in_gemma, "v5p:2x2x4"),
+        (heads_before_time, "v5p:2x2x4"),
+        pytest.param(as_in_gemma, "v5e:4x4", marks=pytest.mark.slow),
+        pytest.param(heads_before_time, "v5e:4x4", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_kernels_are_reduce_scattered(attention, topology):
+    """Left as they are, XLA:TPU all-reduces the gradients of all."""
     pytest.importorskip("libtpu")
 
     def loss(params, x):
-        y = jnp.tanh(jnp.einsum("btd,dhk->bthk", x.astype(params["query"].dtype), params["query"]))
-        return jnp.mean(jnp.square(jnp.einsum("bthk,hkd->btd", y, params["out"]).astype(jnp.float32)))
+        return jnp.mean(jnp.square(attention(params, x.astype(params["out"].dtype)).astype(jnp.float32)))
 
     mesh, tx, config = zero.make_mesh(topology=topology), optax.sgd(0.1), zero.ZeroConfig(stage=2, precision="bf16")
-    shapes = {"query": (768, 12, 64), "out": (12, 64, 768)}
+    shapes = KERNELS[attention]
     state = zero.abstract_state(
         lambda _: jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple)), tx, mesh=mesh, config=config
     )
     step = zero.make_train_step(loss, tx, mesh=mesh, config=config)
     report = comms.measure(step.lower(state, jax.ShapeDtypeStruct((mesh.size, 128, 768), jnp.float32)).compile())
-    assert report.by_phase["backward"] == pytest.approx(2 * 2 * 768 * 768 * 15 / 16, rel=0.02)
+    num_params = sum(math.prod(shape) for shape in shapes.values())
+    assert report.by_phase["backward"] == pytest.approx(2 * num_params * 15 / 16, rel=0.02)
     assert not report.findings

@@ -25,7 +25,7 @@ from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.update import call_update
+from zero_jax.training.optimizer.update import call_update, update_if
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.training.state.shardings import state_shardings
@@ -356,13 +356,16 @@ class _Program:
         needed: list[bool],
     ) -> TrainState:
         params = trainable(masters)
-        updates, opt_state = call_update(self.tx, grads, state.opt_state, params, **offers)
-        opt_state = strongly_typed(opt_state)
-        new_params, skipped = optax.apply_updates(params, updates), jnp.int32(0)
-        if self.config.skip_nonfinite is not False:
-            choose = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-            opt_state = jax.tree.map(choose, opt_state, state.opt_state)
-            new_params = jax.tree.map(choose, new_params, params)
+
+        def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+            updates, opt_state = call_update(self.tx, grads, opt_state, params, **offers)
+            return optax.apply_updates(params, updates), strongly_typed(opt_state)
+
+        if self.config.skip_nonfinite is False:
+            (new_params, opt_state), skipped = apply(params, state.opt_state), jnp.int32(0)
+        else:
+            in_place = self.mesh.devices.flat[0].platform == "cpu"
+            new_params, opt_state = update_if(finite, apply, (params, state.opt_state), in_place=in_place)
             skipped = (~finite).astype(jnp.int32)
         new_masters = merge(masters, new_params)
         same = unchanged(self.tx, params, state.opt_state, needed=needed)

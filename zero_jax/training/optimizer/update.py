@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from zero_jax.core.jaxprs import used_inputs
 from zero_jax.core.tree import PyTree, leaf_names
@@ -85,6 +86,30 @@ def call_update(
             raise _explained(error) from error
     _check_updates(updates, params)
     return updates, new_state
+
+
+def update_if(
+    finite: jax.Array, update: Callable[..., tuple[PyTree, PyTree]], state: tuple[PyTree, PyTree], *, in_place: bool
+) -> tuple[PyTree, PyTree]:
+    """Returns `update(*state)` where `finite`, else `state` bit for bit.
+
+    A select fuses into the one loop that XLA:TPU updates a leaf, its moments and its copies in; a conditional would
+    break that loop up. XLA:CPU has no loops of several results: there, each loop reads what another has to keep for
+    the select, and all of the state is copied first. A conditional updates it in place.
+
+    Args:
+      finite: `bool[]`.
+      update: a function of params and optimizer state that returns both.
+      state: params and optimizer state.
+      in_place: use a conditional.
+    """
+    if not in_place:
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*state), state)
+
+    def as_wide(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new if new.dtype == old.dtype else new.astype(jnp.promote_types(new.dtype, old.dtype))
+
+    return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:

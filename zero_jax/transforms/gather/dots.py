@@ -2,7 +2,8 @@
 
 XLA:TPU lays a gradient of such a shape out as it pads least: with 64 lanes for `head_dim`, features become the lanes.
 These are the dim that is cut, and lanes are all-reduced rather than reduce-scattered (docs/gather_on_use.md). So the
-weight's shard is reshaped before it is gathered, its gradient after it is scattered, and in between are matrices.
+weight's shard is transposed and reshaped before it is gathered, its gradient after it is scattered, and in between are
+matrices.
 """
 
 from __future__ import annotations
@@ -37,29 +38,33 @@ def flat_product(eqn: Any, values: Sequence[Lazy | Value]) -> tuple[list[Lazy | 
         flat = _plan(eqn, values[places[0]], places[0])
     if flat is None:
         return list(values), lambda inputs, bind: bind(eqn, inputs)
-    weight, other_shape, product = flat
+    weight, other_order, other_shape, product = flat
     out_shape = eqn.outvars[0].aval.shape
 
     def evaluate(inputs: Sequence[Any], bind: Bind) -> list[Any]:
         with source_context(eqn):
-            factors = [x if i in places else x.reshape(other_shape) for i, x in enumerate(inputs)]
+            factors = [
+                x if i in places else x.transpose(other_order).reshape(other_shape) for i, x in enumerate(inputs)
+            ]
             return [bind(product, factors)[0].reshape(out_shape)]
 
     return [weight if i in places else value for i, value in enumerate(values)], evaluate
 
 
-def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, tuple[int, ...], Any] | None:
-    """Returns the weight as a matrix, the shape of the other factor and the equation of both, or None."""
+def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, list[int], tuple[int, ...], Any] | None:
+    """Returns the weight as a matrix, the other factor's order of dims and shape, and the equation of both, or None."""
     contracting, batch = eqn.params["dimension_numbers"]
     other = eqn.invars[1 - place].aval.shape
-    pairs = sorted(zip(contracting[place], contracting[1 - place], strict=True))
-    summed, partners = [i for i, _ in pairs], [i for _, i in pairs]
+    pairs = sorted(zip(contracting[1 - place], contracting[place], strict=True))
+    partners, summed = [i for i, _ in pairs], [i for _, i in pairs]  # in the order of the other factor, the larger
     free = [i for i in range(value.aval.ndim) if i not in summed]
-    if value.dims is None or batch[place] or not (_is_run(summed) and _is_run(partners) and _is_run(free)):
-        return None
-    if max(len(summed), len(free)) < 2:
+    if value.dims is None or batch[place] or not (free and partners) or max(len(summed), len(free)) < 2:
         return None
     groups = sorted((summed, free))
+    order = [*groups[0], *groups[1]]
+    if not _is_run(order):  # it is transposed anyway: then the dim that is cut comes first
+        groups.sort(key=lambda group: not any(value.dims[i] for i in group))
+        order = [*groups[0], *groups[1]]
     dims = _merged_dims(value.dims, value.aval.shape, groups)
     if dims is None:
         return None
@@ -67,15 +72,17 @@ def _plan(eqn: Any, value: Any, place: int) -> tuple[Lazy, tuple[int, ...], Any]
     build = value.build
     weight = dataclasses.replace(
         value,
-        build=lambda *roots: build(*roots).reshape(shape),
+        build=lambda *roots: build(*roots).transpose(order).reshape(shape),
         aval=value.aval.update(shape=shape),
         dims=dims,
     )
-    first = partners[0]
-    other_shape = (*other[:first], shape[groups.index(summed)], *other[first + len(partners) :])
+    rest = [i for i in range(len(other)) if i not in partners]
+    first = partners[0] if _is_run(partners) else len(rest)
+    other_order = [*rest[:first], *partners, *rest[first:]]
+    other_shape = (*(other[i] for i in rest[:first]), shape[groups.index(summed)], *(other[i] for i in rest[first:]))
     sums = [(groups.index(summed),), (first,)]
     numbers = (tuple(sums[i] for i in ((0, 1) if place == 0 else (1, 0))), ((), ()))
-    return weight, other_shape, eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
+    return weight, other_order, other_shape, eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
 
 
 def _is_run(dims: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ import zero_jax as zero
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, normalized over the whole batch on all devices."""
+    """Two convolutions, normalized over the full batch on all devices."""
 
     @nn.compact
     def __call__(self, x, *, train):

@@ -38,23 +38,27 @@ def variants(stage: int, mesh, batch) -> dict:
     state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
     specs_of = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
-    kept, opt = specs_of(state.params), specs_of(state.opt_state)
+    param_shardings, opt = specs_of(state.params), specs_of(state.opt_state)
     sharded_state = zero.abstract_state(init_fn, tx, mesh=mesh, config=zero.ZeroConfig(stage=3 if stage else 0))
     sharded = specs_of(sharded_state.params)
 
-    def ours(held=[state]):  # noqa: B006 - the state lives here between calls
-        held[0], metrics = step(held[0], batch)
+    def ours(current=[state]):  # noqa: B006 - holds the state between calls
+        current[0], metrics = step(current[0], batch)
         return metrics.loss
 
     def by_hand(pin: bool, skip_nonfinite: bool = False):
-        loss = loss_with_gathers(CONFIG, mesh, jax.tree.map(lambda s: s.spec, kept)) if pin and stage == 3 else loss_fn
-        shardings = {"params": kept, "sharded": sharded, "opt_state": opt}
+        loss = (
+            loss_with_gathers(CONFIG, mesh, jax.tree.map(lambda s: s.spec, param_shardings))
+            if pin and stage == 3
+            else loss_fn
+        )
+        shardings = {"params": param_shardings, "sharded": sharded, "opt_state": opt}
         jitted = make_step(loss, tx, **shardings, pin=pin, skip_nonfinite=skip_nonfinite)
-        params = jax.jit(init_fn, out_shardings=kept)(jax.random.key(0))
-        held = [params, jax.jit(tx.init, out_shardings=opt)(params)]
+        params = jax.jit(init_fn, out_shardings=param_shardings)(jax.random.key(0))
+        current = [params, jax.jit(tx.init, out_shardings=opt)(params)]
 
         def run():
-            *held[:], loss = jitted(*held, batch)
+            *current[:], loss = jitted(*current, batch)
             return loss
 
         return run

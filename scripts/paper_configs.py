@@ -89,10 +89,10 @@ def compile_step(cell: Cell, num_layers: int) -> PlanReport:
 
 def figures(report: PlanReport) -> Row:
     """Returns the figures of a plan: sizes in bytes per device."""
-    kept: Row = {name: getattr(report, name) for name in ("fits", "needed_bytes", "num_params", "compile_seconds")}
+    row: Row = {name: getattr(report, name) for name in ("fits", "needed_bytes", "num_params", "compile_seconds")}
     if report.memory:
         memory = report.memory
-        kept |= {
+        row |= {
             "by_group": memory.by_group,
             "host_bytes": memory.host_bytes,
             "argument_bytes": memory.argument_bytes,
@@ -101,10 +101,10 @@ def figures(report: PlanReport) -> Row:
             "left_whole_bytes": sum(leaf.num_bytes for leaf in memory.left_whole),
         }
     if report.comms:
-        kept["sent_bytes"] = report.comms.sent_bytes
+        row["sent_bytes"] = report.comms.sent_bytes
     if report.time:
-        kept["step_seconds"] = report.time.step_seconds
-    return kept
+        row["step_seconds"] = report.time.step_seconds
+    return row
 
 
 def layer_bytes(cell: Cell) -> float:

@@ -94,15 +94,15 @@ def plan_step(
 
 def figures(report: PlanReport) -> dict[str, Any]:
     """Returns the figures of a plan: sizes in bytes per device."""
-    kept: dict[str, Any] = {
+    row: dict[str, Any] = {
         name: getattr(report, name)
         for name in ("fits", "needed_bytes", "usable_bytes", "num_params", "stage", "num_devices", "compile_seconds")
     }
     if report.memory:
         memory = report.memory
         state = {group: memory.arguments.get(group, 0) for group in ("params", "master", "opt_state")}
-        kept |= {f"{group}_bytes": size for group, size in state.items()}
-        kept |= {
+        row |= {f"{group}_bytes": size for group, size in state.items()}
+        row |= {
             "state_bytes": sum(state.values()),
             "peak_grads_bytes": memory.temporaries.get("grads", 0),
             "argument_bytes": memory.argument_bytes,
@@ -113,7 +113,7 @@ def figures(report: PlanReport) -> dict[str, Any]:
             "left_whole_bytes": sum(leaf.num_bytes for leaf in memory.left_whole),
             "traffic_ratio": report.traffic_ratio,
         }
-    return kept
+    return row
 
 
 def table_1_cell(num_params: float, *, stage: int, num_devices: int, hardware: str, compile: Compile) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def table_1(rows: Rows) -> PaperTable:
         if "state_bytes" not in row:
             lines.append((*head, shape, "does not fit", "", "", _gb(row["needed_bytes"])))
             continue
-        state, ours = row["state_bytes"], _held_bytes(row)
+        state, ours = row["state_bytes"], _persistent_bytes(row)
         found = (_gb(ours), _gb(state), _gb(row["peak_grads_bytes"]), _gb(row["needed_bytes"]))
         lines.append((*head, shape, *found))
     return PaperTable(
@@ -53,17 +53,17 @@ def table_1(rows: Rows) -> PaperTable:
     )
 
 
-def _held_bytes(row: dict[str, Any]) -> float:
+def _persistent_bytes(row: dict[str, Any]) -> float:
     """Returns the state between steps: 12 bytes a parameter, and the low-precision copy if replicated."""
     sharded = PAPER_CASES[_CASES[row["stage"]]]
-    held = model_state_bytes(
+    states = model_state_bytes(
         row["num_params"],
         sharded=sharded,
         num_devices=row["num_devices"],
         grad_bytes=0,
         param_bytes=0 if "params" in sharded else 2,
     )
-    return held.total_bytes
+    return states.total_bytes
 
 
 def table_2(rows: Rows) -> PaperTable:

@@ -119,8 +119,8 @@ def main() -> int:
             rounds, kills = rounds + 1, kills + counts["SIGKILL"] + counts["SIGTERM"]
             num_different += bool(different)
             minutes = (time.monotonic() - started) / 60
-            told = ", ".join(f"{count} {name}" for name, count in counts.items())
-            print(f"{minutes:5.1f} min  {setting}: {told}: {'DIFFERS' if different else 'equal'}", flush=True)
+            signals = ", ".join(f"{count} {name}" for name, count in counts.items())
+            print(f"{minutes:5.1f} min  {setting}: {signals}: {'DIFFERS' if different else 'equal'}", flush=True)
             for line in different[:10]:
                 print(f"           {line}", flush=True)
     print(f"{rounds} rounds, {kills} kills, {num_different} different from the unbroken run")

@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 
+from zero_jax.hlo import Program
 from zero_jax.planning import step_time as plan_time
 from zero_jax.sharding import topology
 
@@ -38,7 +39,7 @@ def fake_mesh(shape, *, slices=1):
 
 def estimate(name, mesh, text=PROGRAM):
     return plan_time.estimate_time(
-        text, mesh=mesh, topology=topology.parse(name), forward_flops=16 * 153e6, num_tokens=1600
+        Program(text), mesh=mesh, topology=topology.parse(name), forward_flops=16 * 153e6, num_tokens=1600
     )
 
 

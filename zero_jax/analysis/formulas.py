@@ -173,7 +173,7 @@ def residual_bytes(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residuals:
+class TransformerResiduals:
     """The sizes that decide what a transformer keeps for the backward pass; `residual_bytes` has the rule.
 
     Attributes:

@@ -10,7 +10,7 @@ from zero_jax.hlo.cost import cycles, roofline
 from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.memory import Buffer, Heap, peak
-from zero_jax.hlo.phases import Phases, gathered_path, phase_of
+from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, parse
 from zero_jax.hlo.schedule import Timeline, play
 from zero_jax.hlo.traffic import Collective, by_kind, collectives, sent_bytes

@@ -7,8 +7,9 @@ import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from zero_jax.hlo.phases import gathered_path, phase_of
+from zero_jax.hlo.op_names import gathered_path, phase_of
 from zero_jax.hlo.program import Instruction, Program, parse
 from zero_jax.hlo.values import HloValue, LiveRanges
 
@@ -112,16 +113,16 @@ class _Allocation:
         return any(start <= step <= end for start, end in self.spans)
 
 
-def peak(program: Program | str) -> Heap:
+def peak(compiled: Any) -> Heap:
     """Returns the peak of a program's temporaries, and what is alive then.
 
     Args:
-      program: The program, or what `compiled.as_text()` returns; `is_scheduled=true` in its first line.
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
 
     Raises:
       ValueError: The program is not scheduled, so that its text does not tell the order of execution.
     """
-    program = parse(program)
+    program = parse(compiled)
     if not program.is_scheduled:
         raise ValueError(
             "the HLO is not scheduled, and its order tells nothing of memory: pass the text of a compiled program, "

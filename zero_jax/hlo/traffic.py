@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from zero_jax.hlo.groups import Groups, replica_groups, rings
 from zero_jax.hlo.layout import Array, arrays, parse_shape
@@ -115,11 +116,11 @@ class Summary:
         return "\n".join("  ".join(cells) for cells in aligned)
 
 
-def collectives(program: Program | str, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
+def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives that a compiled program executes.
 
     Args:
-      program: The program, or what `compiled.as_text()` returns.
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
       unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle, such as a
         `while_loop` on data.
 
@@ -130,7 +131,7 @@ def collectives(program: Program | str, *, unknown_trip_count: int | None = None
       ValueError: The text has no entry computation, a collective in it cannot be read, or a loop around a collective
         has no known trip count and `unknown_trip_count` is not given.
     """
-    program = parse(program)
+    program = parse(compiled)
     by_key: dict[tuple[str, str], Collective] = {}
     chains: dict[tuple, list[tuple[str, str]]] = collections.defaultdict(list)
     for computation, instructions in program.computations.items():

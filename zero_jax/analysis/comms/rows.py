@@ -48,7 +48,7 @@ class Row:
       is_named: Whether `param` comes from the name of a gather, rather than from the shape.
       sent_bytes: What one device sends in one execution.
       num_executions: Executions in a step.
-      full_bytes: The bytes of the whole buffer, as of `hlo.Collective`.
+      full_bytes: The bytes of the gathered or unreduced buffer, as of `hlo.Collective`.
       is_async: Whether other work may run meanwhile.
       overlap: What runs meanwhile, for an asynchronous collective of a scheduled program.
       op_name: JAX's name stack, or ''.
@@ -217,7 +217,7 @@ def _overlaps(program: Program, collectives: Sequence[hlo.Collective]) -> Mappin
         work = hlo.roofline(program, computation, instruction)
         return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
 
-    # What matters is what lies between a start and its done, so that an unknown trip count may be anything.
+    # What matters is what is between a start and its done, so that an unknown trip count may be anything.
     timeline = hlo.play(program, collectives, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
     return {
         key: ScheduledOverlap(instructions=overlap.instructions, cycles=round(overlap.seconds) if has_cycles else None)

@@ -53,7 +53,7 @@ def transformer_residuals(
     """Returns the residuals of a transformer in a train step.
 
     Args:
-      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` unless that is given.
+      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` where the argument is None.
       batch_size: examples of a step, over all devices and microbatches.
       mesh: the mesh.
       config: microbatches, remat policy and precision; a compute dtype of None counts as float32.
@@ -107,8 +107,8 @@ class MemoryEstimate:
 
     Attributes:
       groups: the groups, as the state holds them.
-      differences: what makes each group differ from the formula; their sum is the whole difference.
-      whole: leaves left whole (or partly so) in groups that are sharded, largest first.
+      differences: what makes each group differ from the formula; their sum is the difference of the totals.
+      whole: leaves of sharded groups that are not fully sharded, largest first.
       num_params: parameters that gradients are taken for (psi).
       num_devices: devices of the `data` axes (N_d).
       model: devices of the axes that are neither `data` nor `replica`.
@@ -220,18 +220,18 @@ def estimate(
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
-    held: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
-    kept = traced.residuals if traced else residuals
-    if kept is not None:
-        held["residuals"] = kept.device_bytes
-        formula["residuals"] = (residuals or kept).device_bytes
-        over = held["residuals"] - formula["residuals"]
+    actual: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
+    saved = traced.residuals if traced else residuals
+    if saved is not None:
+        actual["residuals"] = saved.device_bytes
+        formula["residuals"] = (residuals or saved).device_bytes
+        over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
     order = ["params", "master", "grads", "opt_state", "model_state", "other", "residuals"]
-    order = [x for x in order if x in held and (x != "model_state" or has_model_state)]
+    order = [x for x in order if x in actual and (x != "model_state" or has_model_state)]
     num_devices, model = data_and_model_sizes(placement)
     return MemoryEstimate(
-        groups=tuple(GroupEstimate(name=x, device_bytes=held[x], formula_bytes=formula.get(x, 0)) for x in order),
+        groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
         differences=tuple(difference for difference in differences if difference.device_bytes),
         whole=whole_leaves(groups),
         num_params=sizes.num_params,
@@ -241,13 +241,13 @@ def estimate(
         param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
-        host_bytes=0 if kept is None else kept.host_bytes,
+        host_bytes=0 if saved is None else saved.host_bytes,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StateSizes:
-    """Bytes of the whole state, before any sharding, as the formula counts them."""
+    """Bytes of the unsharded state, as the formula counts them."""
 
     num_params: int
     params_bytes: int

@@ -33,7 +33,7 @@ class MemoryReport:
 
     Attributes:
       arguments: Arguments in the device's memory by group, padding included.
-      leaves: The arguments one by one.
+      leaves: The arguments.
       argument_bytes: All arguments, by the compiler.
       output_bytes: All results, by the compiler.
       alias_bytes: Results that are written over donated arguments, by the compiler.
@@ -51,7 +51,7 @@ class MemoryReport:
         pass, in its own memory and as far as the names of JAX show: residuals, logits, masks, but no gathered params.
       in_argument_bytes: Temporaries that are in the memory of results then, not counted in `temporaries`.
       on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
-      peak_phase: `forward`, `backward` or `update`: where in the step the peak lies.
+      peak_phase: `forward`, `backward` or `update`: the phase of the step that has the peak.
       peak_op_name: The JAX name stack there.
       compiler_peak_bytes: The compiler's `peak_memory_in_bytes`, 0 if it gives none. It is not what a device needs:
         XLA:CPU leaves the temporaries out, and XLA:TPU adds to the arguments the largest heap of *one* memory space, be
@@ -188,7 +188,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
       layout: From `read_layout`; without it the fragmentation of a TPU program is not known.
 
     Raises:
-      ValueError: The program gives no text or no analysis, as one that was loaded from a cache of another backend.
+      ValueError: The program has no text or no analysis, as one that was loaded from a cache of another backend.
     """
     check_methods(
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"

@@ -1,6 +1,6 @@
-"""Phases of a train step (forward, backward, update) and gathered params, read from the `op_name`s of a program.
+"""Reads `op_name`s: the phase of the step that an instruction belongs to, and the param that it gathers.
 
-XLA keeps the JAX name stack of the operation that an instruction was made from in its `op_name`.
+XLA keeps the name stack of the operation that an instruction was made from in its `op_name`.
 """
 
 import collections
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from zero_jax.hlo.program import Instruction, Program
 
+_DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.core.gather_names.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
-_DIFFERENTIATED = "jvp("  # in the name stack of both passes
 
 
 def phase_of(op_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of memory and throughput, as PNG, SVG or PDF."""
+"""Plots memory and throughput, as PNG, SVG or PDF."""
 
 from __future__ import annotations
 

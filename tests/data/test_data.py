@@ -402,6 +402,21 @@ def bad_array_record(folder):
     path.write_bytes(path.read_bytes()[:100])
 
 
+def damaged_array_record(folder):
+    writer = ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1")
+    for record in np.random.default_rng(0).integers(1, 256, (600, 500)):
+        writer.write(record.astype("<u2").tobytes())
+    writer.close()
+    path = folder / "a.arrayrecord"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty_array_record(folder):
+    ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1").close()
+
+
 def odd_array_record(folder):
     writer = ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1")
     writer.write(b"abc")
@@ -447,6 +462,8 @@ def file(name, content):
         (write_parquet, {"text_field": "body"}, "a.parquet has no column 'body' .*'text', 'id'"),
         (write_parquet, {"text_field": "id"}, "column 'id' holds int64"),
         (bad_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off"),
+        (damaged_array_record, {}, r"a.arrayrecord is damaged at record 256 or soon after \(.*\): write it again"),
+        (empty_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off .*no records"),
         (write_array_record, {"token_dtype": "int64"}, r"has the token \d+, .*--token-dtype"),
         (odd_array_record, {"token_dtype": "int64"}, "record 0 of .*no multiple of the 8 .*--token-dtype"),
         (file("t.bin", b"abc"), {}, "3 bytes of tokens, no multiple of the 2"),

@@ -204,7 +204,10 @@ def _layout(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Ten
 
 
 def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
-    """Writes a file: the length of the header, the header, and the tensors' bytes."""
+    """Writes a safetensors file slice by slice: the length of the header, the header, and the tensors' bytes.
+
+    The library `safetensors` takes all tensors of a file from memory: 1.3 GiB for a tensor of 1 GiB, against 0.3 GiB.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(record.step)}}
     offset = 0
     for tensor in tensors:

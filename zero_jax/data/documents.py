@@ -135,6 +135,7 @@ def _string(text: str, num_replaced: int = 0) -> Piece:
 
 
 def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    """Reads a column 256 rows at a time; `grain.experimental.ParquetIterDataset` loads all columns of a row group."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -4,6 +4,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterable, Iterator
 
+import grain
 import numpy as np
 
 from zero_jax.data.documents import Piece
@@ -145,31 +146,35 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
     """Reads ArrayRecord files whose records are documents: tokens of the given dtype, little endian.
 
     Raises:
-      ValueError: a file is no ArrayRecord or was cut off, or a record is no whole number of tokens.
+      ValueError: a file is not an ArrayRecord or is damaged, or the size of a record is no multiple of a token's.
     """
-    from array_record.python.array_record_module import ArrayRecordReader
-
     dtype = np.dtype(token_dtype).newbyteorder("<")
     for file in source.files:
-        reader = ArrayRecordReader(str(file.path))
-        if not reader.ok() or not reader.num_records():
-            raise ValueError(f"{file.path} is no ArrayRecord file, is empty or was cut off: write it again")
-        for start in range(0, reader.num_records(), _BATCH_RECORDS):
-            records = reader.read(start, min(start + _BATCH_RECORDS, reader.num_records()))
-            if not reader.ok():
-                raise ValueError(f"{file.path} is damaged at record {start} or soon after: write it again")
-            for number, record in enumerate(records, start):
-                if len(record) % dtype.itemsize:
-                    raise ValueError(
-                        f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the "
-                        f"{dtype.itemsize} that a token of {token_dtype} takes: give the right --token-dtype"
-                    )
-                yield from _record(np.frombuffer(record, dtype), end_of_document)
-        reader.close()
+        for number, record in enumerate(_read_records(file)):
+            if len(record) % dtype.itemsize:
+                raise ValueError(
+                    f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
+                    f"that a token of {token_dtype} takes: give the right --token-dtype"
+                )
+            yield from _record_chunks(np.frombuffer(record, dtype), end_of_document)
         file.check()
 
 
-def _record(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
+def _read_records(file: SourceFile) -> Iterator[bytes]:
+    start = None
+    try:
+        with grain.sources.ArrayRecordDataSource(str(file.path)) as records:
+            for start in range(0, len(records), _BATCH_RECORDS):
+                yield from records.__getitems__(range(start, min(start + _BATCH_RECORDS, len(records))))
+        if start is None:
+            raise RuntimeError("it has no records")
+    except RuntimeError as error:
+        bad = "is no ArrayRecord file, is empty or was cut off"
+        bad = bad if start is None else f"is damaged at record {start} or soon after"
+        raise ValueError(f"{file.path} {bad} ({error}): write it again") from error
+
+
+def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
     """Makes a document of a record, ended whether or not the record itself ends with the token for that."""
     content = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
     if not content.size:

@@ -12,11 +12,12 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, list_steps, restore
-from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, leaf_files, list_steps, restore
 from zero_jax.checkpoint import reading as checkpoint_read
 from zero_jax.checkpoint import record as checkpoint_record
-from zero_jax.checkpoint.files import check_files, newest
+from zero_jax.checkpoint.finding import newest
+from zero_jax.checkpoint.leaf_files import check_files
+from zero_jax.core.untrusted import json_checksum
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 
@@ -53,7 +54,7 @@ def forge(step, change):
     record = json.loads(file.read_text())
     del record["checksum"]
     record = change(record) or record
-    file.write_text(json.dumps({**record, "checksum": checkpoint_record._checksum(record)}))
+    file.write_text(json.dumps({**record, "checksum": json_checksum(record)}))
 
 
 def field(name, value):
@@ -334,7 +335,7 @@ def test_reading_ahead_counts_the_shards_of_this_process(num_local, num_ahead, f
 
 def test_the_bytes_of_reads_are_those_of_the_shards_here(folder):
     record, _ = newest(folder)
-    context = checkpoint_files.make_context()
+    context = leaf_files.make_context()
     mesh = reference.mesh_of("8")
     for spec, num_bytes in ((jax.P("data"), 16 * 8 * 4), (jax.P(), 16 * 8 * 4)):
         reads = checkpoint_read._ShardReads(record, W, jax.NamedSharding(mesh, spec), context)

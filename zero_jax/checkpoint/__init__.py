@@ -7,7 +7,7 @@ shards back and verifies them, `describe` says what a checkpoint holds without d
 
 from zero_jax.checkpoint.description import Description, describe
 from zero_jax.checkpoint.exporting import export, parse_size
-from zero_jax.checkpoint.files import candidates, find, latest_step, list_steps
+from zero_jax.checkpoint.finding import candidates, find, latest_step, list_steps
 from zero_jax.checkpoint.record import CheckpointError, resolve, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
 from zero_jax.checkpoint.saving import LOCK, CheckpointConfig, Checkpointer

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.files import find, verify
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.finding import find
+from zero_jax.checkpoint.leaf_files import verify
+from zero_jax.checkpoint.record import SavedLeaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

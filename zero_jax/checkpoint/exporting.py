@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.files import check_files, find, make_context, read_slices
-from zero_jax.checkpoint.record import Record
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.finding import find
+from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
+from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.variables import MODEL_STATE
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").

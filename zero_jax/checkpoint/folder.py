@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from zero_jax.checkpoint.files import COMMITTED, candidates
-from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, is_bucket, read_record, step_path
-from zero_jax.core.untrusted import parse_json, read_file
+from zero_jax.checkpoint.finding import COMMITTED, candidates
+from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, read_record, step_path
+from zero_jax.core.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
 _MAX_MARK_BYTES = 1 << 12

@@ -13,9 +13,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.files import check_fingerprint, damaged, make_context, open_leaf
-from zero_jax.checkpoint.record import CheckpointError, Record
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.leaf_files import check_fingerprint, damaged, make_context, open_leaf
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf
 from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
 

@@ -22,10 +22,10 @@ from etils import epath
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.files import candidates, check_files, check_index, missing, none_whole, steps_folder
+from zero_jax.checkpoint.finding import candidates, missing, none_whole, steps_folder
+from zero_jax.checkpoint.leaf_files import check_files, check_index
 from zero_jax.checkpoint.reading import read_arrays, unread
-from zero_jax.checkpoint.record import CheckpointError, Record, read_record, step_path
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.device_put import move, place

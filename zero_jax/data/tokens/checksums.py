@@ -6,11 +6,8 @@ A file is summed in chunks of 64 KiB (CRC-32), so that a few rows of a large fil
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -74,17 +71,3 @@ class Sums:
             if zlib.crc32(read(chunk * CHUNK_BYTES, CHUNK_BYTES)) != self.expected[chunk]:
                 self.on_damage(chunk * CHUNK_BYTES)
             self.verified[chunk] = True
-
-
-def file_sum(path: pathlib.Path) -> int:
-    """Returns the checksum of a whole file."""
-    total = 0
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            total = zlib.crc32(block, total)
-    return total
-
-
-def record_sum(record: Mapping[str, Any]) -> int:
-    """Returns the checksum of what JSON holds."""
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

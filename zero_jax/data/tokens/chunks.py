@@ -3,6 +3,7 @@
 import hashlib
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import grain
 import numpy as np
@@ -163,7 +164,8 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
 def _read_records(file: SourceFile) -> Iterator[bytes]:
     start = None
     try:
-        with grain.sources.ArrayRecordDataSource(str(file.path)) as records:
+        records: Any = grain.sources.ArrayRecordDataSource(str(file.path))  # its type hides what it inherits
+        with records:
             for start in range(0, len(records), _BATCH_RECORDS):
                 yield from records.__getitems__(range(start, min(start + _BATCH_RECORDS, len(records))))
         if start is None:

@@ -14,13 +14,15 @@ import os
 import pathlib
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from zero_jax.core.untrusted import json_checksum
 from zero_jax.data.sources import SourceFile, source_file
-from zero_jax.data.tokens.checksums import CHUNK_BYTES, RunningSums, Sums, file_sum, record_sum
+from zero_jax.data.tokens.checksums import CHUNK_BYTES, RunningSums, Sums
 
 TokenDtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 _VERSION = 2
@@ -279,9 +281,9 @@ def write_folder(
             "tokens_file": str(kept.path.resolve()) if kept else _TOKENS,
             "tokens_start_bytes": kept.start_bytes if kept else 0,
             **dataclasses.asdict(meta),
-            "sums": {name: file_sum(temporary / name) for name in (_DOCUMENTS, _HASHES, _SUMS)},
+            "sums": {name: zlib.crc32((temporary / name).read_bytes()) for name in (_DOCUMENTS, _HASHES, _SUMS)},
         }
-        record["sum"] = record_sum(record)
+        record["sum"] = json_checksum(record)
         for name, content in (attached or {}).items():
             (temporary / name).write_bytes(content)
         (temporary / _META).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -357,10 +359,10 @@ def _read_meta(folder: pathlib.Path) -> dict[str, Any]:
         return {**record, "dtype": np.dtype(record["dtype"]).newbyteorder("<")}
     if version != _VERSION:
         raise ValueError(f"{_META} is of version {version}, not {_VERSION}")
-    if record.pop("sum") != record_sum(record):
+    if record.pop("sum") != json_checksum(record):
         raise ValueError(f"{_META} does not have the checksum that it says")
     for name, expected in record["sums"].items():
-        if file_sum(folder / name) != expected:
+        if zlib.crc32((folder / name).read_bytes()) != expected:
             raise ValueError(f"{name} does not have the checksum that {_META} says")
     return record
 

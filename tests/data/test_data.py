@@ -12,7 +12,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from zero_jax.data import dataset as data
 from zero_jax.data import sources
 from zero_jax.data.documents import read_text
-from zero_jax.data.sources import find
+from zero_jax.data.sources import find_source
 from zero_jax.data.tokenizer import train_bpe
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens import chunks as token_chunks
@@ -29,7 +29,7 @@ def load(tmp_path):
 
     def load(path, seq_len=1, log=lambda line: None, own_tokenizer=None, **changes):
         config = data.DataConfig(**{"data": str(path), "token_cache": str(tmp_path / "cache"), **changes})
-        return data.load(config, seq_len=seq_len, log=log, tokenizer=own_tokenizer)
+        return data.load_dataset(config, seq_len=seq_len, log=log, tokenizer=own_tokenizer)
 
     return load
 
@@ -269,7 +269,7 @@ def test_text_is_read_in_pieces_that_end_between_words(tmp_path):
     path = tmp_path / "x.txt"
     text = "".join(f"word{i} ü{i}\n" for i in range(30_000))
     path.write_text(text, encoding="utf-8")
-    pieces = list(read_text(find(str(path))))
+    pieces = list(read_text(find_source(str(path))))
     assert len(pieces) > 3
     assert max(len(piece.text) for piece in pieces) < 140_000
     assert "".join(piece.text for piece in pieces) == text
@@ -281,7 +281,7 @@ def test_text_is_read_in_pieces_that_end_between_words(tmp_path):
 def test_text_without_any_space_is_cut_between_characters(character, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" + character * 150_000, encoding="utf-8")
-    pieces = list(read_text(find(str(path))))
+    pieces = list(read_text(find_source(str(path))))
     assert "".join(piece.text for piece in pieces) == "a" + character * 150_000
     assert not any(piece.num_replaced for piece in pieces)
     assert len(pieces) > 1
@@ -362,7 +362,7 @@ def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
 def test_a_token_folder_brings_its_tokenizer(load, tmp_path):
     tokenizer = train_bpe(["some words and some others"] * 9, vocab_size=280, path=tmp_path / "bpe.json")
     (tmp_path / "x.txt").write_text("some words and some others " * 20)
-    source = find(str(tmp_path / "x.txt"))
+    source = find_source(str(tmp_path / "x.txt"))
     chunks = token_cache.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
     token_cache.make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
     dataset = load(tmp_path / "folder")
@@ -513,7 +513,7 @@ def test_without_pyarrow_the_error_says_what_to_install(load, tmp_path, monkeypa
 def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" * 100)
-    pieces = read_text(find(str(path)))
+    pieces = read_text(find_source(str(path)))
     next(pieces)
     change(path)
     with pytest.raises(ValueError, match=r"x.txt (vanished|changed) while it was read"):

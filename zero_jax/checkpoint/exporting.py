@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.finding import find
+from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.variables import MODEL_STATE
@@ -109,7 +109,7 @@ def export(
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
     """
-    (record, _), folder = find(path, step), pathlib.Path(out).absolute()
+    (record, _), folder = find_checkpoint(path, step), pathlib.Path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     old = _existing(folder)

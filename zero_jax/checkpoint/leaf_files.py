@@ -74,15 +74,15 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
     except ValueError as error:
-        raise damaged(record, name, error) from error
+        raise leaf_error(record, name, error) from error
     dtype = jnp.dtype(store.dtype.numpy_dtype).name
     if tuple(store.shape) != leaf.stored_shape or dtype != leaf.stored_dtype:
         found = f"{dtype}{list(store.shape)}, not {leaf.stored_dtype}{list(leaf.stored_shape)} as recorded"
-        raise damaged(record, name, f"its files hold {found}")
+        raise leaf_error(record, name, f"its files hold {found}")
     return store
 
 
-def damaged(record: Record, name: str, why: object) -> CheckpointError:
+def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read: the leaf, its files, and what went wrong."""
     files = ", ".join(data_files(record, name)) or "not to be found out"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
@@ -94,7 +94,7 @@ def data_files(record: Record, name: str) -> list[str]:
     return [f"{STATE}/{file}" for file in _ocdbt_files(record.path / STATE, f"{name}/".encode())]
 
 
-def slices(
+def cut_slices(
     shape: Sequence[int], itemsize: int, limit_bytes: int, chunk: Sequence[int] | None = None
 ) -> Iterator[tuple[slice, ...]]:
     """Cuts an array into slices of whole chunks, of at most so many bytes unless a chunk has more.
@@ -125,12 +125,12 @@ def read_slices(
     if 0 not in leaf.stored_shape:
         store = open_leaf(record, name, context)
         chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
-        for index in slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
+        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
             try:
                 part = np.asarray(store[index].read().result())
             except ValueError as error:
-                raise damaged(record, name, error) from error
-            for inner in slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
+                raise leaf_error(record, name, error) from error
+            for inner in cut_slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
                 whole = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
                 total += host_fingerprint(part[inner], whole, leaf.stored_shape)
             yield index, part
@@ -141,7 +141,7 @@ def check_fingerprint(record: Record, name: str, found: int) -> None:
     """Raises a `CheckpointError` where what was read is not what was saved."""
     if found != record.leaves[name].fingerprint:
         said = f"its fingerprint is {found:08x}, and {record.leaves[name].fingerprint:08x} was saved"
-        raise damaged(record, name, said)
+        raise leaf_error(record, name, said)
 
 
 def verify(record: Record) -> list[str]:

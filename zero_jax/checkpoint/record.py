@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
     """A checkpoint that is absent, cut off, damaged, or none of zero_jax's."""
 
 
-def resolve(directory: str | os.PathLike[str]) -> epath.Path:
+def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns a folder as an absolute path, or as the URL that it is."""
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(f"directory={directory!r} is no path: give the folder of the checkpoints")
@@ -134,7 +134,7 @@ def read_record(path: epath.Path) -> Record:
     try:
         found = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
-        held = held_in(path)
+        held = first_names(path)
         held = f"; the folder holds {held}" if held else ""
         raise CheckpointError(f"{file} is missing{held}: this is no checkpoint of zero_jax, or part of one") from error
     except OSError as error:
@@ -224,7 +224,7 @@ def _is_number(name: str) -> bool:
     return dtype.name == name and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
 
 
-def held_in(folder: epath.Path) -> str:
+def first_names(folder: epath.Path) -> str:
     """Returns the first names in a folder."""
     try:
         names = sorted(path.name for path in folder.iterdir())

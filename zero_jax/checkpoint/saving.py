@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
+from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder, step_path
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, Barrier, OtherProcessFailed, from_first_process
@@ -100,7 +100,7 @@ class Checkpointer:
         Raises:
           ValueError: the folder cannot be made, or is none.
         """
-        self.directory = resolve(directory)
+        self.directory = resolve_folder(directory)
         self.num_saved = self.num_failed = 0
         self.blocked_seconds = 0.0
         self._config, self._log = config or CheckpointConfig(), log

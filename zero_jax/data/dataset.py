@@ -8,9 +8,9 @@ import numpy as np
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.data.sources import Format, find
+from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
-from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, checked, read_tokens
+from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
 from zero_jax.data.tokens.files import TokenDtype, TokenFile, Tokens, is_token_folder, open_folder
 from zero_jax.data.train_validation_split import TokenPart, split_documents
 
@@ -98,7 +98,7 @@ class Dataset:
         return "; ".join([text, *self.notes])
 
 
-def load(
+def load_dataset(
     config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None, log: Log = lambda line: None
 ) -> Dataset:
     """Reads the documents, or finds their tokens in the cache, and splits them.
@@ -119,11 +119,11 @@ def load(
     folder = pathlib.Path(config.data).expanduser()
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
-        name, tokens = str(folder), checked(open_folder(folder))
+        name, tokens = str(folder), verify_if_small(open_folder(folder))
         tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
-        source = find(config.data, format=config.format)
+        source = find_source(config.data, format=config.format)
         name, num_left_out = source.name, source.num_left_out
         tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
         tokens = read_tokens(

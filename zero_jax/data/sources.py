@@ -77,7 +77,7 @@ class Source:
         return digest.hexdigest()[:24]
 
 
-def find(data: str, *, format: Format = "auto") -> Source:
+def find_source(data: str, *, format: Format = "auto") -> Source:
     """Finds the files of a data set.
 
     Args:
@@ -88,12 +88,12 @@ def find(data: str, *, format: Format = "auto") -> Source:
       ValueError: there are none, all are empty or binary, formats are mixed, or one cannot be read.
     """
     try:
-        return _find(data, format)
+        return _find_files(data, format)
     except OSError as error:
         raise ValueError(f"cannot read {error.filename} ({error.strerror}): make it readable, or move it") from error
 
 
-def _find(data: str, format: Format) -> Source:
+def _find_files(data: str, format: Format) -> Source:
     if data == "stdlib":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         paths = [path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts)]

@@ -56,7 +56,7 @@ def read_tokens(
     if folder.exists():
         damaged = folder.stat()
         try:
-            return _in_use(checked(open_folder(folder, is_cache=True)), folder)
+            return _in_use(verify_if_small(open_folder(folder, is_cache=True)), folder)
         except ValueError as error:
             log(f"{error}; making it anew")
             _remove(folder, damaged)
@@ -84,7 +84,7 @@ def _is_own(path: pathlib.Path) -> bool:
     return re.fullmatch(r".*-[0-9a-f]{16,}", path.name) is not None and (path / "meta.json").is_file()
 
 
-def checked(tokens: Tokens) -> Tokens:
+def verify_if_small(tokens: Tokens) -> Tokens:
     """Compares tokens with their checksums at once where that takes no longer than a second or so.
 
     Those of a larger file are checked as they are read, before anything is trained on them.
@@ -115,7 +115,7 @@ def _make(
         chunks = array_chunks(kept, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
         chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    chunks = told(chunks, source.name, log=log)
+    chunks = log_progress(chunks, source.name, log=log)
     return make_tokens(chunks, source.name, tokenizer, folder=folder, kept=kept, is_cache=True)
 
 
@@ -174,7 +174,7 @@ def _at_least_one(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
         raise ValueError(f"{name} holds no text: all of its documents are empty")
 
 
-def told(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:
+def log_progress(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:
     """Passes chunks on, and tells now and then how far it is."""
     started = told = time.monotonic()
     num_tokens = num_bytes = 0

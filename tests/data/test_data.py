@@ -16,7 +16,8 @@ from zero_jax.data.sources import find_source
 from zero_jax.data.tokenizer import train_bpe
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens import chunks as token_chunks
-from zero_jax.data.tokens.files import Chunk, TokenFile, TokenMeta, open_folder, open_tokens, write_folder
+from zero_jax.data.tokens.folder import Chunk, TokenMeta, open_folder, write_folder
+from zero_jax.data.tokens.token_file import TokenFile, open_tokens
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
 ENDED = [[*document.encode(), 0] for document in DOCUMENTS]

@@ -1,8 +1,8 @@
-"""Documents in, global batches out.
+"""Input pipeline: documents in, global batches out.
 
 `load_dataset` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
-`tokens/`), and a `Dataset` is split into training and validation. `train_batches` packs rows, shuffles them by grain
-and gives every process its share of a global batch. `BatchBuffers` keeps batches in the same device memory.
+`tokens/`), and a `Dataset` has a part for training and one for validation. `train_batches` packs rows, shuffles them by
+grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 
 from zero_jax.data.batch_buffers import BatchBuffers
@@ -12,7 +12,7 @@ from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.sources import Source, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from zero_jax.data.tokens.cache import log_progress, make_tokens, source_chunks
-from zero_jax.data.tokens.files import Tokens, is_token_folder
+from zero_jax.data.tokens.folder import Tokens, is_token_folder
 
 __all__ = [
     "Batch",

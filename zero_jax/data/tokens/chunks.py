@@ -1,4 +1,4 @@
-"""The documents of a source as chunks of tokens: from text by a tokenizer, from token files, from ArrayRecords."""
+"""Reads a source as chunks of tokens: tokenizes text, reads token files and ArrayRecords."""
 
 import hashlib
 import pathlib
@@ -11,7 +11,8 @@ import numpy as np
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
-from zero_jax.data.tokens.files import Chunk, TokenFile, open_tokens
+from zero_jax.data.tokens.folder import Chunk
+from zero_jax.data.tokens.token_file import TokenFile, open_tokens
 
 _BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 1 << 20
@@ -60,11 +61,11 @@ def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
 def array_chunks(
     tokens: np.ndarray | TokenFile, *, end_of_document: int, offsets: np.ndarray | None = None
 ) -> Iterator[Chunk]:
-    """Cuts a vector of tokens into documents: after each token that ends one, or where `offsets` says.
+    """Cuts a vector of tokens into documents: after each end-of-document token, or at `offsets`.
 
-    The hash of a document is of its tokens without the one that ends it, whatever their dtype.
+    The hash of a document is of its tokens without the end-of-document token, whatever their dtype.
     """
-    digest, held = _digest(), False
+    digest, is_open = _digest(), False
     for start in range(0, len(tokens), _BLOCK_TOKENS):
         block = np.asarray(tokens[start : start + _BLOCK_TOKENS])
         if offsets is None:
@@ -80,18 +81,18 @@ def array_chunks(
             has_token = is_end and block[last - 1] == end_of_document
             digest.update(wide[first : last - 1 if has_token else last].tobytes())
             yield Chunk(tokens=block[first:last], document_hash=_number(digest) if is_end else None)
-            held = not is_end
+            is_open = not is_end
             if is_end:
                 digest = _digest()
-    if held:
+    if is_open:
         yield Chunk(tokens=np.zeros(0, np.uint8), document_hash=_number(digest))
 
 
-def token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
-    """Finds the tokens in a `.npy` file, or in a raw file of the given dtype.
+def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
+    """Opens a `.npy` file of tokens, or a raw file of tokens of a dtype.
 
     Raises:
-      ValueError: the file holds something else than a vector of integers.
+      ValueError: the file is not a vector of integers.
     """
     path = file.path
     if path.suffix.lower() != ".npy":
@@ -108,7 +109,7 @@ def token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
 
 
 def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
-    """Returns the places in a token file where documents begin, from the file `NAME.documents.npy` beside it.
+    """Reads where documents begin in a token file, from `NAME.documents.npy` beside it.
 
     Returns:
       The offsets, 0 first and the number of tokens last, or None if there is no such file.
@@ -123,10 +124,10 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
         offsets = np.load(beside)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{beside} is no array of numpy ({error}): write it again with numpy.save") from error
-    whole = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
-    if whole and offsets[-1] != num_tokens:
+    is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
+    if is_vector and offsets[-1] != num_tokens:
         offsets = np.append(offsets, num_tokens)
-    if not whole or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) <= 0).any():
+    if not is_vector or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) <= 0).any():
         raise ValueError(
             f"{beside} must hold where each document of {path.name} begins, going up from 0, below {num_tokens:,}: "
             "write it again, or remove it"
@@ -137,7 +138,7 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
 def file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
     """Reads the documents of token files, one file after the other."""
     for file in source.files:
-        tokens = token_file(file, token_dtype=token_dtype)
+        tokens = open_token_file(file, token_dtype=token_dtype)
         offsets = read_offsets(file.path, num_tokens=len(tokens))
         yield from array_chunks(tokens, end_of_document=end_of_document, offsets=offsets)
         file.check()
@@ -177,7 +178,7 @@ def _read_records(file: SourceFile) -> Iterator[bytes]:
 
 
 def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
-    """Makes a document of a record, ended whether or not the record itself ends with the token for that."""
+    """Makes a document of a record, which may end with the end-of-document token or not."""
     content = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
     if not content.size:
         yield Chunk(tokens=content, num_empty=1)

@@ -72,11 +72,11 @@ def start(*_, **__):
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch, tmp_path):
     for module, name in (
-        (training_run, "load"),
+        (training_run, "load_dataset"),
         (training_run, "make_folder"),
         (cli_request, "plan"),
         (cli_request, "trace_loss"),
-        (cli_data, "find"),
+        (cli_data, "find_source"),
         (cli_checkpoint, "describe"),
         (cli_checkpoint, "export"),
         (cli_plot, "read_run"),

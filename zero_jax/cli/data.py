@@ -16,13 +16,13 @@ from zero_jax.data import (
     Source,
     Tokenizer,
     Tokens,
-    find,
+    find_source,
     is_token_folder,
     load_tokenizer,
+    log_progress,
     make_tokens,
     read_text,
     source_chunks,
-    told,
     train_bpe,
 )
 
@@ -112,7 +112,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
     _check_options(options, config)
-    source = find(config.data, format=config.format)
+    source = find_source(config.data, format=config.format)
     is_text = source.format not in ("tokens", "arrayrecord")
     if options.vocab_size is None:
         file = "bytes" if config.tokenizer == "auto" else config.tokenizer
@@ -162,7 +162,7 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
 
 def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig) -> Tokens:
     chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
-    chunks = told(chunks, source.name, log=_log)
+    chunks = log_progress(chunks, source.name, log=_log)
     try:
         return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
     except OSError as error:

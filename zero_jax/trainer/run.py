@@ -17,12 +17,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import LOCK, CheckpointConfig, candidates, find, resolve
+from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_step_folders, resolve_folder
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.data import DataConfig, Dataset, load
+from zero_jax.data import DataConfig, Dataset, load_dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_capacity
@@ -248,7 +248,7 @@ def prepare(
     if tx is None:
         schedule = make_schedule(config.optimizer, num_steps=config.steps)
         tx = make_optimizer(config.optimizer, num_steps=config.steps)
-    dataset = load(config.data, seq_len=model.seq_len, log=log)
+    dataset = load_dataset(config.data, seq_len=model.seq_len, log=log)
     if from_first_process(dataset.fingerprint) != dataset.fingerprint:
         raise ValueError(
             f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
@@ -260,7 +260,7 @@ def prepare(
             f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
         )
     if config.init_from is not None and config.resume == "never":
-        find(config.init_from)  # before there is a folder
+        find_checkpoint(config.init_from)  # before there is a folder
     sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     return Run(
@@ -286,10 +286,10 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
     """Refuses the name of a run whose folder of checkpoints another run has, or has left its own in, to a new one."""
     if config.checkpoints is None:
         return
-    folder = resolve(f"{config.checkpoints.rstrip('/')}/{name}")
+    folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")
     if (folder / LOCK).exists():
         FolderLock(folder / LOCK).check()
-    if config.resume == "never" and candidates(folder):
+    if config.resume == "never" and list_step_folders(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 
 

@@ -16,6 +16,7 @@ from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.options import Kind, Parser, read_file
+from zero_jax.core.extras import MissingPackage
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
 
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.run(options)
         sys.stdout.flush()
+    except MissingPackage as error:
+        options.parser.error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _silence()
         return status or 141

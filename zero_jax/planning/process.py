@@ -19,8 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-import cloudpickle
-
+from zero_jax.core.extras import extra
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings
@@ -63,6 +62,9 @@ def compile_apart(
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: as it came; the process is ended first.
     """
+    with extra("plan"):
+        import cloudpickle
+
     if timeout_seconds is not None and not (isinstance(timeout_seconds, int | float) and timeout_seconds > 0):
         raise ValueError(
             f"timeout_seconds={timeout_seconds!r}: give a positive number of seconds, or None for no limit"

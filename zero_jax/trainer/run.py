@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from zero_jax.checkpoint import LOCK, CheckpointConfig, candidates, find, resolve
 from zero_jax.core.agreement import from_first_process
+from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
@@ -226,6 +227,9 @@ def prepare(
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
         or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
     """
+    with extra("train"):
+        import grain  # noqa: F401 - needed by the first batch, missed before anything is made
+
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(

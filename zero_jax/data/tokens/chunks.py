@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from zero_jax.core.extras import extra
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
@@ -147,7 +148,8 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
     Raises:
       ValueError: a file is no ArrayRecord or was cut off, or a record is no whole number of tokens.
     """
-    from array_record.python.array_record_module import ArrayRecordReader
+    with extra("train"):
+        from array_record.python.array_record_module import ArrayRecordReader
 
     dtype = np.dtype(token_dtype).newbyteorder("<")
     for file in source.files:

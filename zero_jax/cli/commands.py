@@ -17,6 +17,7 @@ from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.config_file import read_file
 from zero_jax.cli.options import Kind, Parser
+from zero_jax.core.extras import MissingPackage
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.run(options)
         sys.stdout.flush()
+    except MissingPackage as error:
+        options.parser.error(str(error))
     except BrokenPipeError:  # the reader, such as `head`, ended
         _silence()
         return status or 141

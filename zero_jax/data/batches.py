@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zero_jax.core.extras import extra
 from zero_jax.data.dataset import Dataset
 from zero_jax.data.train_validation_split import TokenPart
 
@@ -178,6 +178,9 @@ def train_batches(
     Raises:
       ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
     """
+    with extra("train"):
+        import grain
+
     if batch_size < 1 or position < 0:
         raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
     part = dataset.train

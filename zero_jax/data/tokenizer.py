@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zero_jax.core.extras import extra
+
 # What tokenizer files call the token between documents, the usual ones first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
 _NUM_BYTES = 256
@@ -147,7 +149,8 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
 
 
 def _parse(content: bytes, path: pathlib.Path) -> Any:
-    import tokenizers  # only who asks for a vocabulary needs the library
+    with extra("train"):
+        import tokenizers
 
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
@@ -174,8 +177,9 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
     Raises:
       ValueError: the vocabulary has no room for the bytes, there is a file already, or it cannot be written.
     """
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    with extra("train"):
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
 
     path = pathlib.Path(path).expanduser()
     if vocab_size < _NUM_BYTES + 1:

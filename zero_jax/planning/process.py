@@ -19,8 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-import cloudpickle
-
+from zero_jax.core.extras import extra
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.planning.errors import CompilerCrash
@@ -85,6 +84,9 @@ def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
     """
+    with extra("plan"):
+        import cloudpickle
+
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:

@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import grain
 import numpy as np
 
+from zero_jax.core.extras import extra
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
@@ -163,6 +163,9 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
 
 
 def _read_records(file: SourceFile) -> Iterator[bytes]:
+    with extra("train"):
+        import grain
+
     start = None
     try:
         records: Any = grain.sources.ArrayRecordDataSource(str(file.path))  # its type hides what it inherits

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import extra
 from zero_jax.core.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
@@ -153,8 +154,6 @@ def plot_runs(
     Raises:
       ValueError: no runs, another suffix, or a figure that a run does not have.
     """
-    from matplotlib.ticker import EngFormatter
-
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
     curves = [run.curve(metric, x=x) for run in runs]
@@ -168,6 +167,8 @@ def plot_runs(
         style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
     if x == "tokens":
+        from matplotlib.ticker import EngFormatter
+
         axes.xaxis.set_major_formatter(EngFormatter())
     _finish(axes, title=title, x=X_LABELS[x], y=_LABELS.get(metric, metric.replace("_", " ")))
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
@@ -248,8 +249,9 @@ def _styles(curves: Sequence[Curve]) -> list[Any]:
 
 def _figure(path: str | pathlib.Path) -> tuple[Any, Any]:
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")

@@ -82,8 +82,8 @@ def main() -> None:
         print(
             f"stage {stage}: MB sent over {sent} ({row['windowed_bytes'] / 1e6:.1f} windowed; "
             f"data's ideal {row['ideal_data_bytes'] / 1e6:.1f}); {row['model_units']:.1f} units over model (the "
-            f"paper: {row['paper_model_units']}); MiB: arguments {row['argument_bytes'] >> 20}, "
-            f"temp {row['temp_bytes'] >> 20}",
+            f"paper: {row['paper_model_units']}); MB: arguments {row['argument_bytes'] / 1e6:.1f}, "
+            f"temp {row['temp_bytes'] / 1e6:.1f}",
             flush=True,
         )
 

@@ -27,8 +27,7 @@ import optax
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.hlo.layout import arrays, parse_shape
-from zero_jax.hlo.memory import peak
+from zero_jax.hlo import arrays, parse_shape, peak
 from zero_jax.models import gpt
 from zero_jax.training import losses
 
@@ -86,11 +85,11 @@ def compile_buffers(
     batch_size = num_examples * num_microbatches * mesh.size // model
     tokens = jax.ShapeDtypeStruct((batch_size, config.seq_len), jnp.int32)
     compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    heap, traffic = peak(compiled.as_text()), comms.measure(compiled, mesh=mesh)
-    stacked = [one for one in heap.live if next(arrays(parse_shape(one.shape))).dims[:1] == (config.num_layers,)]
+    heap, traffic = peak(compiled), comms.measure(compiled, mesh=mesh)
+    stacked = [x for x in heap.live if next(arrays(parse_shape(x.shape))).dims[:1] == (config.num_layers,)]
     return Buffers(
         heap_bytes=heap.peak_bytes,
-        stacked_bytes=sum(one.num_bytes for one in stacked),
+        stacked_bytes=sum(buffer.num_bytes for buffer in stacked),
         largest_collective_bytes=int(traffic.largest_buffer_bytes),
         sent_bytes=traffic.sent_bytes,
     )

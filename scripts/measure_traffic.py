@@ -29,6 +29,7 @@ from hand_written import loss_with_gathers, make_step
 
 import zero_jax as zero
 from zero_jax import hlo
+from zero_jax.core.text_tables import format_bytes
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 GPT_271M = gpt.PRESETS["gpt-271m"]
@@ -86,7 +87,7 @@ def _read(lowered: Any, num_params: int, num_devices: int) -> Program:
         num_params=num_params,
         num_devices=num_devices,
         compile_seconds=time.perf_counter() - start,
-        collectives=hlo.collectives(compiled.as_text()),
+        collectives=hlo.collectives(compiled),
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
@@ -142,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     if not args.json:
-        heads = f"{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>10}"
+        heads = f"{'sent / psi':>12}{'of ideal':>10}{'arguments':>12}{'temp':>12}"
         print(f"{'topology':<12}{'stage':>6}  {'model':<14}{heads}")
     for topology in args.topology:
         for model in args.model:
@@ -165,8 +166,8 @@ def main() -> None:
                 if not args.json:
                     print(
                         f"{topology:<12}{stage:>6}  {model:<14}{program.sent_bytes / program.num_params:>12.3f}"
-                        f"{row['ratio_to_ideal']:>10.3f}{program.argument_bytes / 2**20:>8.0f} MiB"
-                        f"{program.temp_bytes / 2**20:>6.0f} MiB",
+                        f"{row['ratio_to_ideal']:>10.3f}{format_bytes(program.argument_bytes):>12}"
+                        f"{format_bytes(program.temp_bytes):>12}",
                         flush=True,
                     )
     if args.json:

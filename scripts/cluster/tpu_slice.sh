@@ -48,7 +48,7 @@ case $action in
         gcloud compute tpus queued-resources describe "$name" --zone="$zone" --format="value(state.state)"
         ;;
     install)
-        printf -v what '%q' "${INSTALL:-zero-jax[tpu]}"
+        printf -v what '%q' "${INSTALL:-zero-jax[all,tpu]}"
         on_all "python3 -m venv ~/zero-jax && ~/zero-jax/bin/pip install --quiet $what"
         ;;
     train)

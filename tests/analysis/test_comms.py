@@ -12,9 +12,9 @@ import pytest
 
 import zero_jax as zero
 from zero_jax import comms
-from zero_jax.analysis.comms.names import state_leaves
 from zero_jax.analysis.comms.rows import spanned_axes
-from zero_jax.hlo.program import Program
+from zero_jax.analysis.leaves import STATE_GROUPS, argument_leaves
+from zero_jax.hlo import Program
 
 DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
 F32 = jnp.float32
@@ -92,9 +92,13 @@ def test_a_cast_belongs_to_the_pass_that_uses_it():
     assert comms.measure(text, mesh=mesh_of_4()).by_phase == {"forward": 6144}
 
 
+def state_leaves(text):
+    return [leaf for leaf in argument_leaves(Program(text), None) if leaf.group in STATE_GROUPS]
+
+
 def test_state_leaves_are_read_from_the_names_of_arguments():
-    leaves = state_leaves(Program(program(HALF + GATHER)))
-    assert [(leaf.group, leaf.path, leaf.shape, leaf.local_shape) for leaf in leaves] == [
+    leaves = state_leaves(program(HALF + GATHER))
+    assert [(leaf.group, leaf.path_in_group, leaf.global_dims, leaf.dims) for leaf in leaves] == [
         ("params", "w", (64, 64), (16, 64)),
         ("opt_state", "0/mu/w", (64, 64), (16, 64)),
     ]
@@ -113,13 +117,13 @@ def test_state_leaves_are_read_from_the_names_of_arguments():
 def test_names_of_arguments_of_several_frameworks(name, group, path):
     quoted = name.replace("'", "\\'")
     text = program(f'  %x = f32[2] parameter(2), sharding={{replicated}}, metadata={{op_name="{quoted}"}}')
-    (*_, leaf) = state_leaves(Program(text))
-    assert (leaf.group, leaf.path, leaf.shape) == (group, path, (2,))
+    (*_, leaf) = state_leaves(text)
+    assert (leaf.group, leaf.path_in_group, leaf.global_dims) == (group, path, (2,))
 
 
 def test_arguments_that_are_no_state_are_passed_over():
     lines = "  %x = f32[2] parameter(2), metadata={op_name=\"batch[\\'params_of_mine\\']\"}"
-    assert len(state_leaves(Program(program(lines)))) == 2
+    assert len(state_leaves(program(lines))) == 2
 
 
 def test_params_may_be_given_where_arguments_have_other_names():

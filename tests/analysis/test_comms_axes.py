@@ -9,8 +9,8 @@ import pytest
 from zero_jax import comms
 from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow
 from zero_jax.analysis.comms.findings import carries_batch, carries_data, find
-from zero_jax.analysis.comms.names import ProgramLeaf
 from zero_jax.analysis.comms.rows import Row
+from zero_jax.analysis.leaves import ArgumentLeaf
 
 
 def row(kind="all-reduce", axes=("data",), phase="backward", sent=3e6, dtype="bf16"):
@@ -60,7 +60,10 @@ def test_axes_by_their_roles(axes, batch, data):
 
 
 def leaf(local_shape):
-    return ProgramLeaf(group="params", path="w", dtype="bf16", shape=(512, 512), local_shape=local_shape)
+    return ArgumentLeaf(
+        path="params/w", group="params", dtype="bf16", dims=local_shape, num_bytes=0, unpadded_bytes=0,
+        whole_dims=(512, 512),
+    )  # fmt: skip
 
 
 def test_a_state_cut_by_the_model_alone_is_not_sharded_over_data():

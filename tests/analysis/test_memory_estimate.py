@@ -14,7 +14,7 @@ from reference import MIN_SHARD_SIZE, host_params, init_params, make_config, mes
 
 import zero_jax as zero
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
-from zero_jax.analysis.memory.estimated import Residuals, estimate, transformer_residuals
+from zero_jax.analysis.memory import TransformerResiduals, estimate, transformer_residuals
 from zero_jax.models import gpt
 
 PSI = sum(x.size for x in jax.tree.leaves(host_params()))
@@ -190,14 +190,14 @@ def test_frozen_params_are_found_among_keys_and_counters():
 
 
 def test_residuals():
-    kept = Residuals(num_layers=3, batch_size=2, seq_len=5, d_model=8)
+    kept = TransformerResiduals(num_layers=3, batch_size=2, seq_len=5, d_model=8)
     assert (kept.device_bytes, kept.host_bytes) == (3 * 2 * 5 * 8 * 2, 0)
     state, config = make_abstract(optax.adamw(1e-2), stage=3, precision="bf16")
     plain = estimate(state, mesh=mesh_of("8"), config=config)
     got = estimate(state, mesh=mesh_of("8"), config=config, residuals=kept)
     assert got.total_bytes - plain.total_bytes == kept.device_bytes
     assert "residuals" not in plain.by_group and got.by_group["residuals"] == kept.device_bytes
-    offloaded = Residuals(num_layers=3, batch_size=2, seq_len=5, d_model=8, offload=True)
+    offloaded = TransformerResiduals(num_layers=3, batch_size=2, seq_len=5, d_model=8, offload=True)
     got = estimate(state, mesh=mesh_of("8"), config=config, residuals=offloaded)
     assert (got.by_group["residuals"], got.host_bytes) == (0, kept.device_bytes)
     assert "in host memory" in str(got)
@@ -208,7 +208,9 @@ def test_residuals_of_a_transformer_in_a_step():
     model = gpt.GPTConfig(num_layers=3, d_model=8, num_heads=2, seq_len=5)
     kept = transformer_residuals(model, batch_size=64, mesh=mesh_of("replica"), config=config)
     # 64 examples over 2 replicas x 4 devices x 2 microbatches, in bf16, rematerialized as the model says.
-    assert kept == Residuals(num_layers=3, batch_size=4, seq_len=5, d_model=8, bytes_per_element=2, remat=True)
+    assert kept == TransformerResiduals(
+        num_layers=3, batch_size=4, seq_len=5, d_model=8, bytes_per_element=2, remat=True
+    )
     wide = transformer_residuals(model, batch_size=64, mesh=mesh_of("8"), config=make_config(), remat=False)
     assert (wide.bytes_per_element, wide.batch_size, wide.remat) == (4, 8, False)
     with pytest.raises(ValueError, match="multiple of 16"):

@@ -21,10 +21,10 @@ from zero_jax.checkpoint import (
     CheckpointError,
     describe,
     latest_step,
+    leaf_files,
     restore,
     saved_state,
 )
-from zero_jax.checkpoint import files as checkpoint_files
 from zero_jax.checkpoint.fingerprint import fingerprint, host_fingerprint
 from zero_jax.checkpoint.saved_state import encode_state, saved_leaves
 
@@ -87,7 +87,7 @@ def assert_equal(state, expected):
 def test_devices_and_hosts_agree_on_a_fingerprint(dtype, shape):
     x = (3 * np.random.default_rng(0).standard_normal(shape)).astype(jnp.dtype(dtype))
     assert int(jax.jit(fingerprint)(x)) == host_fingerprint(x)
-    parts = checkpoint_files.slices(shape, x.dtype.itemsize, limit_bytes=12 * x.dtype.itemsize)
+    parts = leaf_files.cut_slices(shape, x.dtype.itemsize, limit_bytes=12 * x.dtype.itemsize)
     assert sum(host_fingerprint(x[index], index, shape) for index in parts) % 2**32 == host_fingerprint(x)
 
 
@@ -114,7 +114,7 @@ def test_fingerprints_gather_nothing():
 def test_slices_of_chunks_cover_an_array_once():
     for shape, chunk in [((7,), (2,)), ((4, 5), (4, 2)), ((3, 4, 5), (2, 4, 3)), ((3, 4, 5), (1, 2, 5))]:
         seen = np.zeros(shape, int)
-        for index in checkpoint_files.slices(shape, 4, limit_bytes=100, chunk=chunk):
+        for index in leaf_files.cut_slices(shape, 4, limit_bytes=100, chunk=chunk):
             assert all(at.start % size == 0 for at, size in zip(index, chunk, strict=True))
             seen[index] += 1
         assert (seen == 1).all()
@@ -125,7 +125,7 @@ def test_slices_cover_an_array_once_in_order():
         seen = np.zeros(shape, int)
         places = np.arange(seen.size).reshape(shape)
         order = []
-        for index in checkpoint_files.slices(shape, 4, limit_bytes=24):
+        for index in leaf_files.cut_slices(shape, 4, limit_bytes=24):
             assert places[index].nbytes // 2 <= 24
             seen[index] += 1
             order += places[index].reshape(-1).tolist()

@@ -24,8 +24,17 @@ import tensorstore
 from etils import epath
 
 import zero_jax as zero
-from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, describe, latest_step, restore
-from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    describe,
+    finding,
+    latest_step,
+    leaf_files,
+    list_steps,
+    restore,
+)
 from zero_jax.checkpoint import folder as checkpoint_folder
 from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import record_to_json
@@ -71,7 +80,7 @@ def saved(state, tmp_path_factory):
 def like_a_bucket(request, monkeypatch):
     """Lets local folders be taken for those of a bucket: nothing is renamed, a last object says that all are there."""
     if request.param == "as in a bucket":
-        for module in (checkpoint_files, checkpoint_folder):
+        for module in (finding, leaf_files, checkpoint_folder):
             monkeypatch.setattr(module, "is_bucket", lambda path: True)
         return True
     return False
@@ -513,12 +522,12 @@ def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(s
             is_done = False
         num_done = revive()
         checkpointer._lock._close()  # as the system does
-        whole = set(checkpoint_files.list_steps(folder))
+        whole = set(list_steps(folder))
         newest = 2 if step == 2 else 3
         assert (whole >= least or whole == {newest, newest - 1}) and reload(folder).step == max(whole)
         save(folder, [4], state, log=lambda _: None)
         after = {int(path.name.removeprefix("step_")) for path in folder.iterdir()}
-        assert after >= {2, 4} and after >= whole and set(checkpoint_files.list_steps(folder)) == after, place
+        assert after >= {2, 4} and after >= whole and set(list_steps(folder)) == after, place
         for kept in after:
             assert describe(folder, step=kept, verify_leaves=True).problems == ()
         if is_done:

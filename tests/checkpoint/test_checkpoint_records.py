@@ -12,11 +12,12 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, list_steps, restore
-from zero_jax.checkpoint import files as checkpoint_files
+from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, leaf_files, list_steps, restore
 from zero_jax.checkpoint import reading as checkpoint_read
 from zero_jax.checkpoint import record as checkpoint_record
-from zero_jax.checkpoint.files import check_files, newest
+from zero_jax.checkpoint.finding import newest_record
+from zero_jax.checkpoint.leaf_files import check_files
+from zero_jax.core.untrusted import json_checksum
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 
@@ -53,7 +54,7 @@ def forge(step, change):
     record = json.loads(file.read_text())
     del record["checksum"]
     record = change(record) or record
-    file.write_text(json.dumps({**record, "checksum": checkpoint_record._checksum(record)}))
+    file.write_text(json.dumps({**record, "checksum": json_checksum(record)}))
 
 
 def field(name, value):
@@ -236,7 +237,7 @@ def test_what_is_no_file_is_passed_over_and_not_waited_for(what, file, folder):
 def test_links_that_lead_in_circles_are_reported(folder):
     for name in "ijklmnop":
         (folder / "step_00000002" / "state" / name).symlink_to("..")
-    record, _ = newest(folder)
+    record, _ = newest_record(folder)
     with pytest.raises(CheckpointError, match=r"state/[i-p] leads to a folder that is there already"):
         check_files(record)
 
@@ -288,7 +289,7 @@ def test_a_folder_that_cannot_be_read_is_reported(folder, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(type(checkpoint_record.resolve(folder)), "iterdir", refuse)
+    monkeypatch.setattr(type(checkpoint_record.resolve_folder(folder)), "iterdir", refuse)
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Permission denied\)"):
         reload(folder)
 
@@ -322,7 +323,7 @@ def test_reading_ahead_counts_the_shards_of_this_process(num_local, num_ahead, f
             open_now.remove(self.name)
             return self.name
 
-    record, _ = newest(folder)
+    record, _ = newest_record(folder)
     names = [f"leaf {i}" for i in range(20)]
     sharding = jax.NamedSharding(reference.mesh_of("8"), jax.P("data"))
     big = dataclasses.replace(record, leaves=dict.fromkeys(names, record.leaves[W]))
@@ -333,8 +334,8 @@ def test_reading_ahead_counts_the_shards_of_this_process(num_local, num_ahead, f
 
 
 def test_the_bytes_of_reads_are_those_of_the_shards_here(folder):
-    record, _ = newest(folder)
-    context = checkpoint_files.make_context()
+    record, _ = newest_record(folder)
+    context = leaf_files.make_context()
     mesh = reference.mesh_of("8")
     for spec, num_bytes in ((jax.P("data"), 16 * 8 * 4), (jax.P(), 16 * 8 * 4)):
         reads = checkpoint_read._ShardReads(record, W, jax.NamedSharding(mesh, spec), context)

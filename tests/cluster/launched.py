@@ -30,7 +30,7 @@ def make_sum():
 
 def joined(**options):
     """Joins, sums over all devices, and says so."""
-    from zero_jax.cluster.launching import join
+    from zero_jax.cluster import join
 
     place = join(timeout_seconds=60, **options)
     import jax
@@ -66,7 +66,7 @@ def kill():
 
 
 def leave():
-    from zero_jax.cluster.launching import Place
+    from zero_jax.cluster import Place
 
     Place(process_index=INDEX, num_processes=2).leave(2)
 

@@ -171,7 +171,7 @@ def test_gpu_pods_learn_their_place(monkeypatch):
     environment = {entry["name"]: entry.get("value", "1") for entry in job["template"]["spec"]["containers"][0]["env"]}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    place = cluster._told(os.environ)
+    place = cluster._of_launcher(os.environ)
     assert place is not None and place.num_processes == job["parallelism"] == job["completions"]
     host, port = place.coordinator.split(":")
     name = file["metadata"]["name"]

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from zero_jax.cli import commands as cli
+from zero_jax.cluster import detection
 from zero_jax.cluster import joining as cluster
 
 TESTS = pathlib.Path(__file__).parent
@@ -46,16 +47,16 @@ TPUS = {
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_clusters_are_told_by_their_variables(name, monkeypatch):
-    monkeypatch.setattr(cluster.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(detection.glob, "glob", lambda pattern: [])
     environment, found = ENVIRONMENTS[name]
-    assert cluster.detect(environment) == found
+    assert detection.detect(environment) == found
 
 
 @pytest.mark.parametrize("name", TPUS)
 def test_tpus_are_told_by_their_device_files(name, monkeypatch):
-    monkeypatch.setattr(cluster.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    monkeypatch.setattr(detection.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
     environment, found = TPUS[name]
-    assert cluster.detect(environment) == found
+    assert detection.detect(environment) == found
 
 
 def test_one_process_contacts_nobody(monkeypatch):
@@ -91,12 +92,22 @@ GPUS = {
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus_of_a_process(name):
     environment, num_gpus, taken = GPUS[name]
-    assert cluster.local_device_ids(environment, num_gpus=num_gpus) == taken
+    assert detection.local_device_ids(environment, num_gpus=num_gpus) == taken
+
+
+def test_the_place_is_what_jax_detects(monkeypatch):
+    for name, value in {**SLURM, "JAX_COORDINATOR_PORT": "1234", "JAX_PLATFORMS": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(cluster.COORDINATOR, raising=False)
+    place = cluster.Place(process_index=0, num_processes=2, source="SLURM", coordinator="node001:1234")
+    assert cluster._detected("SLURM", 5.0) == (place, [0])
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "2,3")  # which JAX reads itself
+    assert cluster._detected("SLURM", 5.0) == (place, None)
 
 
 def test_processes_that_do_not_share_gpus_evenly():
     with pytest.raises(ValueError, match=r"3 processes on a node and 8 GPUs .* start one process a GPU"):
-        cluster.local_device_ids({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"}, num_gpus=8)
+        detection.local_device_ids({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"}, num_gpus=8)
 
 
 WRONG = {
@@ -138,7 +149,7 @@ def free_port():
 
 def joining(timeout_seconds, **environment):
     """Returns what a process says that tries to join, and how long it took."""
-    code = f"from zero_jax.cluster.launching import join; join(timeout_seconds={timeout_seconds})"
+    code = f"from zero_jax.cluster import join; join(timeout_seconds={timeout_seconds})"
     told = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, timeout=60)

@@ -20,7 +20,7 @@ from zero_jax.cli import options
 from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import request as cli_request
 from zero_jax.cli import train as cli_train
-from zero_jax.cli.option_values import check_value
+from zero_jax.cli.options import check_value
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.trainer import run as training_run
 
@@ -72,11 +72,11 @@ def start(*_, **__):
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch, tmp_path):
     for module, name in (
-        (training_run, "load"),
+        (training_run, "load_dataset"),
         (training_run, "make_folder"),
-        (cli_request, "plan"),
+        (cli_request, "compile_plan"),
         (cli_request, "trace_loss"),
-        (cli_data, "find"),
+        (cli_data, "find_source"),
         (cli_checkpoint, "describe"),
         (cli_checkpoint, "export"),
         (cli_plot, "read_run"),

@@ -211,7 +211,7 @@ def test_errors_of_the_reading_thread_arrive_and_nothing_is_skipped(tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("some words " * 100)
     config = data.DataConfig(data=str(path), token_cache=str(tmp_path / "cache"))
-    made = train(data.load(config, seq_len=4))
+    made = train(data.load_dataset(config, seq_len=4))
     next(made)
     (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
     with tokens.open("ab") as file:

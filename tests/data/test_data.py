@@ -12,11 +12,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from zero_jax.data import dataset as data
 from zero_jax.data import sources
 from zero_jax.data.documents import read_text
-from zero_jax.data.sources import find
+from zero_jax.data.sources import find_source
 from zero_jax.data.tokenizer import train_bpe
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens import chunks as token_chunks
-from zero_jax.data.tokens.files import Chunk, TokenFile, TokenMeta, open_folder, open_tokens, write_folder
+from zero_jax.data.tokens.folder import Chunk, TokenMeta, open_folder, write_folder
+from zero_jax.data.tokens.token_file import TokenFile, open_tokens
 
 DOCUMENTS = ["first text\n", "zweiter Text: ü€😀", "a third,\n\nlonger one " * 3, "x"]
 ENDED = [[*document.encode(), 0] for document in DOCUMENTS]
@@ -29,7 +30,7 @@ def load(tmp_path):
 
     def load(path, seq_len=1, log=lambda line: None, own_tokenizer=None, **changes):
         config = data.DataConfig(**{"data": str(path), "token_cache": str(tmp_path / "cache"), **changes})
-        return data.load(config, seq_len=seq_len, log=log, tokenizer=own_tokenizer)
+        return data.load_dataset(config, seq_len=seq_len, log=log, tokenizer=own_tokenizer)
 
     return load
 
@@ -269,7 +270,7 @@ def test_text_is_read_in_pieces_that_end_between_words(tmp_path):
     path = tmp_path / "x.txt"
     text = "".join(f"word{i} ü{i}\n" for i in range(30_000))
     path.write_text(text, encoding="utf-8")
-    pieces = list(read_text(find(str(path))))
+    pieces = list(read_text(find_source(str(path))))
     assert len(pieces) > 3
     assert max(len(piece.text) for piece in pieces) < 140_000
     assert "".join(piece.text for piece in pieces) == text
@@ -281,7 +282,7 @@ def test_text_is_read_in_pieces_that_end_between_words(tmp_path):
 def test_text_without_any_space_is_cut_between_characters(character, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" + character * 150_000, encoding="utf-8")
-    pieces = list(read_text(find(str(path))))
+    pieces = list(read_text(find_source(str(path))))
     assert "".join(piece.text for piece in pieces) == "a" + character * 150_000
     assert not any(piece.num_replaced for piece in pieces)
     assert len(pieces) > 1
@@ -362,7 +363,7 @@ def test_who_writes_the_same_folder_second_takes_the_first(tmp_path, load):
 def test_a_token_folder_brings_its_tokenizer(load, tmp_path):
     tokenizer = train_bpe(["some words and some others"] * 9, vocab_size=280, path=tmp_path / "bpe.json")
     (tmp_path / "x.txt").write_text("some words and some others " * 20)
-    source = find(str(tmp_path / "x.txt"))
+    source = find_source(str(tmp_path / "x.txt"))
     chunks = token_cache.source_chunks(source, tokenizer, text_field="text", token_dtype="uint16")
     token_cache.make_tokens(chunks, "x", tokenizer, folder=tmp_path / "folder")
     dataset = load(tmp_path / "folder")
@@ -400,6 +401,21 @@ def bad_array_record(folder):
     write_array_record(folder)
     path = folder / "a.arrayrecord"
     path.write_bytes(path.read_bytes()[:100])
+
+
+def damaged_array_record(folder):
+    writer = ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1")
+    for record in np.random.default_rng(0).integers(1, 256, (600, 500)):
+        writer.write(record.astype("<u2").tobytes())
+    writer.close()
+    path = folder / "a.arrayrecord"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty_array_record(folder):
+    ArrayRecordWriter(str(folder / "a.arrayrecord"), "group_size:1").close()
 
 
 def odd_array_record(folder):
@@ -447,6 +463,8 @@ def file(name, content):
         (write_parquet, {"text_field": "body"}, "a.parquet has no column 'body' .*'text', 'id'"),
         (write_parquet, {"text_field": "id"}, "column 'id' holds int64"),
         (bad_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off"),
+        (damaged_array_record, {}, r"a.arrayrecord is damaged at record 256 or soon after \(.*\): write it again"),
+        (empty_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off .*no records"),
         (write_array_record, {"token_dtype": "int64"}, r"has the token \d+, .*--token-dtype"),
         (odd_array_record, {"token_dtype": "int64"}, "record 0 of .*no multiple of the 8 .*--token-dtype"),
         (file("t.bin", b"abc"), {}, "3 bytes of tokens, no multiple of the 2"),
@@ -496,7 +514,7 @@ def test_without_pyarrow_the_error_says_what_to_install(load, tmp_path, monkeypa
 def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" * 100)
-    pieces = read_text(find(str(path)))
+    pieces = read_text(find_source(str(path)))
     next(pieces)
     change(path)
     with pytest.raises(ValueError, match=r"x.txt (vanished|changed) while it was read"):

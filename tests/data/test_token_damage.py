@@ -10,8 +10,8 @@ import pytest
 from test_data import ENDED, STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
 
 from zero_jax.data.tokens import cache as token_cache
-from zero_jax.data.tokens.checksums import CHUNK_BYTES, RunningSums
-from zero_jax.data.tokens.files import TokenFile, open_folder
+from zero_jax.data.tokens.folder import open_folder
+from zero_jax.data.tokens.token_file import CHUNK_BYTES, RunningChecksums, TokenFile
 
 
 def flip(path, place):
@@ -126,12 +126,12 @@ def test_sums_do_not_depend_on_the_pieces():
     data = np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 5)
     sums = []
     for size in (7_001, CHUNK_BYTES, len(data)):
-        running = RunningSums()
+        running = RunningChecksums()
         for start in range(0, len(data), size):
             running.add(data[start : start + size])
         sums.append(running.finish().tolist())
     assert sums[0] == sums[1] == sums[2] and len(sums[0]) == 4
-    assert RunningSums().finish().size == 0
+    assert RunningChecksums().finish().size == 0
 
 
 def test_a_file_without_sums_is_read_as_before(tmp_path):

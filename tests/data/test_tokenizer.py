@@ -9,7 +9,7 @@ from zero_jax.cli import data as cli_data
 from zero_jax.cli.options import Parser
 from zero_jax.data import dataset as data
 from zero_jax.data.documents import read_text
-from zero_jax.data.sources import find
+from zero_jax.data.sources import find_source
 from zero_jax.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 
 STRANGE = "def f(x):\r\n\treturn 'ü€😀'\n\n\n  \u0000<|endoftext|> \ufffd 漢字 don't  "
@@ -43,9 +43,9 @@ def test_a_trained_tokenizer_takes_any_text_and_shortens_its_own(bpe):
 def test_tokenizing_a_long_document_in_pieces_changes_nothing(bpe, tmp_path):
     text = "".join(f"hello world{i % 7}, hello\n\n  words ({i}).\n" for i in range(6_000))
     (tmp_path / "x.txt").write_text(text)
-    assert len(list(read_text(find(str(tmp_path / "x.txt"))))) > 2
+    assert len(list(read_text(find_source(str(tmp_path / "x.txt"))))) > 2
     config = data.DataConfig(data=str(tmp_path / "x.txt"), tokenizer=str(tmp_path / "bpe.json"), token_cache=None)
-    dataset = data.load(config, seq_len=8)
+    dataset = data.load_dataset(config, seq_len=8)
     whole = [*bpe.encode(text).tolist(), bpe.end_of_document]
     assert [*dataset.train.read().tolist(), *dataset.validation.read().tolist()] == whole
 
@@ -131,11 +131,11 @@ def test_the_command_trains_writes_tokens_and_says_what_is_next(corpus, tmp_path
     assert status == 0
     assert f"next       zero-jax train --data {tmp_path / 'folder'} --vocab-size" in out
     assert "1 token a byte before, 0." in out
-    dataset = data.load(data.DataConfig(data=str(tmp_path / "folder"), token_cache=None), seq_len=4)
+    dataset = data.load_dataset(data.DataConfig(data=str(tmp_path / "folder"), token_cache=None), seq_len=4)
     assert dataset.num_documents == 40
     assert dataset.tokenizer == load_tokenizer(tmp_path / "t.json")
     direct = {"data": str(corpus), "text_field": "body", "tokenizer": str(tmp_path / "t.json"), "token_cache": None}
-    assert data.load(data.DataConfig(**direct), seq_len=4).fingerprint == dataset.fingerprint
+    assert data.load_dataset(data.DataConfig(**direct), seq_len=4).fingerprint == dataset.fingerprint
 
 
 def test_the_command_prints_json_and_takes_a_tokenizer_that_is_there(corpus, tmp_path, capsys):

@@ -5,7 +5,10 @@ import types
 import numpy as np
 import pytest
 
+from zero_jax import comms, memory
+from zero_jax.hlo import Program
 from zero_jax.planning import step_time as plan_time
+from zero_jax.planning.job import CompiledText
 from zero_jax.sharding import topology
 
 V5P = topology.HARDWARE["v5p"]
@@ -38,7 +41,7 @@ def fake_mesh(shape, *, slices=1):
 
 def estimate(name, mesh, text=PROGRAM):
     return plan_time.estimate_time(
-        text, mesh=mesh, topology=topology.parse(name), forward_flops=16 * 153e6, num_tokens=1600
+        Program(text), mesh=mesh, topology=topology.parse(name), forward_flops=16 * 153e6, num_tokens=1600
     )
 
 
@@ -92,3 +95,20 @@ def test_assumptions_are_told():
 def test_which_dims_close(name, dim, extent, closed):
     links = plan_time._Links(fake_mesh((1,)), topology.parse(name))
     assert links.is_ring(dim, extent) is closed
+
+
+def test_a_program_is_parsed_once_for_memory_traffic_and_time(monkeypatch):
+    parsed = []
+    init = Program.__init__
+    monkeypatch.setattr(Program, "__init__", lambda self, text: (parsed.append(text), init(self, text))[1])
+    stats = dict.fromkeys(("argument", "output", "alias", "temp", "generated_code"), 0)
+    stats = {f"{name}_size_in_bytes": size for name, size in stats.items()}
+    compiled = CompiledText(text=PROGRAM, stats=stats, compile_seconds=0.0, from_cache=True)
+    mesh, v5p = fake_mesh((2, 2, 4)), topology.parse("v5p:2x2x4")
+    memory.measure(compiled)
+    comms.measure(compiled)
+    plan_time.estimate_time(compiled.program, mesh=mesh, topology=v5p, forward_flops=1.0, num_tokens=1)
+    assert parsed == [PROGRAM]
+    for measure in (memory.measure, comms.measure):
+        measure(types.SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=compiled.memory_analysis))
+    assert len(parsed) == 3  # what is not a plan's program is parsed by each measure

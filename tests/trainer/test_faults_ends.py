@@ -22,7 +22,7 @@ from zero_jax.checkpoint import CheckpointConfig, Checkpointer
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
-from zero_jax.trainer.reporting import run_losses
+from zero_jax.trainer import result as result_module
 from zero_jax.training.state.finite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
@@ -237,7 +237,7 @@ def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_eva
 def test_a_picture_that_takes_long_is_not_waited_for_and_half_of_it_never_seen(tmp_path, monkeypatch):
     path, asked = tmp_path / "loss.png", {"is_hurried": lambda: True}
     losses = {"train": [(1, 2.0)], "validation": [], "title": "run"}
-    assert run_losses.draw_losses(path, **losses, **asked) is None
+    assert result_module.draw_losses(path, **losses, **asked) is None
     assert path.read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path) == ["loss.png"]
 
     def forever(partial, **_):
@@ -246,7 +246,7 @@ def test_a_picture_that_takes_long_is_not_waited_for_and_half_of_it_never_seen(t
 
         time.sleep(20)
 
-    monkeypatch.setattr(run_losses, "_HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr(run_losses, "plot_losses", forever)
-    assert run_losses.draw_losses(path, **losses, **asked) == "drawing it took longer than 0 s"
+    monkeypatch.setattr(result_module, "_HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(result_module, "plot_losses", forever)
+    assert result_module.draw_losses(path, **losses, **asked) == "drawing it took longer than 0 s"
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -321,7 +321,7 @@ def test_looking_at_memory_does_not_use_any():
 
 
 def test_what_a_run_of_one_step_tells_has_no_speed():
-    fields = dict.fromkeys((field.name for field in dataclasses.fields(training_run.TrainResult)), 1)
+    fields = dict.fromkeys((field.name for field in dataclasses.fields(trainer.TrainResult)), 1)
     fields |= {"status": "preempted", "model": "gpt", "directory": "runs/a", "tokens_per_second": math.nan}
-    told = str(training_run.TrainResult(**fields)).splitlines()[0]
+    told = str(trainer.TrainResult(**fields)).splitlines()[0]
     assert told == "gpt: 1 step at stage 1 on 1 device in 1 s, 1 skipped; stopped when told to"

@@ -1,4 +1,4 @@
-"""Pictures of memory and throughput, as PNG, SVG or PDF."""
+"""Plots memory and throughput, as PNG, SVG or PDF."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from zero_jax.core.extras import extra
 
 # The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's palette, which most
 # colour-blind people can tell apart. Whatever is in none of them is drawn as `other temporaries`.
@@ -195,7 +197,9 @@ def _gb(size: float) -> str:
 
 
 def check_name(path: pathlib.Path | str) -> None:
-    """Raises `ValueError` for a file that no picture can be written to."""
+    """Raises `ValueError` for a file that no picture can be written to, `MissingPackage` without matplotlib."""
+    with extra("plot"):
+        import matplotlib  # noqa: F401
     if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
     if not pathlib.Path(path).absolute().parent.is_dir():
@@ -203,11 +207,11 @@ def check_name(path: pathlib.Path | str) -> None:
 
 
 def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+    check_name(path)
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    check_name(path)
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -1,7 +1,7 @@
-"""The formulas of the ZeRO paper, as functions of numbers.
+"""Formulas of the ZeRO paper for memory and traffic, as functions of numbers.
 
 Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv
-1910.02054). Nothing here looks at a model or a mesh; `estimated.py` does. A stage is given by the groups that it
+1910.02054). Nothing here looks at a model or a mesh; `estimated.py` does. A stage is the set of groups that it
 shards: `params`, `grads` and `opt_state`. As in the paper, `opt_state` includes the master params, so `master` adds
 nothing.
 """
@@ -75,8 +75,8 @@ def model_state_bytes(
     sizes = {"params": param_bytes, "grads": grad_bytes, "opt_state": optimizer_bytes}
     if num_params < 0 or min(sizes.values()) < 0:
         raise ValueError(f"num_params={num_params}, bytes a parameter {sizes}: give no negative numbers")
-    held = {group: size * num_params / (num_devices if group in sharded else 1) for group, size in sizes.items()}
-    return ModelStateBytes(params_bytes=held["params"], grads_bytes=held["grads"], opt_state_bytes=held["opt_state"])
+    each = {group: size * num_params / (num_devices if group in sharded else 1) for group, size in sizes.items()}
+    return ModelStateBytes(params_bytes=each["params"], grads_bytes=each["grads"], opt_state_bytes=each["opt_state"])
 
 
 def max_params(
@@ -150,7 +150,7 @@ def residual_bytes(
       seq_len: tokens of an example.
       bytes_per_element: bytes of an element, 2 in 16-bit precision.
       remat: whether blocks are recomputed in the backward pass.
-      model: devices that the saved residuals are sharded over (P_a); 1 keeps them whole on each.
+      model: devices that the saved residuals are sharded over (P_a); 1 keeps them unsharded.
       offload: whether they are kept in host memory (P_a+cpu).
 
     Raises:
@@ -173,7 +173,7 @@ def residual_bytes(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residuals:
+class TransformerResiduals:
     """The sizes that decide what a transformer keeps for the backward pass; `residual_bytes` has the rule.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a trace of the loss function tells before anything is compiled: residuals, traffic over `model`, operations."""
+"""Traces a loss function for its residuals, traffic over `model` and operations, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class LossTrace:
     """What the loss and its gradient need in a step, by their jaxpr; prints as a line.
 
     Attributes:
-      moves: the collectives over the axes that are neither `data` nor `replica`, of a whole step.
+      moves: the collectives over the axes that are neither `data` nor `replica`, of a step.
       residuals: bytes that one device keeps from the forward to the backward pass of a microbatch.
       peak_bytes: bytes of activations, residuals among them, alive at once on one device; elementwise work counts as
-        fused, whole params and gradients do not count.
-      param_bytes: bytes on one device of the params that are in use at once, whole over `data`: those that an iteration
-        of a loop over layers takes, or the largest other one.
+        fused, gathered params and gradients do not count.
+      param_bytes: bytes on one device of the params that are in use at once, gathered over `data`: those of an
+        iteration of a loop over layers, or the largest other param.
       flops: operations of a step's products over all devices, recomputation included.
-      unknown: why `moves` are not the whole of it; empty where they are.
+      unknown: why `moves` are not complete; empty where they are.
     """
 
     moves: tuple[Move, ...]
@@ -72,9 +72,9 @@ class LossTrace:
 def trace_loss(
     loss_fn: Callable[..., Any] | MeshLoss, params: PyTree, batch: PyTree, *, mesh: Mesh, config: ZeroConfig
 ) -> LossTrace:
-    """Traces a loss function and its gradient as a train step takes them, and carries the model's sharding through.
+    """Traces a loss function and its gradient as a train step takes them, and propagates the model's sharding.
 
-    Nothing is compiled. Collectives over `data` and `replica` are not among what it finds: `comms.estimate` knows them.
+    Nothing is compiled. Collectives over `data` and `replica` are not among them: `comms.estimate` has these.
 
     Args:
       loss_fn: as for `make_train_step`.
@@ -111,7 +111,7 @@ def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
 
 
 class _Traced:
-    """A loss function, its inputs' shapes, and how they lie."""
+    """A loss function with the shapes and shardings of its inputs."""
 
     def __init__(self, loss: Callable[..., Any], variables: PyTree, batch: PyTree, placement: Placement):
         mesh, axes = placement.mesh, placement.axes
@@ -133,7 +133,7 @@ class _Traced:
         return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
 
     def gradient(self) -> Spreading:
-        """Carries the shardings through loss and gradient."""
+        """Propagates the shardings through loss and gradient."""
 
         def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             floating = functools.partial(self.loss_of, variables, batch=batch, key=key)

@@ -7,8 +7,8 @@ shards back and verifies them, `describe` says what a checkpoint holds without d
 
 from zero_jax.checkpoint.description import Description, describe
 from zero_jax.checkpoint.exporting import export, parse_size
-from zero_jax.checkpoint.files import candidates, find, latest_step, list_steps
-from zero_jax.checkpoint.record import CheckpointError, resolve, step_path
+from zero_jax.checkpoint.finding import find_checkpoint, latest_step, list_step_folders, list_steps
+from zero_jax.checkpoint.record import CheckpointError, resolve_folder, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
 from zero_jax.checkpoint.saving import LOCK, CheckpointConfig, Checkpointer
 
@@ -19,14 +19,14 @@ __all__ = [
     "Checkpointer",
     "Description",
     "Restored",
-    "candidates",
     "describe",
     "export",
-    "find",
+    "find_checkpoint",
     "latest_step",
+    "list_step_folders",
     "list_steps",
     "parse_size",
-    "resolve",
+    "resolve_folder",
     "restore",
     "step_path",
 ]

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zero_jax.checkpoint.files import find, verify
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.finding import find_checkpoint
+from zero_jax.checkpoint.leaf_files import verify
+from zero_jax.checkpoint.record import SavedLeaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
     Raises:
       CheckpointError: there is none, or its record is damaged.
     """
-    record, passed_over = find(path, step)
+    record, passed_over = find_checkpoint(path, step)
     return Description(
         path=os.fspath(record.path),
         step=record.step,

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.files import check_files, find, make_context, read_slices
-from zero_jax.checkpoint.record import Record
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.finding import find_checkpoint
+from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
+from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.variables import MODEL_STATE
 
 # Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
@@ -109,7 +109,7 @@ def export(
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
     """
-    (record, _), folder = find(path, step), pathlib.Path(out).absolute()
+    (record, _), folder = find_checkpoint(path, step), pathlib.Path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     old = _existing(folder)
@@ -204,7 +204,10 @@ def _layout(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Ten
 
 
 def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
-    """Writes a file: the length of the header, the header, and the tensors' bytes."""
+    """Writes a safetensors file slice by slice: the length of the header, the header, and the tensors' bytes.
+
+    The library `safetensors` takes all tensors of a file from memory: 1.3 GiB for a tensor of 1 GiB, against 0.3 GiB.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(record.step)}}
     offset = 0
     for tensor in tensors:

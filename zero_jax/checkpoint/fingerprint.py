@@ -4,6 +4,9 @@ The fingerprint is the sum, modulo 2^32, of a hash of each 32-bit word of an arr
 index the hash (the finalizer of MurmurHash3) is one-to-one, so that a change within one word is seen for certain, and
 any other with a probability of 1 - 2^-32. Sums modulo 2^32 come out the same in any order: devices sum their own
 shards, however the array is cut, and a host sums slices.
+
+Checksums of files (zarr3's `crc32c` codec, which orbax 0.12 does not set for values) would see damage on the disk, but
+not between the devices and the files, nor a chunk of another save; and checkpoints that have none must stay readable.
 """
 
 from __future__ import annotations

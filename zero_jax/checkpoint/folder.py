@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from zero_jax.checkpoint.files import COMMITTED, candidates
-from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, is_bucket, read_record, step_path
-from zero_jax.core.untrusted import parse_json, read_file
+from zero_jax.checkpoint.finding import COMMITTED, list_step_folders
+from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, read_record, step_path
+from zero_jax.core.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
 _MAX_MARK_BYTES = 1 << 12
@@ -132,7 +132,7 @@ class CheckpointFolder:
 
     def own_steps(self) -> list[int]:
         """Returns the steps of whole checkpoints that were written here, in order."""
-        return [step for step in candidates(self.directory) if _is_whole(self.directory, step)]
+        return [step for step in list_step_folders(self.directory) if _is_whole(self.directory, step)]
 
     def _discard(self, path: epath.Path, step: int) -> None:
         with contextlib.suppress(OSError):  # on a full disk it is deleted all the same, to make room

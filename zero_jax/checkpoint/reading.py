@@ -13,9 +13,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.files import check_fingerprint, damaged, make_context, open_leaf
-from zero_jax.checkpoint.record import CheckpointError, Record
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.leaf_files import check_fingerprint, leaf_error, make_context, open_leaf
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf
 from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
 
@@ -23,7 +22,7 @@ from zero_jax.core.agreement import Agreement
 _PENDING_BYTES = 1 << 30
 
 
-def unread(processes: str) -> CheckpointError:
+def failed_elsewhere(processes: str) -> CheckpointError:
     """Returns the error for what other processes could not read."""
     return CheckpointError(f"process {processes} could not read it (see its log)")
 
@@ -40,7 +39,7 @@ def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh:
       CheckpointError: a leaf cannot be read, or is not what was saved.
     """
     stored: dict[str, Array] = {}
-    with Agreement(unread):
+    with Agreement(failed_elsewhere):
         for name, x in _read_ahead(record, shardings):
             stored[name] = x
     found = fingerprints(list(stored.values()), mesh=mesh)
@@ -82,7 +81,7 @@ class _ShardReads:
         try:
             parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
         except ValueError as error:
-            raise damaged(self.record, self.name, error) from error
+            raise leaf_error(self.record, self.name, error) from error
         shape = self.leaf.stored_shape
         empty = np.empty(self.sharding.shard_shape(shape), dtype)
         shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in self.indices.items()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,13 +21,14 @@ from etils import epath
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.checkpoint.files import candidates, check_files, check_index, missing, none_whole, steps_folder
-from zero_jax.checkpoint.reading import read_arrays, unread
-from zero_jax.checkpoint.record import CheckpointError, Record, read_record, step_path
-from zero_jax.checkpoint.saved_leaf import SavedLeaf
+from zero_jax.checkpoint.finding import all_damaged_message, list_step_folders, missing_message, steps_folder
+from zero_jax.checkpoint.leaf_files import check_files, check_index
+from zero_jax.checkpoint.reading import failed_elsewhere, read_arrays
+from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
-from zero_jax.core.device_put import move, place
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
@@ -99,7 +99,7 @@ def restore(
     directory = steps_folder(directory)
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):
-        raise CheckpointError(missing(directory, steps, step))
+        raise CheckpointError(missing_message(directory, steps, step))
     warnings: list[str] = []
 
     def warn(line: str) -> None:
@@ -130,12 +130,12 @@ def restore(
         return Restored(state=state, warnings=tuple(warnings), **found)
     if step is not None:
         raise CheckpointError(f"{problems[0]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
-    raise CheckpointError(none_whole(directory, problems))
+    raise CheckpointError(all_damaged_message(directory, problems))
 
 
 def _agreed_steps(directory: epath.Path) -> list[int]:
     """Returns the steps there are, as the first process sees them."""
-    return [int(step) for step in from_first_process(lambda: " ".join(map(str, candidates(directory)))).split()]
+    return [int(step) for step in from_first_process(lambda: " ".join(map(str, list_step_folders(directory)))).split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class _Task:
 
     def load(self, path: epath.Path) -> tuple[Record, TrainState]:
         """Loads a step's folder, all of it or nothing."""
-        with Agreement(unread):
+        with Agreement(failed_elsewhere):
             record = read_record(path)
             try:
                 self.accept(record.extra)
@@ -170,7 +170,7 @@ class _Task:
         try:
             _check_leaves(record, present, params_only=self.params_only)
         except ValueError:
-            with Agreement(unread):
+            with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
             raise
         arrays = read_arrays(record, {name: x.sharding for name, x in present.items()}, mesh=self.mesh)
@@ -211,7 +211,7 @@ class _Task:
         whole = NamedSharding(self.mesh, PartitionSpec())
         assert scale is not None
         fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
-        return {f"loss_scale/{name}": place(np.asarray(x), whole) for name, x in fields.items()}
+        return {f"loss_scale/{name}": put_global(np.asarray(x), whole) for name, x in fields.items()}
 
     def tell_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
         """Tells of leaves that were saved and are not needed, and of those whose dtype is another now."""
@@ -257,8 +257,7 @@ def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: boo
 
 
 def _absent_line(name: str, x: Any, extra: list[str]) -> str:
-    near = difflib.get_close_matches(name, extra, n=1)
-    hint = f" (it has {near[0]})" if near else ""
+    hint = did_you_mean(name, extra, " (it has {})")
     return f"{name}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
 
 
@@ -281,7 +280,7 @@ def _cast(x: Array, like: Any) -> Array:
 
 def _move(x: Array, like: Any) -> Array:
     """Casts an array and then moves it to where a leaf of the target lies."""
-    return move(_cast(x, like), like.sharding)
+    return reshard_array(_cast(x, like), like.sharding)
 
 
 def _astype(x: Array, dtype: Any) -> Array:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import fingerprint
-from zero_jax.checkpoint.saved_leaf import SavedLeaf, is_bits
+from zero_jax.checkpoint.record import SavedLeaf, is_bits
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training import TrainState
 

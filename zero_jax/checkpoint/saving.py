@@ -18,13 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.checkpoint.files import list_steps
+from zero_jax.checkpoint.finding import list_steps
 from zero_jax.checkpoint.folder import CheckpointFolder
-from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve, step_path
-from zero_jax.checkpoint.save_barrier import SaveBarrier, SaveFailed
+from zero_jax.checkpoint.record import STATE, CheckpointError, read_record, record_to_json, resolve_folder, step_path
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
-from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.agreement import Agreement, Barrier, OtherProcessFailed, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.tree import shown
@@ -101,7 +100,7 @@ class Checkpointer:
         Raises:
           ValueError: the folder cannot be made, or is none.
         """
-        self.directory = resolve(directory)
+        self.directory = resolve_folder(directory)
         self.num_saved = self.num_failed = 0
         self.blocked_seconds = 0.0
         self._config, self._log = config or CheckpointConfig(), log
@@ -110,7 +109,7 @@ class Checkpointer:
         self._losses: dict[int, float | None] = {}
         self._folder = CheckpointFolder(self.directory, log)
         self._lock = FolderLock(self.directory / LOCK, run=run)
-        self._barrier: SaveBarrier | None = None
+        self._barrier: Barrier | None = None
         if _is_primary():
             try:
                 self._folder.make()
@@ -145,7 +144,7 @@ class Checkpointer:
                 if _is_primary():
                     with contextlib.suppress(OSError):  # told by the save that it makes fail
                         self._lock.take()
-            self._barrier = SaveBarrier(from_first_process(secrets.token_hex(8)))
+            self._barrier = Barrier(from_first_process(secrets.token_hex(8)))
 
     def save(
         self,
@@ -190,7 +189,7 @@ class Checkpointer:
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
         place = self._folder.writing(step) / STATE
         try:
-            with Agreement(lambda processes: SaveFailed(f"process {processes} failed")):
+            with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
                 if _is_primary():
                     self._folder.make()

@@ -1,15 +1,15 @@
 """The command `zero-jax launch`: several processes on this machine."""
 
 import argparse
-import difflib
 import os
 import shutil
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.cli.options import add_fields, given, reader
+from zero_jax.cli.options import add_fields, field_values, one_line_errors, reader
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
+from zero_jax.core.close_match import did_you_mean
 
 _PYTHONS = ("python", "python3")
 
@@ -33,15 +33,13 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     add_fields(group, LaunchConfig, default_of=defaults, without=("num_processes",))
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
-    parser.set_defaults(run=lambda options: _launch(options, commands.choices), parser=parser)
+    parser.set_defaults(run=_launch, parser=parser, known=commands.choices)
 
 
-def _launch(options: argparse.Namespace, known: Collection[str]) -> int:
-    try:
-        config = LaunchConfig(**given(LaunchConfig, options))
-        result = launch(command_line(options.command, known), config=config)
-    except ValueError as error:
-        return options.parser.error(str(error))
+@one_line_errors
+def _launch(options: argparse.Namespace) -> int:
+    config = LaunchConfig(**field_values(LaunchConfig, options))
+    result = launch(command_line(options.command, options.known), config=config)
     if result.status:
         print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
     return result.status
@@ -69,8 +67,7 @@ def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
         return [sys.executable, *arguments]  # the one that has zero_jax
     found = shutil.which(name)
     if found is None:
-        near = difflib.get_close_matches(name, [*known, *_PYTHONS], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, [*known, *_PYTHONS])
         commands = ", ".join(sorted(set(known) - {"launch"}))
         raise ValueError(f"{name!r} is no command of zero-jax and no program: {hint}Commands are {commands}")
     return [found, *arguments]

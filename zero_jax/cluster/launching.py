@@ -21,12 +21,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, TextIO, cast
 
-from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID, SLURM, NotJoined, Place, join
+from zero_jax.cluster.detection import SLURM
+from zero_jax.cluster.joining import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.core.field_checks import check_fields
-
-__all__ = ["Ending", "LaunchConfig", "LaunchResult", "NotJoined", "Place", "join", "launch"]
 
 _GUARD = """
 import os, signal

@@ -1,4 +1,7 @@
-"""What the processes of a run agree on; one process agrees with itself."""
+"""What the processes of a run agree on: all go on or none, and texts of the first one.
+
+With one process nothing is exchanged.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
+
+_OK = "ok"
+_TIMEOUT_SECONDS = 3600  # how long the slowest process may take after the fastest
 
 
 class FirstProcessFailed(ValueError):
@@ -15,10 +22,17 @@ class FirstProcessFailed(ValueError):
 
 
 class Agreement:
-    """Lets all processes go on, or none: an error of one becomes one of all, which would miss it in what comes next."""
+    """Lets all processes go on or none: where one raises, all do.
+
+    Otherwise the others would wait for it in the next collective.
+    """
 
     def __init__(self, failure: Callable[[str], Exception]):
-        """Takes what makes the error of the others, from the numbers of the processes that failed."""
+        """Exchanges nothing yet.
+
+        Args:
+          failure: makes the error of the other processes from the numbers of those that failed, such as "0, 2".
+        """
         self._failure = failure
 
     def __enter__(self) -> None:
@@ -30,6 +44,48 @@ class Agreement:
         failed = multihost_utils.process_allgather(np.int32(error is not None)).reshape(-1)
         if error is None and failed.any():
             raise self._failure(", ".join(map(str, np.flatnonzero(failed))))
+
+
+class OtherProcessFailed(RuntimeError):
+    """What a process raises where another one has failed."""
+
+
+class Barrier:
+    """Phases of a background thread that every process ends with all others, or learns which of them failed.
+
+    A phase is the body of a `with` statement: on leaving it, a process tells the others whether its part failed and
+    waits until all have. If any has failed, all raise. The processes exchange text, not arrays on devices as
+    `Agreement` does, so that the devices may train meanwhile.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Starts before the first phase.
+
+        Args:
+          name: a name that no other barrier of these processes has, the same in all of them.
+        """
+        self._name, self._phase = name, 0
+
+    def __enter__(self) -> None:
+        self._phase += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if jax.process_count() == 1:
+            return
+        client = distributed.global_state.client
+        assert client is not None
+        outcome = _OK if error is None else f"{kind.__name__ if kind else ''}: {error}"[:1000]
+        client.key_value_set(self._key(jax.process_index()), outcome)
+        outcomes = [
+            client.blocking_key_value_get(self._key(process), _TIMEOUT_SECONDS * 1000)
+            for process in range(jax.process_count())
+        ]
+        failed = [f"process {process} failed: {said}" for process, said in enumerate(outcomes) if said != _OK]
+        if error is None and failed:
+            raise OtherProcessFailed("; ".join(failed))
+
+    def _key(self, process: int) -> str:
+        return f"zero_jax/save/{self._name}/{self._phase}/{process}"
 
 
 def from_first_process(text: str | Callable[[], str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def place(x: Any, sharding: NamedSharding) -> jax.Array:
+def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
 
     With several processes each gives the same value, and reads of it what its own devices hold.
@@ -20,16 +20,16 @@ def place(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array):
         if not x.is_fully_addressable:
-            return move(x, sharding)
+            return reshard_array(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
             whole: Any = NamedSharding(sharding.mesh, PartitionSpec())
-            return jax.jit(wrap, out_shardings=sharding)(place(jax.random.key_data(x), whole))
+            return jax.jit(wrap, out_shardings=sharding)(put_global(jax.random.key_data(x), whole))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def move(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array on the devices to another sharding of the same mesh; one that lies there already is not copied."""
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from etils import epath
 
+from zero_jax.core.untrusted import is_bucket
+
 _MAX_BYTES = 1 << 16
 _ATTEMPTS = 100
 _OLDER = re.compile(r"process \d+ on .*\n?")  # what earlier releases wrote
@@ -66,7 +68,7 @@ class FolderLock:
             return
         had_it = self._pid == os.getpid() and self._descriptor is None
         self._close()
-        is_taken = "://" not in os.fspath(self.file) and self._take_from_system()
+        is_taken = not is_bucket(self.file) and self._take_from_system()
         if not is_taken:
             self._take_by_content(had_it)
         self._pid = os.getpid()
@@ -76,7 +78,7 @@ class FolderLock:
 
         A file that nobody holds, and that this removes, is one that a process left when it was ended.
         """
-        if "://" not in os.fspath(self.file):
+        if not is_bucket(self.file):
             self.take()
             self.release()
         elif (holder := self._holder()).get("host") == socket.gethostname() and _is_alive(holder):
@@ -137,7 +139,7 @@ class FolderLock:
         """
         if not self.file.exists():
             return {}
-        if "://" not in os.fspath(self.file):
+        if not is_bucket(self.file):
             found = os.lstat(self.file)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
                 raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ _KINDS = {
 }
 
 
+def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """Tells whether a path is in a bucket, which has no locks, no rename and no folders."""
+    return "://" in os.fspath(path)
+
+
 def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
     """Reads a regular file that is not larger than expected; never waits for a pipe or a device.
 
@@ -29,7 +35,7 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
       ValueError: the file is of another kind, or larger.
       OSError: it cannot be read.
     """
-    if "://" in os.fspath(path):
+    if is_bucket(path):
         if not path.exists():  # not every backend says so by an error that is known here
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
         if (size := path.stat().length) > limit_bytes:
@@ -87,6 +93,11 @@ def parse_json(text: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_checksum(value: Any) -> int:
+    """Returns the CRC-32 of a value as JSON, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def whole_number(value: Any, *, least: int = 0, below: int = 2**63) -> int:

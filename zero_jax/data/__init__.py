@@ -1,18 +1,18 @@
-"""Documents in, global batches out.
+"""Input pipeline: documents in, global batches out.
 
-`load` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
-`tokens/`), and a `Dataset` is split into training and validation. `train_batches` packs rows, shuffles them by grain
-and gives every process its share of a global batch. `BatchBuffers` keeps batches in the same device memory.
+`load_dataset` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
+`tokens/`), and a `Dataset` has a part for training and one for validation. `train_batches` packs rows, shuffles them by
+grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 
 from zero_jax.data.batch_buffers import BatchBuffers
 from zero_jax.data.batches import Batch, train_batches, validation_batches
-from zero_jax.data.dataset import DataConfig, Dataset, load
+from zero_jax.data.dataset import DataConfig, Dataset, load_dataset
 from zero_jax.data.documents import Piece, read_text
-from zero_jax.data.sources import Source, find
+from zero_jax.data.sources import Source, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from zero_jax.data.tokens.cache import make_tokens, source_chunks, told
-from zero_jax.data.tokens.files import Tokens, is_token_folder
+from zero_jax.data.tokens.cache import log_progress, make_tokens, source_chunks
+from zero_jax.data.tokens.folder import Tokens, is_token_folder
 
 __all__ = [
     "Batch",
@@ -23,14 +23,14 @@ __all__ = [
     "Source",
     "Tokenizer",
     "Tokens",
-    "find",
+    "find_source",
     "is_token_folder",
-    "load",
+    "load_dataset",
     "load_tokenizer",
+    "log_progress",
     "make_tokens",
     "read_text",
     "source_chunks",
-    "told",
     "train_batches",
     "train_bpe",
     "validation_batches",

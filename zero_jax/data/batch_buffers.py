@@ -1,4 +1,4 @@
-"""Device memory for batches that is allocated once for each shape of batch, and written over by every batch."""
+"""Reuses the device memory of batches: allocated once for each shape, overwritten by every batch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from zero_jax.core.tree import PyTree
 
 
 class BatchBuffers:
-    """Keeps the batches of a loop in the same device memory from the first step to the last.
+    """Keeps the batches of a loop in the same device memory, so that it does not fragment.
 
-    A batch comes from the host into memory of its own: JAX cannot write from there into an array that exists. A donated
-    copy on the device takes it on into the buffers of its shape, and the memory it came in is given back at once. So
-    each step reads its batch at one place, and what the runtime allocates and frees in between are blocks of always the
-    same size. Batches of another shape, such as those of an evaluation, have buffers of their own, made at the first of
-    them. The price is the memory of one more batch for each shape, and a copy on the device.
+    JAX cannot copy from the host into an existing array. So a batch is put into new memory, copied on the device into
+    the donated buffers of its shape, and its new memory is freed at once: the runtime allocates and frees blocks of
+    always the same size. Each shape of batch, such as that of an evaluation, has its own buffers. This costs the memory
+    of one more batch for each shape, and a copy on the device.
 
-    The arrays that `fill` returned for a shape are gone once it is called again with that shape.
+    The next `fill` with a shape deletes the arrays that the last one returned for it.
     """
 
     def __init__(self) -> None:
-        """Has no buffers yet."""
+        """Allocates nothing yet."""
         self._buffers: dict[Any, list[jax.Array]] = {}
         self._write = jax.jit(_write, donate_argnums=0)
 
     def fill(self, batch: PyTree) -> PyTree:
-        """Moves a batch into the buffers of its shape.
+        """Copies a batch into the buffers of its shape, and deletes it.
 
         Args:
-          batch: a pytree of `jax.Array`s, placed as the step takes them, that nobody else holds: they are deleted.
-            Leaves that are none, and PRNG keys, are returned as they are.
+          batch: a pytree of `jax.Array`s with the shardings of the step's batch. Other leaves, and PRNG keys, are
+            returned as they are.
 
         Returns:
           The batch in its buffers, with the same shapes, dtypes and shardings.
@@ -58,7 +57,7 @@ class BatchBuffers:
 
 
 def _write(buffers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
-    # An update in place, of all of it: `lambda old, new: new` would return the arrays that came in.
+    # An update in place of all elements: `lambda old, new: new` would return the input arrays.
     return [lax.dynamic_update_slice(old, new, (0,) * new.ndim) for old, new in zip(buffers, arrays, strict=True)]
 
 

@@ -1,8 +1,8 @@
-"""Batches of packed rows as global arrays: shuffled, read ahead, and each process reads only its own rows.
+"""Batches of packed rows as global arrays: shuffled, prefetched, each process reading only its own rows.
 
-The documents of a part are one stream of tokens. Row `r` is `seq_len` tokens of it from place `r * seq_len` on, each
-with the next token as its target, so that an epoch has every token but the first as a target once. Which rows a batch
-has is a pure function of the seed and the number of examples before it.
+The documents of a part are one stream of tokens. Row `r` is its `seq_len` tokens from position `r * seq_len` on, each
+with the next token as its target, so that every token but the first is a target once an epoch. Which rows a batch has
+is a pure function of the seed and the number of examples before it.
 """
 
 import dataclasses
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zero_jax.core.extras import extra
 from zero_jax.data.dataset import Dataset
 from zero_jax.data.train_validation_split import TokenPart
 
@@ -24,12 +24,12 @@ _NO_ROW = -1
 
 
 def num_rows(part: TokenPart, *, seq_len: int) -> int:
-    """Returns the number of rows that a part fills, a last one that is not full included."""
+    """Returns the number of rows of a part; the last one may be shorter."""
     return -(-(part.size - 1) // seq_len)
 
 
 def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
-    """Cuts rows from the stream of a part.
+    """Reads packed rows of tokens, with targets, weights and segments.
 
     Args:
       part: the tokens.
@@ -38,7 +38,7 @@ def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np
 
     Returns:
       `inputs` and `targets`, int32; `weights`, float32: 0 where the target begins another document or is beyond the
-      end, else 1; `segments`, int32: which document of the row each input belongs to, from 0 on. All are
+      end, else 1; `segments`, int32: the document of each input, numbered from 0 in each row. All are
       `[len(rows), seq_len]`.
     """
     positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
@@ -46,25 +46,25 @@ def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np
     tokens, documents = np.zeros(exists.shape, np.int32), np.full(exists.shape, -1)
     tokens[exists], documents[exists] = part.take(positions[exists])
     documents = np.where(exists, documents, documents.max(axis=1, keepdims=True) + 1)
-    goes_on = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    same_document = exists[:, 1:] & (documents[:, 1:] == documents[:, :-1])
     return {
         "inputs": tokens[:, :-1],
         "targets": tokens[:, 1:],
-        "weights": goes_on.astype(np.float32),
+        "weights": same_document.astype(np.float32),
         "segments": (documents[:, :-1] - documents[:, :1]).astype(np.int32),
     }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Share:
-    """What of a batch this process' devices hold.
+    """The part of a global batch that this process's devices have.
 
     Attributes:
-      rows: places of its rows in the batch, ascending.
-      shape: of the whole batch.
+      rows: indices of its rows in the batch, ascending.
+      shape: global shape of the batch.
       sharding: of the batch over the devices.
-      pieces: for each device of this process, which part of the local rows it holds.
-      left_out: entries that the batch does without.
+      pieces: for each device of this process, its slice of the local rows.
+      left_out: entries of a batch that are not made.
     """
 
     rows: np.ndarray
@@ -74,10 +74,13 @@ class _Share:
     left_out: frozenset[str]
 
     def assemble(self, local: Mapping[str, np.ndarray]) -> Batch:
-        """Makes global arrays of this process' rows; nothing goes to other processes."""
+        """Makes global arrays of this process's rows, without communication."""
         devices = list(self.pieces)
-        kept = {name: array for name, array in local.items() if name not in self.left_out}
-        pieces = {name: [array[piece] for piece in self.pieces.values()] for name, array in kept.items()}
+        pieces = {
+            name: [array[piece] for piece in self.pieces.values()]
+            for name, array in local.items()
+            if name not in self.left_out
+        }
         placed = jax.device_put(pieces, dict.fromkeys(pieces, devices))
         return {
             name: jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
@@ -104,24 +107,24 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
 
 
 class Batches(Iterator[Batch]):
-    """Shuffled batches without end, read ahead by threads.
+    """An endless iterator over shuffled batches, prefetched by threads.
 
     Each is a dict of global arrays `[batch_size, seq_len]`, as `cut_rows` describes them.
     """
 
     def __init__(self, host_batches: Any, share: _Share, *, position: int):
-        """Makes global arrays of what an iterator reads.
+        """Takes an iterator over host batches.
 
         Args:
-          host_batches: yields this process' rows of one batch after the other.
-          share: which those are.
+          host_batches: yields this process's rows of each batch.
+          share: says which rows those are.
           position: examples before the first one.
         """
         self._host_batches, self._share, self._position, self._is_open = host_batches, share, position, True
 
     @property
     def position(self) -> int:
-        """Examples that were handed out so far, those before the start included: what goes on exactly from here."""
+        """Examples so far, those before the start included; `train_batches` resumes from here."""
         return self._position
 
     def __next__(self) -> Batch:
@@ -130,7 +133,7 @@ class Batches(Iterator[Batch]):
         try:
             batch = self._share.assemble(next(self._host_batches))
         except BaseException:
-            self.close()  # what was read ahead must not be taken for the batch that failed
+            self.close()  # or the next call would return the batch after the failed one
             raise
         self._position += self._share.shape[0]
         return batch
@@ -142,7 +145,7 @@ class Batches(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads; reading on needs new batches."""
+        """Stops the threads."""
         if self._is_open:
             self._is_open = False
             self._host_batches.close()
@@ -159,32 +162,35 @@ def train_batches(
     prefetch_batches: int = 2,
     separate_documents: bool = True,
 ) -> Batches:
-    """Returns the training batches: in each epoch all rows once, in an order of its own.
+    """Returns shuffled training batches: all rows once in each epoch, in another order each time.
 
     Args:
       dataset: the documents.
       batch_size: examples in a batch, over all devices and processes.
       seq_len: tokens in a row.
-      seed: chooses among orders.
-      sharding: of the batch; it says which rows this process reads.
-      position: examples that were taken before, `Batches.position` of the run that goes on here. Neither the batch size
-        nor the number of processes need be what they were.
-      prefetch_batches: batches that are read ahead; 0 reads each when it is asked for.
-      separate_documents: whether batches say which document each token is in (`segments`).
+      seed: of the shuffle.
+      sharding: of the batch, which decides the rows that this process reads.
+      position: examples to skip, `Batches.position` of the run that is resumed. The batch size and the number of
+        processes may differ from that run's.
+      prefetch_batches: batches to prefetch; 0 reads each when it is asked for.
+      separate_documents: whether batches have `segments`, the document of each token.
 
     Raises:
       ValueError: the batch does not divide over the devices; while iterating, the file of the tokens changed.
     """
+    with extra("train"):
+        import grain
+
     if batch_size < 1 or position < 0:
         raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
     part = dataset.train
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
-    # Of all seeds, however large, one of the 32 bits that grain takes; neighbours must not share epochs.
+    # Grain takes 32 bits; seeds that differ by one must not share the order of an epoch.
     seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
     order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
 
     def read(start: int) -> dict[str, np.ndarray]:
-        rows = np.array([order[start + place] for place in share.rows.tolist()])
+        rows = np.array([order[start + row] for row in share.rows.tolist()])
         return cut_rows(part, rows, seq_len=seq_len)
 
     starts = grain.MapDataset.range(position, sys.maxsize, batch_size).map(read)
@@ -194,13 +200,13 @@ def train_batches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationBatches(Sequence[Batch]):
-    """Batches that are the same each time, made anew whenever one is asked for.
+    """A sequence of batches that are the same each time, read when they are asked for.
 
     Attributes:
       part: the tokens.
-      rows: the rows of each batch, -1 where the last one has none: `[num_batches, batch_size]`.
+      rows: the rows of each batch, -1 for padding: `[num_batches, batch_size]`.
       seq_len: tokens in a row.
-      share: what of a batch this process reads.
+      share: the part of a batch that this process reads.
     """
 
     part: TokenPart
@@ -226,10 +232,10 @@ def validation_batches(
     sharding: NamedSharding,
     separate_documents: bool = True,
 ) -> ValidationBatches:
-    """Returns batches of evenly spaced rows of the validation part: the same ones whenever it is called.
+    """Returns validation batches: evenly spaced rows of the validation part, the same ones each time.
 
-    Where the part has fewer rows than asked for, there are fewer batches, and the last one is filled up with rows
-    whose weights are 0: no row counts twice.
+    Where the part has fewer rows than asked for, there are fewer batches, and the last one is padded with rows whose
+    weights are 0, so that no row counts twice.
 
     Raises:
       ValueError: the batch does not divide over the devices.

@@ -1,4 +1,4 @@
-"""A data set: documents of text or tokens from a file or folder, in a part to train on and a part to validate on."""
+"""Data sets: documents of text or tokens from files, split into training and validation."""
 
 import dataclasses
 import hashlib
@@ -8,10 +8,11 @@ import numpy as np
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.user_cache import cache_folder
-from zero_jax.data.sources import Format, find
+from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
-from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, checked, read_tokens
-from zero_jax.data.tokens.files import TokenDtype, TokenFile, Tokens, is_token_folder, open_folder
+from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
+from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, open_folder
+from zero_jax.data.tokens.token_file import TokenFile
 from zero_jax.data.train_validation_split import TokenPart, split_documents
 
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
@@ -22,9 +23,9 @@ class DataConfig:
     """Says what a model is trained on.
 
     Attributes:
-      data: where the documents come from: `stdlib` is the source code of Python's own standard library, anything else
-        is the path of a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a
-        folder that `zero-jax tokenize` wrote.
+      data: the documents: `stdlib` is the source code of Python's own standard library, anything else is the path of
+        a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a folder that
+        `zero-jax tokenize` wrote.
       format: how to read it; `auto` goes by the names of the files.
       text_field: field of a JSON line, or column of a Parquet file, that holds the text.
       tokenizer: `bytes`, or the path of a JSON file of the tokenizers library; `auto` takes a token folder's own, and
@@ -35,7 +36,7 @@ class DataConfig:
       validation_fraction: share of the tokens that is kept for validation: whole documents, or the end of a single one.
       separate_documents: tell the model which document of its row each token is in (`segments`), so that attention
         stays within it; otherwise tokens see the documents before theirs. The loss never crosses documents either way.
-      prefetch_batches: batches that are read ahead while the devices compute.
+      prefetch_batches: batches to read while the devices compute.
     """
 
     data: str = "stdlib"
@@ -70,16 +71,16 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Dataset:
-    """Documents as tokens, in two parts.
+    """A tokenized data set, split into training and validation.
 
     Attributes:
-      name: what the documents are.
-      tokenizer: what made the tokens.
+      name: the path of the documents, or `stdlib`.
+      tokenizer: the tokenizer of the tokens.
       num_documents: documents that were read.
       train: tokens to learn from.
       validation: tokens to measure on.
-      fingerprint: tells it from every data set with other tokens or another split; the same on every machine.
-      notes: what was left out or replaced, for people.
+      fingerprint: a hash of the tokens and the split; the same on every machine.
+      notes: lines about what was left out or replaced.
     """
 
     name: str
@@ -98,32 +99,32 @@ class Dataset:
         return "; ".join([text, *self.notes])
 
 
-def load(
+def load_dataset(
     config: DataConfig, *, seq_len: int, tokenizer: Tokenizer | None = None, log: Log = lambda line: None
 ) -> Dataset:
-    """Reads the documents, or finds their tokens in the cache, and splits them.
+    """Loads a data set: reads and tokenizes the documents, or takes their tokens from the cache, and splits them.
 
     Args:
-      config: which documents.
-      seq_len: tokens in the rows that will be cut from them.
-      tokenizer: what makes tokens of text; the one that the config names if None.
-      log: takes lines that tell how it goes.
+      config: which documents, and how to read them.
+      seq_len: tokens in a row; each part must have enough for one.
+      tokenizer: the tokenizer; None takes the one that the config names.
+      log: called with lines of progress.
 
     Returns:
-      The tokens of both parts, mapped from a file where there is one.
+      The data set; its tokens stay in their file where there is one.
 
     Raises:
-      ValueError: there is no such path, something there cannot be read (with file, and line or row), tokens and
-        tokenizer do not belong together, or there is too little for a row.
+      ValueError: there is no such path, a file cannot be read (with its name, and line or row), the tokens were made
+        with another tokenizer, or there are too few for a row.
     """
     folder = pathlib.Path(config.data).expanduser()
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
-        name, tokens = str(folder), checked(open_folder(folder))
+        name, tokens = str(folder), verify_if_small(open_folder(folder))
         tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
-        source = find(config.data, format=config.format)
+        source = find_source(config.data, format=config.format)
         name, num_left_out = source.name, source.num_left_out
         tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
         tokens = read_tokens(
@@ -185,6 +186,6 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
     notes = [f"{count:,} {what}" for what, count in counts.items() if count]
-    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.sums is None:
+    if isinstance(tokens.tokens, TokenFile) and tokens.tokens.checksums is None:
         notes.append("written without checksums, so that damage is not noticed (`zero-jax tokenize` writes them)")
     return tuple(notes)

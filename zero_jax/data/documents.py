@@ -1,4 +1,4 @@
-"""Documents of text from text files, JSON Lines and Parquet, read in pieces of some kilobytes."""
+"""Reads documents from text files, JSON Lines and Parquet, in pieces of some kilobytes."""
 
 import contextlib
 import dataclasses
@@ -24,8 +24,8 @@ class Piece:
 
     Attributes:
       text: the text.
-      ends: whether the document ends with it.
-      num_replaced: places where the text was no valid Unicode and has a replacement character instead.
+      ends: whether it is the last of its document.
+      num_replaced: replacement characters that stand for invalid Unicode.
     """
 
     text: str
@@ -43,7 +43,7 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
       text_field: the field of a line, or the column, that holds the text.
 
     Raises:
-      ValueError: what cannot be read, with file and line.
+      ValueError: a file cannot be read; names the file and the line.
     """
     read = _READERS[source.format]
     for file in source.files:
@@ -125,7 +125,7 @@ def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
 
 
 def _string(text: str, num_replaced: int = 0) -> Piece:
-    """Makes a document of a string, whose lone surrogates (which JSON can spell) are no Unicode text."""
+    """Makes a document of a string; replaces lone surrogates, which JSON can have and Unicode text cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,6 +135,7 @@ def _string(text: str, num_replaced: int = 0) -> Piece:
 
 
 def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    """Reads a column 256 rows at a time; `grain.experimental.ParquetIterDataset` loads all columns of a row group."""
     try:
         import pyarrow
         import pyarrow.parquet

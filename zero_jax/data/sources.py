@@ -1,4 +1,4 @@
-"""Which files a data set is made of, and in which format they are."""
+"""Finds the files of a data set, and their format."""
 
 import dataclasses
 import glob
@@ -29,13 +29,13 @@ _BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file as it was when the data set was put together.
+    """A file of a data set, with its size and time of change when it was found.
 
     Attributes:
       path: where it is.
       name: its path from the data set's folder.
-      size_bytes: its size then.
-      modified_ns: when it had been modified, in nanoseconds.
+      size_bytes: its size.
+      modified_ns: when it was modified, in nanoseconds.
     """
 
     path: pathlib.Path
@@ -44,7 +44,7 @@ class SourceFile:
     modified_ns: int
 
     def check(self) -> None:
-        """Raises `ValueError` if the file is gone or another than it was."""
+        """Raises `ValueError` if the file is gone or has changed."""
         try:
             status = self.path.stat()
         except OSError as error:
@@ -58,10 +58,10 @@ class Source:
     """The files of a data set.
 
     Attributes:
-      name: what to call it.
+      name: the path of the data set, or `stdlib`.
       format: how to read the files; never `auto`.
       files: the files, sorted by name.
-      num_left_out: files of a folder that do not count: empty ones, binary ones among text, others among a format.
+      num_left_out: files of a folder that are not read: empty ones, binary ones among text, those of other formats.
     """
 
     name: str
@@ -70,14 +70,14 @@ class Source:
     num_left_out: int = 0
 
     def fingerprint(self, *settings: str) -> str:
-        """Returns a hash of what would be read: paths, sizes, times of change, and settings that decide how."""
+        """Returns a hash of paths, sizes, times of change, and settings that decide how the files are read."""
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
         for file in self.files:
             digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
         return digest.hexdigest()[:24]
 
 
-def find(data: str, *, format: Format = "auto") -> Source:
+def find_source(data: str, *, format: Format = "auto") -> Source:
     """Finds the files of a data set.
 
     Args:
@@ -88,12 +88,12 @@ def find(data: str, *, format: Format = "auto") -> Source:
       ValueError: there are none, all are empty or binary, formats are mixed, or one cannot be read.
     """
     try:
-        return _find(data, format)
+        return _find_files(data, format)
     except OSError as error:
         raise ValueError(f"cannot read {error.filename} ({error.strerror}): make it readable, or move it") from error
 
 
-def _find(data: str, format: Format) -> Source:
+def _find_files(data: str, format: Format) -> Source:
     if data == "stdlib":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         paths = [path for path in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(path.relative_to(root).parts)]
@@ -118,14 +118,14 @@ def _find(data: str, format: Format) -> Source:
 
 
 def source_file(path: pathlib.Path, *, root: pathlib.Path | None = None) -> SourceFile:
-    """Takes down a file as it is now, with its name from the folder `root`."""
+    """Returns a file with its present size and time of change, named by its path from the folder `root`."""
     status = path.stat()
     inside = path.relative_to(root) if root and path.is_relative_to(root) else path
     return SourceFile(path=path, name=inside.as_posix(), size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
 def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -> Format:
-    """Returns the format of files: what was asked for, or what their names say."""
+    """Returns the format of files: the one asked for, or that of their names."""
     if format != "auto":
         return format
     kinds: dict[Format, list[pathlib.Path]] = {}
@@ -136,8 +136,8 @@ def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -
     if "text" in kinds and len(paths) > 1:
         kinds.pop("tokens", None)  # among text, what ends in .bin is anything
     if len(kinds) > 1:
-        found = ", ".join(f"{len(some)} of {kind} ({some[0].name})" for kind, some in sorted(kinds.items()))
-        raise ValueError(f"{root} holds files of several formats: {found}. Say which to read with --format")
+        counts = ", ".join(f"{len(some)} of {kind} ({some[0].name})" for kind, some in sorted(kinds.items()))
+        raise ValueError(f"{root} holds files of several formats: {counts}. Say which to read with --format")
     return next(iter(kinds)) if kinds else "text"
 
 
@@ -149,7 +149,7 @@ def _format_of(path: pathlib.Path) -> Format:
 
 
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
-    """Takes down the files that count."""
+    """Makes a source of the files that are not empty and, for text, not binary."""
     paths = sorted(paths)
     named = [path for path in paths if _format_of(path) == format] if format != "text" else []
     counted = [path for path in named or paths if (_is_text(path) if format == "text" else path.stat().st_size)]

@@ -1,4 +1,4 @@
-"""Text as tokens and back: bytes, or a vocabulary in a `tokenizers` JSON file, which may be trained here."""
+"""Tokenizers: bytes, or a vocabulary of the `tokenizers` library, loaded from its JSON file or trained."""
 
 import contextlib
 import dataclasses
@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from zero_jax.core.extras import extra
+
 # What tokenizer files call the token between documents, the usual ones first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
 _NUM_BYTES = 256
@@ -21,12 +23,12 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """A name for people."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Tells it from every tokenizer that would make other tokens."""
+        """A hash: tokenizers with the same one make the same tokens."""
         ...
 
     @property
@@ -101,21 +103,21 @@ class JsonTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each text; the library takes several threads."""
         encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in encoded]
+        return [np.array(text.ids, np.uint32) for text in encoded]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text, ends of documents included."""
+        """Returns the text, end-of-document tokens included."""
         return self.library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
 
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
-    """Returns the tokenizer of a name: `bytes`, or the path of a `tokenizers` JSON file.
+    """Loads a tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
 
-    All of a text is tokenized, whatever the file says of truncation and padding, and text that looks like a special
-    token stays text: only the trainer puts ends of documents.
+    Truncation and padding that the file sets are turned off, and text that looks like a special token stays text: only
+    the data set has end-of-document tokens.
 
     Raises:
-      ValueError: the file cannot be read, is no tokenizer, or has no token that ends a document.
+      ValueError: the file cannot be read, is no tokenizer, or has no end-of-document token.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -147,7 +149,8 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
 
 
 def _parse(content: bytes, path: pathlib.Path) -> Any:
-    import tokenizers  # only who asks for a vocabulary needs the library
+    with extra("train"):
+        import tokenizers
 
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
@@ -163,19 +166,20 @@ def _parse(content: bytes, path: pathlib.Path) -> Any:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path, progress: bool = False) -> Tokenizer:
-    """Trains a byte-level BPE, which any text survives unchanged, and writes it as a `tokenizers` JSON file.
+    """Trains a byte-level BPE, which is lossless for any text, and writes it as a `tokenizers` JSON file.
 
     Args:
-      texts: the text, in pieces; they are read once and not kept.
-      vocab_size: tokens at most: `<|endoftext|>`, the 256 bytes, and what is merged of them. Little text makes fewer.
-      path: where the file goes; there must be none yet.
-      progress: whether the library shows how far it is.
+      texts: the text, in pieces, read once.
+      vocab_size: most tokens: `<|endoftext|>`, the 256 bytes, and merges of them. Little text makes fewer.
+      path: the file to write, which must not exist yet.
+      progress: whether the library shows its progress.
 
     Raises:
       ValueError: the vocabulary has no room for the bytes, there is a file already, or it cannot be written.
     """
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    with extra("train"):
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
 
     path = pathlib.Path(path).expanduser()
     if vocab_size < _NUM_BYTES + 1:

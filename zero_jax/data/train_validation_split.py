@@ -1,22 +1,23 @@
-"""Which documents are kept for validation, and the two parts as streams of tokens."""
+"""The train/validation split: which documents are for validation, and both parts as streams of tokens."""
 
 import dataclasses
 
 import numpy as np
 
 from zero_jax.data.sources import SourceFile
-from zero_jax.data.tokens.files import TokenFile, Tokens
+from zero_jax.data.tokens.folder import Tokens
+from zero_jax.data.tokens.token_file import TokenFile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPart:
-    """Documents of a data set, one after the other, as one stream of tokens: nothing is copied.
+    """The documents of a training or validation part as one stream of tokens; nothing is copied.
 
     Attributes:
       tokens: the tokens of the whole data set.
-      starts: where each document of the part begins in `tokens`: `[num_documents]`.
-      offsets: where it begins in the stream, and the end of the last: `[num_documents + 1]`.
-      file: the file that `tokens` is in, if any, as it was when it was opened.
+      starts: the index in `tokens` of each document's first token: `[num_documents]`.
+      offsets: its index in the stream, and the end of the last document: `[num_documents + 1]`.
+      file: size and time of change of the tokens' file when it was opened, if there is one.
     """
 
     tokens: np.ndarray | TokenFile
@@ -35,10 +36,10 @@ class TokenPart:
         return len(self.starts)
 
     def take(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens at places of the stream, a vector, and which document of the part each belongs to.
+        """Returns the tokens at positions of the stream, a vector, and the document of the part that each belongs to.
 
         Raises:
-          ValueError: the file of the tokens is another than it was, or ends too early.
+          ValueError: the file of the tokens has changed or was cut.
         """
         if self.file is not None:
             self.file.check()
@@ -51,11 +52,11 @@ class TokenPart:
 
 
 def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[TokenPart, TokenPart]:
-    """Gives validation the documents whose hashes are lowest, as many as fit into its share of the tokens.
+    """Splits documents: those of the lowest hashes are for validation, as many as fit into its share of the tokens.
 
-    A hash of what is in the document: neighbours are alike, the split must not depend on names, order or machine, and
-    a document that occurs twice must not be on both sides. Where not one fits, as with a single document, validation
-    gets the end of the longest.
+    The hash is of the content: the split must not depend on names, order or machine, neighbours are alike, and a
+    document that occurs twice must not be in both parts. Where no document fits, as with a single one, validation gets
+    the end of the longest.
 
     Returns:
       The documents to train on, and those to validate on.
@@ -82,15 +83,15 @@ def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
 
 
 def _first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Goes through sizes in order and takes each that still fits; returns which were taken."""
+    """Takes sizes in order, each that still fits; returns which were taken."""
     taken = np.zeros(len(sizes), bool)
-    left = np.arange(len(sizes))
+    remaining = np.arange(len(sizes))
     while True:
-        left = left[sizes[left] <= room]
-        if not left.size:
+        remaining = remaining[sizes[remaining] <= room]
+        if not remaining.size:
             return taken
-        totals = np.cumsum(sizes[left])
+        totals = np.cumsum(sizes[remaining])
         num_fitting = int(np.searchsorted(totals, room, side="right"))
-        taken[left[:num_fitting]] = True
+        taken[remaining[:num_fitting]] = True
         room -= int(totals[num_fitting - 1])
-        left = left[num_fitting:]
+        remaining = remaining[num_fitting:]

@@ -1,13 +1,13 @@
-"""The module reads what an instruction of a compiled program costs: the compiler's own cycles, else flops and bytes."""
+"""Costs of the instructions of a compiled program: the compiler's own cycles, else flops and bytes (a roofline)."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
-from zero_jax.hlo.program import LAYOUT_OR_COMMENT, Instruction, Program, integers
+from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.program import Instruction, Program, integers
 
 # No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
 _FREE = re.compile(
@@ -72,7 +72,7 @@ def _flops(program: Program, computation: str, instruction: Instruction) -> floa
     if opcode == "fusion":
         called = next(iter(instruction.called.values()))
         inner = program.computations.get(called, {}).values()
-        return sum(_flops(program, called, one) or 0 for one in inner)
+        return sum(_flops(program, called, instruction) or 0 for instruction in inner)
     if opcode == "dot":
         return _dot_flops(program, computation, instruction, r"lhs_contracting_dims=\{([^}]*)\}")
     if opcode == "convolution" or (opcode == "custom-call" and "dim_labels=" in line):
@@ -86,20 +86,19 @@ def _flops(program: Program, computation: str, instruction: Instruction) -> floa
 
 def _dot_flops(program: Program, computation: str, instruction: Instruction, contracting: str) -> float:
     match = re.search(contracting, instruction.line)
-    left = _operand_shapes(program, computation, instruction)[0]
-    result = next(dtypes_and_dims(instruction.shape))
-    inner = math.prod(left[1][dim] for dim in integers(match[1])) if match else 1
-    return 2 * math.prod(result[1]) * inner
+    left = _operand_arrays(program, computation, instruction)[0]
+    inner = math.prod(left.dims[dim] for dim in integers(match[1])) if match else 1
+    return 2 * _first(instruction).num_elements * inner
 
 
 def _convolution_flops(program: Program, computation: str, instruction: Instruction) -> float:
     """Counts multiply-adds with real elements only: XLA:TPU writes batched matmuls as padded convolutions."""
     line = instruction.line
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
-    shapes = _operand_shapes(program, computation, instruction)
-    if not labels or len(shapes) < 2:
+    operands = _operand_arrays(program, computation, instruction)
+    if not labels or len(operands) < 2:
         return 0
-    left, kernel, out = (shapes[0][1], shapes[1][1], next(dtypes_and_dims(instruction.shape))[1])
+    left, kernel, out = (array.dims for array in (*operands[:2], _first(instruction)))
     window = re.search(r"window=\{([^}]*)\}", line)
     text = window[1] if window else ""
     spatial = [label for label in labels[3] if label.isdigit()]
@@ -131,7 +130,7 @@ def _window(text: str, key: str, place: int, otherwise: int) -> int:
 def _valid_pairs(
     num_left: int, num_kernel: int, num_out: int, *, stride: int, low: int, left_dilation: int, dilation: int
 ) -> int:
-    """The pairs of an output and a kernel position along one dim that meet an element that is no padding."""
+    """The pairs of an output and a kernel position along one dim that read an element of the input, not padding."""
     at = np.arange(num_out)[:, None] * stride + np.arange(num_kernel)[None, :] * dilation - low
     inside = (at >= 0) & (at <= (num_left - 1) * left_dilation) & (at % left_dilation == 0)
     return int(inside.sum())
@@ -157,42 +156,39 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
     called = next(iter(instruction.called.values()))
     inner = program.computations.get(called, {})
     users = _users(inner)
-    parameters = [one for one in inner.values() if one.opcode == "parameter"]
-    read = sum(_read_bytes(inner, users, one) for one in parameters)
-    return read + _written_bytes(inner, result)
+    parameters = [value for value in inner.values() if value.opcode == "parameter"]
+    num_read = sum(_read_bytes(inner, users, parameter) for parameter in parameters)
+    root = inner.get(program.roots.get(called, ""))
+    return num_read + (_written_bytes(inner, root) if root else result)
 
 
 def _users(inner: dict[str, Instruction]) -> dict[str, list[Instruction]]:
     users: dict[str, list[Instruction]] = {name: [] for name in inner}
-    for one in inner.values():
-        if one.opcode not in ("parameter", "constant"):
-            for name in one.operands:
-                users.get(name, []).append(one)
+    for user in inner.values():
+        if user.opcode not in ("parameter", "constant"):
+            for name in user.operands:
+                users.get(name, []).append(user)
     return users
 
 
 def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:
     """The bytes of a value inside a fusion that are read: the slices, if it is only sliced or updated in place."""
-    whole, total = _bytes(value.shape), 0
+    all_bytes, total = _bytes(value.shape), 0
     for user in users[value.name]:
         is_first = user.operands[0] == value.name and value.name not in user.operands[1:]
         if user.opcode in _SAME_DATA:
-            total += _read_bytes(inner, users, user) * whole // max(_bytes(user.shape), 1)
+            total += _read_bytes(inner, users, user) * all_bytes // max(_bytes(user.shape), 1)
         elif is_first and user.opcode in _READS_PART:
             total += _bytes(user.shape)
         elif is_first and user.opcode == "scatter":
             total += _bytes(inner[user.operands[-1]].shape)
         elif not (is_first and user.opcode == "dynamic-update-slice"):
-            return whole
-    return min(whole, total)
+            return all_bytes
+    return min(all_bytes, total)
 
 
-def _written_bytes(inner: dict[str, Instruction], result: int) -> int:
-    """The bytes that a fusion writes: those of the updates, where it updates in place."""
-    roots = [one for one in inner.values() if one.line.lstrip().startswith("ROOT")]
-    if not roots:
-        return result
-    root = roots[0]
+def _written_bytes(inner: dict[str, Instruction], root: Instruction) -> int:
+    """The bytes that a fusion with this root writes: those of the updates, where it updates in place."""
     outputs = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
     total = 0
     for output in outputs:
@@ -203,22 +199,15 @@ def _written_bytes(inner: dict[str, Instruction], result: int) -> int:
     return total
 
 
-def _operand_shapes(program: Program, computation: str, instruction: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+def _operand_arrays(program: Program, computation: str, instruction: Instruction) -> list[Array]:
     instructions = program.computations[computation]
-    return [next(dtypes_and_dims(instructions[name].shape)) for name in instruction.operands if name in instructions]
+    return [_first(instructions[name]) for name in instruction.operands if name in instructions]
 
 
-def dtypes_and_dims(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the (dtype, dims) of the arrays in a shape."""
-    for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", LAYOUT_OR_COMMENT.sub("", shape)):
-        yield dtype, tuple(integers(dims))
+def _first(instruction: Instruction) -> Array:
+    return next(arrays(parse_shape(instruction.shape)))
 
 
 def _bytes(shape: str) -> int:
-    """The bytes of all arrays in a shape."""
-    total = 0
-    for dtype, dims in dtypes_and_dims(shape):
-        match = re.match(r"[a-z]+(\d+)", dtype)  # the width is the first number in f8e4m3fn, s4 and bf16
-        bits = int(match[1]) if match else 8 * (dtype == "pred")
-        total += -(-math.prod(dims) * bits // 8)
-    return total
+    """The bytes of all arrays in a shape, without padding."""
+    return sum(array.packed_bytes for array in arrays(parse_shape(shape)))

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, from the ways that XLA writes it."""
+"""Replica groups of collectives: which devices communicate, from the ways that XLA writes it."""
 
 import functools
 import itertools
@@ -63,8 +63,8 @@ def rings(text: str) -> tuple[Groups, Groups]:
     pairs = tuple(zip(*[iter(integers(text))] * 2, strict=True))
     group_of: dict[int, list[int]] = {}
     for source, target in pairs:
-        one, other = (group_of.setdefault(device, [device]) for device in (source, target))
-        if one is not other:
-            one += other
-            group_of.update(dict.fromkeys(other, one))
+        group, other = (group_of.setdefault(device, [device]) for device in (source, target))
+        if group is not other:
+            group += other
+            group_of.update(dict.fromkeys(other, group))
     return pairs, tuple({id(group): tuple(sorted(group)) for group in group_of.values()}.values())

@@ -1,4 +1,4 @@
-"""How a compiler laid out the heap of a program: what it allocates for temporaries, and what of that is alive at once.
+"""Fragmentation of a program's heap: what the compiler allocates for temporaries, and what of that is alive at once.
 
 No figure of XLA:TPU's `memory_analysis()` is the size of that heap: `temp_size_in_bytes` is larger, by 5% to 60% in
 docs/fragmentation.md. What its buffer assignment says, which it writes on demand, is exact; that of XLA:CPU as well.
@@ -18,11 +18,11 @@ _FILES = "-buffer-assignment.txt", "-live-range.txt"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeapLayout:
-    """The heap of temporaries in a device's memory, as the compiler laid it out, in bytes.
+    """The heap of temporaries in a device's memory, as the compiler assigned it, in bytes.
 
     Attributes:
       allocated_bytes: what the program allocates for it, once, when it starts.
-      live_bytes: the most that is alive at one time; None if the compiler did not tell the lives of all values.
+      live_bytes: the most that is alive at one time; None if the compiler did not report the live ranges of all values.
     """
 
     allocated_bytes: int
@@ -70,14 +70,14 @@ def _layout(lines: Iterable[str], lives: Mapping[str, tuple[int, int]]) -> HeapL
     allocated, live, is_heap, is_known = 0, 0, False, True
     placed: list[tuple[int, int, int, int]] = []
     for line in lines:
-        if found := _ALLOCATION.match(line):
+        if match := _ALLOCATION.match(line):
             # What has a color lies in another memory: on the chip, or the host's.
-            is_heap = "preallocated-temp" in found[2] and "color" not in found[2]
-            allocated += int(found[1]) if is_heap else 0
+            is_heap = "preallocated-temp" in match[2] and "color" not in match[2]
+            allocated += int(match[1]) if is_heap else 0
             live, placed = live + _most_alive(placed), []
-        elif is_heap and (found := _VALUE.match(line)):
-            if life := lives.get(found[1] + (found[2] or "{}")):
-                placed.append((*life, int(found[4]), int(found[4]) + int(found[3])))
+        elif is_heap and (match := _VALUE.match(line)):
+            if life := lives.get(match[1] + (match[2] or "{}")):
+                placed.append((*life, int(match[4]), int(match[4]) + int(match[3])))
             else:
                 is_known = False
     live += _most_alive(placed)

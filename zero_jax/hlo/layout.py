@@ -1,4 +1,4 @@
-"""Shapes in the text of an XLA program: arrays with their dims, layout, memory space and size in memory."""
+"""Parses the shapes in the text of an XLA program: dims, layout, memory space and size in memory of each array."""
 
 import functools
 import math
@@ -9,11 +9,11 @@ from typing import NamedTuple
 _COMMENT = re.compile(r"/\*.*?\*/")
 _TOKEN = re.compile(r"[()]|([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?|(token|opaque)(?:\[\])?(?:\{[^}]*\})?")
 _TILES = re.compile(r"T((?:\([^)]*\))+)")
-_NO_DATA = frozenset({"token", "opaque", "tuple"})
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
 class Array(NamedTuple):
-    """An array as a program lays it out; `space` is the memory space of its layout, 0 for the device's memory."""
+    """The dtype, dims and layout of an array; `space` is the memory space of its layout, 0 for the device's memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -28,7 +28,17 @@ class Array(NamedTuple):
     @property
     def unpadded_bytes(self) -> int:
         """The bytes of its elements alone."""
-        return -(-math.prod(self.dims) * _bits(self.dtype, self.layout) // 8)
+        return -(-self.num_elements * _stored_bits(self.dtype, self.layout) // 8)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of its elements without the bits that fill up s4 and the like, as they are sent."""
+        return -(-self.num_elements * _bits(self.dtype) // 8)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of its elements, without padding."""
+        return math.prod(self.dims)
 
 
 Shape = Array | tuple["Shape", ...]
@@ -46,8 +56,8 @@ def parse_shape(text: str) -> Shape:
         if match[0] == "(":
             stack.append([])
         elif match[0] == ")":
-            done = tuple(stack.pop())
-            stack[-1].append(done)
+            parts = tuple(stack.pop())
+            stack[-1].append(parts)
         else:
             stack[-1].append(_array(match[1] or match[4], match[2] or "", match[3] or ""))
     if len(stack) != 1 or len(stack[0]) != 1:
@@ -69,7 +79,7 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
     sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
     space = re.search(r"(?<![A-Z])S\((\d+)\)", layout)
     elements = padded_elements(sizes, layout)
-    num_bytes = -(-elements * _bits(dtype, layout) // 8)
+    num_bytes = -(-elements * _stored_bits(dtype, layout) // 8)
     return Array(dtype=dtype, dims=sizes, layout=layout, space=int(space[1]) if space else 0, num_bytes=num_bytes)
 
 
@@ -100,11 +110,15 @@ def padded_elements(dims: Sequence[int], layout: str) -> int:
     return math.prod(physical)
 
 
-def _bits(dtype: str, layout: str) -> int:
-    """The room that an element takes: whole bytes, unless the layout packs it, as E(4) does."""
-    if packed := re.search(r"E\((\d+)\)", layout):
-        return int(packed[1])
-    if dtype in _NO_DATA:
-        return 0
+def _stored_bits(dtype: str, layout: str) -> int:
+    """The bits that an element takes in memory: whole bytes, unless the layout packs it, as E(4) does."""
+    packed = re.search(r"E\((\d+)\)", layout)
+    return int(packed[1]) if packed else -(-_bits(dtype) // 8) * 8
+
+
+def _bits(dtype: str) -> int:
+    """The width of an element: the first number in the dtype's name, as in f8e4m3fn, s4 and bf16."""
     width = re.match(r"[a-z]+(\d+)", dtype)
-    return max(int(width[1]), 8) if width else 8
+    if not width and dtype not in _BITS:
+        raise ValueError(f"unknown dtype in the HLO, please report it: {dtype!r}")
+    return int(width[1]) if width else _BITS[dtype]

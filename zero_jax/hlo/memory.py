@@ -1,17 +1,17 @@
-"""What a scheduled XLA program holds in memory: the buffers that are alive at the peak of its temporaries.
+"""Peak memory of a scheduled XLA program: the buffers that are alive when its temporaries take most.
 
-The TPU compiler tells how large its heap is, and not what is in it. This works it out from the text of the program.
+The TPU compiler reports how large its heap is, and not what is in it. This is worked out from the program here.
 """
 
 import bisect
 import collections
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from zero_jax.hlo.op_names import gathered_path, phase_of
-from zero_jax.hlo.program import Instruction, Program
-from zero_jax.hlo.values import Value, Values
+from zero_jax.hlo.program import Instruction, Program, parse
+from zero_jax.hlo.values import HloValue, LiveRanges
 
 # Memory spaces of a layout: 0 is the device's memory, 5 the host's; the others of a TPU are on the chip (1 is VMEM).
 # Those of a GPU are parts of its memory.
@@ -105,7 +105,7 @@ class Heap:
 class _Allocation:
     """A buffer with its size and the spans of the schedule in which it is in use."""
 
-    values: Sequence[Value]
+    values: Sequence[HloValue]
     num_bytes: int
     spans: tuple[tuple[int, int], ...]
 
@@ -113,53 +113,53 @@ class _Allocation:
         return any(start <= step <= end for start, end in self.spans)
 
 
-def peak(hlo_text: str) -> Heap:
-    """Finds the peak of a program's temporaries, and what is alive then.
+def peak(compiled: Any) -> Heap:
+    """Returns the peak of a program's temporaries, and what is alive then.
 
     Args:
-      hlo_text: What `compiled.as_text()` returns; `is_scheduled=true` in its first line.
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
 
     Raises:
       ValueError: The program is not scheduled, so that its text does not tell the order of execution.
     """
-    header = re.search(r"^HloModule.*", hlo_text, re.MULTILINE)
-    if not header or "is_scheduled=true" not in header[0]:
+    program = parse(compiled)
+    if not program.is_scheduled:
         raise ValueError(
             "the HLO is not scheduled, and its order tells nothing of memory: pass the text of a compiled program, "
             "compiled.as_text(), and not lowered.as_text()"
         )
-    program = Program(hlo_text)
-    values = Values(program, header=header[0])
-    has_tiles = any(":T(" in one.shape for one in program.computations[program.entry].values())
+    values = LiveRanges(program)
     arguments, outputs = ({values.buffer_of(n) for n in numbers} for numbers in (values.arguments, values.outputs))
     fixed = arguments | outputs | {values.buffer_of(number) for number in values.constants}
     temporaries: dict[str, list[_Allocation]] = {"device": [], "host": [], "chip": []}
     results = []
     readers = _readers(values.steps)
-    for number, found in values.buffers().items():
-        place = _place(found[0].array.space, has_tiles)
+    for number, shared in values.buffers().items():
+        memory = _memory_of(shared[0].array.space, program)
         if number not in fixed:
-            temporaries[place].append(_allocation(found))
-        elif number in outputs and place == "device":
-            results.append(_allocation(found))
-    heap, hosted = _reuse(temporaries["device"], results)
+            temporaries[memory].append(_allocation(shared))
+        elif number in outputs and memory == "device":
+            results.append(_allocation(shared))
+    heap, in_results = _reuse(temporaries["device"], results)
     peak_bytes, step = _top(heap)
 
     def alive(group: Sequence[_Allocation], step: int) -> tuple[Buffer, ...]:
-        found = (_describe(program, _until(one, step), readers) for one in group if one.is_live(step))
-        return tuple(sorted((one for one in found if one.num_bytes), key=lambda one: -one.num_bytes))
+        buffers = (
+            _describe(program, _until(allocation, step), readers) for allocation in group if allocation.is_live(step)
+        )
+        return tuple(sorted((buffer for buffer in buffers if buffer.num_bytes), key=lambda buffer: -buffer.num_bytes))
 
-    saved = [kept for one in temporaries["device"] if (kept := _saved(program, one, readers))]
+    saved = [residual for x in temporaries["device"] if (residual := _saved(program, x, readers))]
 
-    def total(numbers: Iterable[int], place: str) -> int:
-        picked = (values.items[number].array for number in numbers)
-        return sum(array.num_bytes for array in picked if _place(array.space, has_tiles) == place)
+    def total(numbers: Iterable[int], memory: str) -> int:
+        listed = (values.items[number].array for number in numbers)
+        return sum(array.num_bytes for array in listed if _memory_of(array.space, program) == memory)
 
     before = reversed(values.steps[max(step - _NEAR + 1, 0) : step + 1])
     return Heap(
         peak_bytes=peak_bytes,
         live=alive(heap, step),
-        in_arguments=alive(hosted, step),
+        in_arguments=alive(in_results, step),
         peak_name=values.steps[step][1].name if values.steps else "",
         peak_op_name=next(filter(None, (_op_name(program, *place) for place in before)), ""),
         argument_bytes=total(values.arguments, "device"),
@@ -174,55 +174,56 @@ def peak(hlo_text: str) -> Heap:
     )
 
 
-def _place(space: int, has_tiles: bool) -> str:
+def _memory_of(space: int, program: Program) -> str:
     if space == _HOST:
         return "host"
-    return "chip" if has_tiles and space != _DEVICE else "device"
+    return "chip" if program.has_tiles and space != _DEVICE else "device"
 
 
-def _allocation(values: Sequence[Value]) -> _Allocation:
+def _allocation(values: Sequence[HloValue]) -> _Allocation:
     spans: list[tuple[int, int]] = []
     for value in sorted(values, key=lambda value: value.start):
         if spans and value.start <= spans[-1][1] + 1:
             spans[-1] = (spans[-1][0], max(spans[-1][1], value.end))
         else:
             spans.append((value.start, value.end))
-    return _Allocation(values=values, num_bytes=max(one.array.num_bytes for one in values), spans=tuple(spans))
+    return _Allocation(values=values, num_bytes=max(value.array.num_bytes for value in values), spans=tuple(spans))
 
 
-def _until(one: _Allocation, step: int) -> _Allocation:
+def _until(allocation: _Allocation, step: int) -> _Allocation:
     """The allocation without the values that are written after a step."""
-    values = [value for value in one.values if value.start <= step]
-    return dataclasses.replace(one, values=values)
+    values = [value for value in allocation.values if value.start <= step]
+    return dataclasses.replace(allocation, values=values)
 
 
 def _reuse(
     temporaries: Sequence[_Allocation], results: Iterable[_Allocation]
 ) -> tuple[list[_Allocation], list[_Allocation]]:
     """Splits temporaries into those with memory of their own and those that lie in results."""
-    free = [(one.num_bytes, list(one.spans)) for one in sorted(results, key=lambda one: one.num_bytes)]
+    free = [(result.num_bytes, list(result.spans)) for result in sorted(results, key=lambda result: result.num_bytes)]
     sizes = [size for size, _ in free]
-    heap, hosted = [], []
+    heap, in_results = [], []
     smallest = _top(temporaries)[0] / 1024  # what is smaller hardly counts, and there may be many
-    for one in sorted(temporaries, key=lambda one: (-one.num_bytes, one.spans[0][0] - one.spans[-1][1])):
-        first = bisect.bisect_left(sizes, one.num_bytes) if one.num_bytes >= smallest else len(free)
+    for allocation in sorted(temporaries, key=lambda x: (-x.num_bytes, x.spans[0][0] - x.spans[-1][1])):
+        large = allocation.num_bytes >= smallest
+        first = bisect.bisect_left(sizes, allocation.num_bytes) if large else len(free)
         for _, taken in free[first:]:
-            if all(end < start or last < begin for start, last in taken for begin, end in one.spans):
-                taken += one.spans
-                hosted.append(one)
+            if all(end < start or last < begin for start, last in taken for begin, end in allocation.spans):
+                taken += allocation.spans
+                in_results.append(allocation)
                 break
         else:
-            heap.append(one)
-    return heap, hosted
+            heap.append(allocation)
+    return heap, in_results
 
 
 def _top(allocations: Iterable[_Allocation]) -> tuple[int, int]:
     """The most bytes that are alive at one step, and the first such step."""
     changes: collections.Counter = collections.Counter()
-    for one in allocations:
-        for start, end in one.spans:
-            changes[start] += one.num_bytes
-            changes[end + 1] -= one.num_bytes
+    for allocation in allocations:
+        for start, end in allocation.spans:
+            changes[start] += allocation.num_bytes
+            changes[end + 1] -= allocation.num_bytes
     most = now = at = 0
     for step in sorted(changes):
         now += changes[step]
@@ -235,27 +236,27 @@ def _readers(steps: Sequence[tuple[str, Instruction]]) -> list[str]:
     """For each step its JAX name stack, or in place of none that of the nearest step after it."""
     names, near = [""], 0  # what the program returns is alive for one step more
     for _, instruction in reversed(steps):
-        own = _own_name(instruction)
+        own = instruction.op_name
         near = 0 if own else near + 1
         names.append(own or (names[-1] if near < _NEAR else ""))
     return names[::-1]
 
 
-def _saved(program: Program, one: _Allocation, readers: Sequence[str]) -> _Allocation | None:
+def _saved(program: Program, allocation: _Allocation, readers: Sequence[str]) -> _Allocation | None:
     """The part of an allocation's life in which it holds what the forward pass keeps for the backward pass."""
 
-    def is_kept(value: Value) -> bool:
+    def is_residual(value: HloValue) -> bool:
         name = _op_name(program, value.computation, value.instruction)
         phases = phase_of(name), phase_of(readers[value.end])
         return phases == ("forward", "backward") and not gathered_path(name)
 
-    kept = [value for value in one.values if is_kept(value)]
-    return _allocation(kept) if kept else None
+    residuals = [value for value in allocation.values if is_residual(value)]
+    return _allocation(residuals) if residuals else None
 
 
-def _describe(program: Program, one: _Allocation, names: Sequence[str]) -> Buffer:
+def _describe(program: Program, allocation: _Allocation, names: Sequence[str]) -> Buffer:
     """Names a buffer after the last instruction that wrote it; a loop only carries it."""
-    written = sorted(one.values, key=lambda value: value.start)
+    written = sorted(allocation.values, key=lambda value: value.start)
     real = [value for value in written if value.instruction.opcode not in ("while", "conditional")] or written
     named = [value for value in real if _op_name(program, value.computation, value.instruction)]
     last = (named or real)[-1]
@@ -264,9 +265,9 @@ def _describe(program: Program, one: _Allocation, names: Sequence[str]) -> Buffe
         computation=last.computation,
         opcode=last.instruction.opcode,
         shape=str(last.array),
-        num_bytes=one.num_bytes,
+        num_bytes=allocation.num_bytes,
         op_name=_op_name(program, last.computation, last.instruction),
-        last_read_by=names[one.spans[-1][1]],
+        last_read_by=names[allocation.spans[-1][1]],
         source=program.source(last.instruction.line),
     )
 
@@ -274,17 +275,12 @@ def _describe(program: Program, one: _Allocation, names: Sequence[str]) -> Buffe
 def _op_name(program: Program, computation: str, instruction: Instruction) -> str:
     """The JAX name stack of an instruction, or of what it copies."""
     for _ in range(8):
-        if name := _own_name(instruction):
+        if name := instruction.op_name:
             return name
         operands = instruction.operands
         passes = instruction.opcode in _PASSES_NAME_ON or (instruction.opcode == "fusion" and len(operands) == 1)
-        found = program.computations[computation].get(operands[0]) if operands else None
-        if not passes or found is None:
+        operand = program.computations[computation].get(operands[0]) if operands else None
+        if not passes or operand is None:
             return ""
-        instruction = found
+        instruction = operand
     return ""
-
-
-def _own_name(instruction: Instruction) -> str:
-    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.line)
-    return match[1].replace("\\'", "'") if match else ""

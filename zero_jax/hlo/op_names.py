@@ -1,10 +1,15 @@
-"""What an instruction's `op_name` says: the phase of the step that it belongs to, and the param that it gathers.
+"""Reads `op_name`s: the phase of the step that an instruction belongs to, and the param that it gathers.
 
 XLA keeps the name stack of the operation that an instruction was made from in its `op_name`.
 """
 
+import collections
 import re
+from collections.abc import Callable
 
+from zero_jax.hlo.program import Instruction, Program
+
+_DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.core.gather_names.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
 
@@ -13,10 +18,70 @@ def phase_of(op_name: str) -> str:
     """Returns `forward`, `backward`, `update`, or '' for no name: JAX's name stacks have jvp( and transpose( in."""
     if not op_name:
         return ""
-    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "update"
+    return "backward" if "transpose(" in op_name else "forward" if _DIFFERENTIATED in op_name else "update"
 
 
 def gathered_path(op_name: str) -> str | None:
     """Returns the path in the innermost gather scope of an `op_name`, escaped, or None."""
     paths = _GATHER_SCOPE.findall(op_name)
     return paths[-1] if paths else None
+
+
+class Phases:
+    """The phase of an instruction: by its name stack, or where that does not say by the instructions around it."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._users: dict[str, dict[str, list[str]]] = {}
+        self._has_gradient = any(_DIFFERENTIATED in instruction.line for instruction in program.instructions())
+
+    def of(self, computation: str, name: str, op_name: str) -> str:
+        """Returns 'forward', 'backward' or 'update' for an instruction with this name stack."""
+        phase = phase_of(op_name)
+        if phase in ("forward", "backward"):
+            return phase
+        if not self._has_gradient:
+            return "forward"
+        # A cast of the params belongs to no pass by its name, but to the one that uses it.
+        return phase_of(self._nearest(computation, name, self._used_by)) or "update"
+
+    def op_name_before(self, computation: str, name: str) -> str:
+        """Returns the nearest name among what an instruction was computed from: XLA drops names where it combines."""
+        nearest = self._nearest(computation, name, self._made_of)
+        caller = next(iter(self._program.callers[computation]), None)
+        return nearest or (self.op_name_before(caller[0], caller[1].name) if caller else "")
+
+    def _nearest(self, computation: str, name: str, neighbours: Callable[[str, str], list[str]]) -> str:
+        """The nearest name stack of a pass, breadth first; of equally near ones that of the backward pass."""
+        instructions = self._program.computations[computation]
+        seen, front = set(), [name]
+        while front:
+            op_names = (self._op_name(instructions[inner]) for inner in front)
+            if passes := [op_name for op_name in op_names if _DIFFERENTIATED in op_name]:
+                return next((op_name for op_name in passes if phase_of(op_name) == "backward"), passes[0])
+            seen.update(front)
+            near = (neighbour for inner in front for neighbour in neighbours(computation, inner))
+            front = [other for other in dict.fromkeys(near) if other in instructions and other not in seen]
+        return ""
+
+    def _made_of(self, computation: str, name: str) -> list[str]:
+        """The operands of an instruction."""
+        instruction = self._program.computations[computation][name]
+        return [] if instruction.opcode in ("parameter", "constant") else instruction.operands
+
+    def _used_by(self, computation: str, name: str) -> list[str]:
+        """The users of an instruction."""
+        if computation not in self._users:
+            users = self._users[computation] = collections.defaultdict(list)
+            for user in self._program.computations[computation]:
+                for operand in self._made_of(computation, user):
+                    users[operand].append(user)
+        return self._users[computation].get(name, [])
+
+    def _op_name(self, instruction: Instruction) -> str:
+        """The name stack of an instruction; of the loop over microbatches, that of a pass in it."""
+        op_name = instruction.op_name
+        if instruction.opcode == "while" and _DIFFERENTIATED not in op_name:
+            body = self._program.computations.get(instruction.called["body"], {}).values()
+            return next((self._op_name(inner) for inner in body if _DIFFERENTIATED in inner.line), "")
+        return op_name

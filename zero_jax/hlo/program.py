@@ -1,20 +1,21 @@
-"""The text of a compiled XLA program as computations and instructions, with the trip counts of its loops."""
+"""Parses the text of a compiled XLA program into computations and instructions, with the trip counts of its loops."""
 
 import bisect
 import collections
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
 _ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
-LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+_LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 CALLER = re.compile(r"while|fusion|call|conditional|custom-call|[a-z-]+-start")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
@@ -31,13 +32,19 @@ class Instruction(NamedTuple):
     operands_at: int
 
     @property
+    def op_name(self) -> str:
+        """The JAX name stack of the operation that it was made from, or ''."""
+        match = _OP_NAME.search(self.line)
+        return match[1].replace("\\'", "'") if match else ""
+
+    @property
     def operands(self) -> list[str]:
         """The names of its operands."""
         text, depth, end = self.line, 1, self.operands_at
         while depth and end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        inside = LAYOUT_OR_COMMENT.sub("", text[self.operands_at : end - 1])
+        inside = _LAYOUT_OR_COMMENT.sub("", text[self.operands_at : end - 1])
         return re.findall(r"%([^\s,()]+)", inside) or [part.split()[-1] for part in inside.split(",") if part.strip()]
 
     @property
@@ -49,16 +56,38 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """The computations of an HLO module, who calls them, and the values of their integer constants."""
+    """The computations of an HLO module, who calls them, and the values of their integer constants.
+
+    Attributes:
+      computations: The instructions by the name of their computation and their own.
+      callers: The computation and instruction of each call, by the name of the computation that is called.
+      roots: The name of the instruction that a computation returns, by the name of the computation.
+      entry: The name of the computation that the program starts with.
+      header: The first line of the module.
+      num_devices: The devices that it was compiled for.
+      is_scheduled: Whether the order of the instructions is the order of execution.
+      has_tiles: Whether its arrays are laid out in tiles, as by XLA:TPU.
+
+    Args:
+      text: What `compiled.as_text()` returns.
+
+    Raises:
+      ValueError: The text has no entry computation, or a collective in it cannot be read.
+    """
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.callers: dict[str, list[tuple[str, Instruction]]] = collections.defaultdict(list)
-        header = re.search(r"^HloModule.*", text, re.MULTILINE)
-        sizes = re.findall(r"\b(?:num_partitions|replica_count)=\d+", header[0] if header else "")
-        self.num_devices = math.prod(integers("".join(sizes)))
+        self.roots: dict[str, str] = {}
         self.entry = ""
-        self._roots: dict[str, str] = {}
+        header = re.search(r"^HloModule.*", text, re.MULTILINE)
+        self.header = header[0] if header else ""
+        self.num_devices = math.prod(
+            integers("".join(re.findall(r"\b(?:num_partitions|replica_count)=\d+", self.header)))
+        )
+        self.is_scheduled = "is_scheduled=true" in self.header
+        self.has_tiles = ":T(" in text
+        self._trips: dict[tuple[str, str], int | None] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
         computation = table = ""
         for line in text.split("\n"):
@@ -67,7 +96,7 @@ class Program:
                     instruction = Instruction(match[2], match[4], match[3], line, match.end())
                     self.computations[computation][instruction.name] = instruction
                     if match[1]:
-                        self._roots[computation] = instruction.name
+                        self.roots[computation] = instruction.name
                     if CALLER.fullmatch(instruction.opcode):
                         for called in instruction.called.values():
                             self.callers[called].append((computation, instruction))
@@ -87,7 +116,7 @@ class Program:
 
     def starts_asynchronously(self, computation: str) -> bool:
         """Whether XLA:TPU starts an asynchronous collective in a computation."""
-        return any('"AsyncCollectiveStart"' in one.line for one in self.computations[computation].values())
+        return any('"AsyncCollectiveStart"' in inner.line for inner in self.computations[computation].values())
 
     def source(self, line: str) -> str:
         """The 'file:line' that an instruction's metadata names, directly or through the module's stack frame tables."""
@@ -99,8 +128,19 @@ class Program:
         file_name = self._tables["FileNames"].get(ids.get("file_name_id", ""), "").strip('"')
         return f"{file_name}:{ids['line']}" if file_name and "line" in ids else ""
 
+    def instructions(self) -> Iterator[Instruction]:
+        """Yields the instructions of all computations."""
+        for computation in self.computations.values():
+            yield from computation.values()
+
     def num_trips(self, computation: str, loop: Instruction) -> int | None:
         """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition."""
+        key = computation, loop.name
+        if key not in self._trips:
+            self._trips[key] = self._count_trips(computation, loop)
+        return self._trips[key]
+
+    def _count_trips(self, computation: str, loop: Instruction) -> int | None:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(match[1])
         body, condition, initial = loop.called["body"], loop.called["condition"], loop.operands[0]
@@ -162,7 +202,7 @@ class Program:
         return function(*values) if function and all(isinstance(value, int) for value in values) else None
 
     def _result(self, computation: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
-        return self._value(computation, self._roots.get(computation, ""), path, argument)
+        return self._value(computation, self.roots.get(computation, ""), path, argument)
 
     def _keeps(self, body: str, path: tuple) -> bool:
         """Whether a loop's body hands this part of its state on as it came."""
@@ -182,6 +222,26 @@ class Program:
             return values.pop() if len(values) == 1 else None
 
         return argument
+
+
+def parse(compiled: Any) -> Program:
+    """Returns the program of what was compiled.
+
+    Args:
+      compiled: A `jax.stages.Compiled` or anything else with `as_text()`, a text, or a `Program`. What has a
+        `program`, parsed already, is not parsed again.
+
+    Raises:
+      ValueError: There is no text, as of a program that was loaded from a cache, or it cannot be read.
+    """
+    if isinstance(compiled, Program):
+        return compiled
+    if isinstance(program := getattr(compiled, "program", None), Program):
+        return program
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    if not text:
+        raise ValueError(f"{type(compiled).__name__} has no text: pass what `.lower(...).compile()` returns")
+    return Program(text)
 
 
 def integers(text: str) -> list[int]:

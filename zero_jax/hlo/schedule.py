@@ -1,7 +1,7 @@
-"""The module plays the schedule of a compiled program: which collectives hide behind computation, and which do not.
+"""Simulates the schedule of a compiled program: which collectives overlap with computation, and what waits for them.
 
 In a scheduled program the order of instructions is the order of execution, so a clock can be moved through it. What
-an instruction or a collective costs is the caller's to say; here is only who waits for whom.
+an instruction or a collective costs is the caller's to say; this module knows what waits for what.
 """
 
 import collections
@@ -66,7 +66,7 @@ class Timeline:
 
 def play(
     program: Program,
-    found: Sequence[Collective],
+    listed: Sequence[Collective],
     *,
     seconds_of: Callable[[Program, str, Instruction], float],
     link_seconds: Callable[[Collective], float],
@@ -86,8 +86,8 @@ def play(
 
     Args:
       program: The program, as scheduled (`is_scheduled=true`).
-      found: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
-      seconds_of: The time of an instruction in a computation that is no collective; it is asked about whole fusions,
+      listed: Its collectives, of `collectives`; others take no time (it leaves out those of rarer branches).
+      seconds_of: The time of an instruction in a computation that is no collective; it is asked about fusions,
         never about what is inside them.
       link_seconds: The time of one execution of a collective with its links to itself.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
@@ -95,7 +95,7 @@ def play(
     Raises:
       ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
     """
-    player = _Player(program, found, seconds_of, link_seconds, unknown_trip_count)
+    player = _Player(program, listed, seconds_of, link_seconds, unknown_trip_count)
     run = player.computation(program.entry)
     return Timeline(
         total_seconds=run.now,
@@ -149,7 +149,7 @@ class _Run:
         return _Flight(key, queue, handle, seconds, finish, self.compute_seconds)
 
     def repeat(self, body: "_Run", times: int, computation: str, loop: Instruction) -> None:
-        """Runs another computation as a whole, some number of times."""
+        """Runs another computation some number of times."""
         for queue, seconds in body.link_seconds.items():
             self.link_seconds[queue] += times * seconds
             if self.free_at[queue] > self.now:
@@ -168,17 +168,17 @@ class _Player:
     def __init__(
         self,
         program: Program,
-        found: Sequence[Collective],
+        listed: Sequence[Collective],
         seconds_of: Callable[[Program, str, Instruction], float],
         link_seconds: Callable[[Collective], float],
         unknown_trip_count: int | None,
     ):
         self.program, self.seconds_of, self.link_seconds = program, seconds_of, link_seconds
         self.unknown_trip_count = unknown_trip_count
-        self.found = {(one.computation, one.name): one for one in found}
+        self.by_key = {(collective.computation, collective.name): collective for collective in listed}
         self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
-        for one in found:
-            self.by_computation[one.computation].append(one)
+        for collective in listed:
+            self.by_computation[collective.computation].append(collective)
         self.played: dict[str, _Run] = {}
         self.overlaps: dict[Key, Overlap] = {}
 
@@ -196,8 +196,8 @@ class _Player:
         """Plays the instructions of a computation on a clock that may run already."""
         for instruction in self.program.computations[computation].values():
             opcode, key = instruction.opcode, (computation, instruction.name)
-            if key in self.found:
-                self.collective(run, self.found[key], handle=key)
+            if key in self.by_key:
+                self.collective(run, self.by_key[key], handle=key)
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
                 run.repeat(body, self.num_trips(computation, instruction, body), computation, instruction)
@@ -231,8 +231,8 @@ class _Player:
         if inside:
             drives = self.program.starts_asynchronously(called)
             handle = self.chain(called) if drives else (computation, instruction.name)
-            for one in inside:
-                self.collective(run, one, handle=handle)
+            for collective in inside:
+                self.collective(run, collective, handle=handle)
         elif instruction.opcode == "fusion" and self.ends(called):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
@@ -242,17 +242,19 @@ class _Player:
 
     def inside(self, computation: str) -> list[Collective]:
         """The collectives in a computation and in what it calls."""
-        found = list(self.by_computation.get(computation, ()))
+        inside = list(self.by_computation.get(computation, ()))
         for instruction in self.program.computations.get(computation, {}).values():
             if instruction.opcode in ("call", "fusion") or _LAUNCH.fullmatch(instruction.opcode):
-                found += [one for called in instruction.called.values() for one in self.inside(called)]
-        return found
+                for called in instruction.called.values():
+                    inside += self.inside(called)
+        return inside
 
-    def collective(self, run: _Run, one: Collective, *, handle: Hashable) -> None:
+    def collective(self, run: _Run, collective: Collective, *, handle: Hashable) -> None:
         """Starts a collective; a synchronous one ends at once."""
-        queue = one.source_target_pairs or frozenset(one.replica_groups)
-        flight = run.enqueue((one.computation, one.name), queue, handle, self.link_seconds(one))
-        if one.is_async:
+        queue = collective.source_target_pairs or frozenset(collective.replica_groups)
+        key = collective.computation, collective.name
+        flight = run.enqueue(key, queue, handle, self.link_seconds(collective))
+        if collective.is_async:
             run.in_flight.append(flight)
         else:
             run.wait(flight.finish)
@@ -272,7 +274,7 @@ class _Player:
             seconds=run.compute_seconds - flight.compute_at_start,
             collective_seconds=flight.seconds,
             exposed_seconds=waited,
-            instructions=tuple(self.shown(one) for seconds, _, one in longest if seconds),
+            instructions=tuple(self.shown(instruction) for seconds, _, instruction in longest if seconds),
         )
 
     def shown(self, instruction: Instruction) -> str:
@@ -297,4 +299,4 @@ class _Player:
 
     def ends(self, computation: str) -> bool:
         """Whether XLA:TPU ends an asynchronous collective in a computation."""
-        return any('"AsyncCollectiveDone"' in one.line for one in self.program.computations[computation].values())
+        return any('"AsyncCollectiveDone"' in inner.line for inner in self.program.computations[computation].values())

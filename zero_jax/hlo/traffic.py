@@ -1,4 +1,4 @@
-"""The module reads the collectives out of the text of a compiled XLA program: what is sent, how often, between whom.
+"""Lists the collectives of a compiled XLA program: what is sent, how often, between which devices.
 
 Pure text to data, for `compiled.as_text()` of XLA:CPU, XLA:GPU and XLA:TPU. Four things make this more than a search
 for `all-gather(`: a `while` repeats what its body sends, XLA:TPU prints one asynchronous collective several times, it
@@ -11,14 +11,15 @@ import functools
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from zero_jax.hlo.groups import Groups, replica_groups, rings
-from zero_jax.hlo.program import CALLER, KINDS, LAYOUT_OR_COMMENT, Instruction, Program, integers
+from zero_jax.hlo.layout import Array, arrays, parse_shape
+from zero_jax.hlo.program import CALLER, KINDS, Instruction, Program, integers, parse
 
 # How often the whole array goes round a ring of g devices, in units of (g - 1) / g; the other kinds send it in one hop.
 _RING_PASSES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 _KIND = re.compile(rf"({KINDS})(-start)?")
-_SHAPE_TOKEN = re.compile(r"([()])|([a-z]\w*)\[([^\]]*)\]")
 _GROUPS = re.compile(
     r"replica_groups=(\{(?:\{[\d, ]*\},? ?)*\}|\[[^\]]*\]<=\[[^\]]*\](?:T\([\d,]*\))?|@?mesh[^{]*\{[^}]*\})"
 )
@@ -115,11 +116,11 @@ class Summary:
         return "\n".join("  ".join(cells) for cells in aligned)
 
 
-def collectives(hlo_text: str, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
+def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives that a compiled program executes.
 
     Args:
-      hlo_text: What `compiled.as_text()` returns.
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
       unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle, such as a
         `while_loop` on data.
 
@@ -130,81 +131,84 @@ def collectives(hlo_text: str, *, unknown_trip_count: int | None = None) -> tupl
       ValueError: The text has no entry computation, a collective in it cannot be read, or a loop around a collective
         has no known trip count and `unknown_trip_count` is not given.
     """
-    program = Program(hlo_text)
-    found: dict[tuple[str, str], Collective] = {}
+    program = parse(compiled)
+    by_key: dict[tuple[str, str], Collective] = {}
     chains: dict[tuple, list[tuple[str, str]]] = collections.defaultdict(list)
     for computation, instructions in program.computations.items():
         for instruction in instructions.values():
             kind = _KIND.fullmatch(instruction.opcode)
-            # A -start that calls a computation wraps a collective that is printed, and found, in there.
+            # A -start that calls a computation wraps a collective that is printed, and listed, in there.
             if kind and not (kind[2] and instruction.called.get("calls")):
                 key = computation, instruction.name
-                found[key] = one = _collective(program, computation, instruction)
+                by_key[key] = collective = _collective(program, computation, instruction)
                 if "async_collective_fusion_config" in instruction.line:
                     chain = re.search(r'chain_id="(\d+)"', instruction.line)
-                    chains[one.kind, one.channel_id, chain and chain[1]].append(key)
+                    chains[collective.kind, collective.channel_id, chain and chain[1]].append(key)
     # XLA:TPU repeats an asynchronous collective in each fusion that drives it on; it starts where it is handed to a
     # custom call. Channel and kind are not enough to tell the copies from other operations: unrelated ones share them.
     for keys in chains.values():
         starts = [key for key in keys if program.starts_asynchronously(key[0])]
         for key in set(keys).difference(starts or keys[:1]):
-            del found[key]
-    counts = _executions(program, found, unknown_trip_count)
-    return tuple(dataclasses.replace(one, num_executions=counts[key]) for key, one in found.items() if counts[key])
+            del by_key[key]
+    counts = _executions(program, by_key, unknown_trip_count)
+    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
 
 
-def sent_bytes(program: str | Iterable[Collective]) -> float:
+def sent_bytes(program: Program | str | Iterable[Collective]) -> float:
     """Adds up the bytes that one device sends in a run of a program.
 
     Args:
-      program: The text of a compiled program, or its collectives.
+      program: The program, its text, or its collectives.
 
     Returns:
       Bytes per device, in the ring model of `Collective.sent_bytes`.
     """
-    found = collectives(program) if isinstance(program, str) else program
-    return sum(one.total_sent_bytes for one in found)
+    return sum(collective.total_sent_bytes for collective in _listed(program))
 
 
-def by_kind(program: str | Iterable[Collective]) -> Summary:
+def by_kind(program: Program | str | Iterable[Collective]) -> Summary:
     """Adds up what one device sends in a run of a program, by kind and dtype.
 
     Args:
-      program: The text of a compiled program, or its collectives.
+      program: The program, its text, or its collectives.
 
     Returns:
       A summary that prints as a table.
     """
-    rows: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
-    for one in collectives(program) if isinstance(program, str) else program:
-        rows[one.kind, "+".join(sorted(set(one.dtypes)))].append(one)
+    groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
+    for collective in _listed(program):
+        groups[collective.kind, "+".join(sorted(set(collective.dtypes)))].append(collective)
     totals = [
         Total(
             kind=kind,
             dtype=dtype,
-            num_ops=len(found),
-            num_executions=sum(one.num_executions for one in found),
-            sent_bytes=sent_bytes(found),
+            num_ops=len(group),
+            num_executions=sum(collective.num_executions for collective in group),
+            sent_bytes=sent_bytes(group),
         )
-        for (kind, dtype), found in rows.items()
+        for (kind, dtype), group in groups.items()
     ]
     return Summary(totals=tuple(sorted(totals, key=lambda total: -total.sent_bytes)))
 
 
+def _listed(program: Program | str | Iterable[Collective]) -> Iterable[Collective]:
+    return collectives(program) if isinstance(program, Program | str) else program
+
+
 def _executions(
-    program: Program, found: dict[tuple[str, str], Collective], unknown_trip_count: int | None
+    program: Program, by_key: dict[tuple[str, str], Collective], unknown_trip_count: int | None
 ) -> collections.Counter:
-    """The executions of each collective in one run of the program, by the keys of `found`."""
+    """The executions of each collective in one run of the program, by the keys of `by_key`."""
 
     def sent(counts: collections.Counter) -> float:
-        return sum(found[key].sent_bytes * count for key, count in counts.items())
+        return sum(by_key[key].sent_bytes * count for key, count in counts.items())
 
     @functools.cache
     def within(computation: str) -> collections.Counter:
         counts = collections.Counter()
         for instruction in program.computations.get(computation, {}).values():
             key = computation, instruction.name
-            if key in found:
+            if key in by_key:
                 counts[key] += 1
             elif instruction.opcode == "while":
                 body, condition = (within(instruction.called[role]) for role in ("body", "condition"))
@@ -230,38 +234,33 @@ def _executions(
 def _collective(program: Program, computation: str, instruction: Instruction) -> Collective:
     """Reads one instruction; `num_executions` is not known from it."""
     line, kind = instruction.line, instruction.opcode.removesuffix("-start")
-    is_start = kind != instruction.opcode
     try:
-        arrays = _arrays(instruction.shape)
-        # A -start yields (operands, results, ...), but an older all-reduce-start yields its results alone.
-        if is_start and instruction.shape.startswith("((" if kind == "all-reduce" else "("):
-            arrays = [array for array in arrays if array[0] == 1]
+        sent = _sent_arrays(instruction, kind)
         if slices := _SLICES.search(line) if kind == "collective-permute" else None:
             sizes = [math.prod(integers(part)) for part in slices[1].split("},")]
-            arrays = [(0, arrays[0][1], size) for size in sizes]
+            sent = [sent[0]._replace(dims=(size,)) for size in sizes]
         if kind == "collective-permute":
             pairs, groups = rings(_attribute(_PAIRS, line))
         else:
-            given = _attribute(_GROUPS, line) if "replica_groups=" in line else "{}"
-            pairs, groups = (), replica_groups(given, program.num_devices)
-        full_bytes = sum(-(-elements * _bits(dtype) // 8) for _, dtype, elements in arrays)
+            text = _attribute(_GROUPS, line) if "replica_groups=" in line else "{}"
+            pairs, groups = (), replica_groups(text, program.num_devices)
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"unreadable collective ({error}), please report this line: {line.strip()!r}") from error
+    full_bytes = sum(array.packed_bytes for array in sent)
     size = max(map(len, groups), default=1)
-    result_elements = sum(elements for _, _, elements in arrays)
+    result_elements = sum(array.num_elements for array in sent)
     if kind == "reduce-scatter":
         full_bytes *= size
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind, result_elements = "reduce-scatter", result_elements // size
     hops = _RING_PASSES[kind] * (size - 1) if kind in _RING_PASSES else size * (size > 1)
     wrapped = any(call.opcode.endswith("-start") for _, call in program.callers[computation])
-    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
     channel = re.search(r"\bchannel_id=(\d+)", line)
     return Collective(
         kind=kind,
         name=instruction.name,
         computation=computation,
-        dtypes=tuple(dtype for _, dtype, _ in arrays),
+        dtypes=tuple(array.dtype for array in sent),
         replica_groups=groups,
         source_target_pairs=pairs,
         full_bytes=full_bytes,
@@ -269,8 +268,10 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         num_executions=1,
         result_elements=result_elements,
         channel_id=int(channel[1]) if channel else None,
-        is_async=(is_start and '"is_sync":true' not in line) or "async_collective_fusion" in line or wrapped,
-        op_name=op_name[1] if op_name else "",
+        is_async=(instruction.opcode.endswith("-start") and '"is_sync":true' not in line)
+        or "async_collective_fusion" in line
+        or wrapped,
+        op_name=instruction.op_name,
         source=program.source(line),
     )
 
@@ -281,22 +282,13 @@ def _attribute(pattern: re.Pattern, line: str) -> str:
     raise ValueError(f"no {pattern.pattern.partition('=')[0]} of a known form")
 
 
-def _arrays(shape: str) -> list[tuple[int, str, int]]:
-    """The arrays of a shape: (place in the outermost tuple, dtype, number of elements)."""
-    arrays, depth, place = [], 0, -1
-    for parenthesis, dtype, dims in _SHAPE_TOKEN.findall(LAYOUT_OR_COMMENT.sub("", shape)):
-        place += depth == 1 and parenthesis != ")"
-        depth += {"(": 1, ")": -1}.get(parenthesis, 0)
-        if dtype:
-            # A dynamic dim is printed as <=8.
-            sizes = [int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim]
-            arrays.append((place, dtype, math.prod(sizes)))
-    if not arrays:
+def _sent_arrays(instruction: Instruction, kind: str) -> list[Array]:
+    """The arrays of a collective's result; of a `-start`, which yields (operands, results, ...), the results."""
+    shape = parse_shape(instruction.shape)
+    if instruction.opcode.endswith("-start") and not isinstance(shape, Array):
+        # An older all-reduce-start yields its results alone.
+        shape = shape if kind == "all-reduce" and isinstance(shape[0], Array) else shape[1]
+    sent = list(arrays(shape))
+    if not sent:
         raise ValueError("no array in its shape")
-    return arrays
-
-
-def _bits(dtype: str) -> int:
-    """The width of an element: the first number in the dtype's name, as in f8e4m3fn, s4 and bf16."""
-    match = re.match(r"[a-z]+(\d+)", dtype)
-    return int(match[1]) if match else {"pred": 8, "token": 0}[dtype]
+    return sent

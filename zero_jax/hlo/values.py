@@ -1,4 +1,4 @@
-"""The values that a scheduled XLA program writes to memory: when each is alive, and which of them share a buffer.
+"""Live ranges of the values that a scheduled XLA program writes to memory, and which of them share a buffer.
 
 A scheduled program lists its instructions in the order of execution. A loop's state, a dynamic-update-slice and a
 donated argument are updated in place, so several values are one buffer, which is free between the lives of its values.
@@ -29,7 +29,7 @@ _HEADER_ALIASING = re.compile(r"input_output_alias=\{(.*?\)\s*)\}")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Value:
+class HloValue:
     """An array that an instruction writes; alive from `start` to `end`, in steps of the schedule, ends included."""
 
     array: Array
@@ -39,8 +39,8 @@ class Value:
     end: int
 
 
-class Values:
-    """The values of a program, and the classes of them that share a buffer.
+class LiveRanges:
+    """The values of a scheduled program: when each is alive, and which of them share a buffer.
 
     Attributes:
       items: The values, in the order in which they are written.
@@ -50,51 +50,51 @@ class Values:
       steps: For each step of the schedule, the computation and the instruction that runs.
     """
 
-    def __init__(self, program: Program, *, header: str = ""):
+    def __init__(self, program: Program):
         self.program = program
-        self.items: list[Value] = []
+        self.items: list[HloValue] = []
         self.steps: list[tuple[str, Instruction]] = []
         self.constants: list[int] = []
         self._parents: list[int] = []
         self._maybe_shared: list[tuple[int, int]] = []
         entry = program.computations[program.entry]
-        parameters = {_number(one): one for one in entry.values() if one.opcode == "parameter"}
-        trees = {n: self._new(parse_shape(one.shape), program.entry, one) for n, one in parameters.items()}
+        parameters = {_number(value): value for value in entry.values() if value.opcode == "parameter"}
+        trees = {n: self._new(parse_shape(value.shape), program.entry, value) for n, value in parameters.items()}
         self.arguments = [value for number in sorted(trees) for value in leaves(trees[number])]
         root = self._visit(program.entry, trees)
         self._use(root, len(self.steps))
         self.outputs = list(leaves(root))
-        donated = _HEADER_ALIASING.search(header)
+        donated = _HEADER_ALIASING.search(program.header)
         for out_path, number, path in _ALIAS_ENTRY.findall(donated[1] if donated else ""):
             self._unite(_at(root, integers(out_path)), _at(trees[int(number)], integers(path)))
         self._share()
 
     def buffer_of(self, value: int) -> int:
-        """Returns the number of the first of the values that share a buffer with this one."""
+        """Returns the number of the first of the values that share a buffer with this value."""
         while self._parents[value] != value:
             self._parents[value] = self._parents[self._parents[value]]
             value = self._parents[value]
         return value
 
-    def buffers(self) -> dict[int, list[Value]]:
+    def buffers(self) -> dict[int, list[HloValue]]:
         """The values by buffer."""
-        found: dict[int, list[Value]] = {}
+        buffers: dict[int, list[HloValue]] = {}
         for number, value in enumerate(self.items):
-            found.setdefault(self.buffer_of(number), []).append(value)
-        return found
+            buffers.setdefault(self.buffer_of(number), []).append(value)
+        return buffers
 
     def _new(
         self, shape: Shape, computation: str, instruction: Instruction, forwarded: tuple[int, Tree] | None = None
     ) -> Tree:
         """Makes a value of each array of a shape, but for a part that is something else passed on."""
         if not isinstance(shape, Array):
-            place, given = forwarded or (-1, ())
+            place, operand = forwarded or (-1, ())
             return tuple(
-                given if number == place else self._new(part, computation, instruction)
+                operand if number == place else self._new(part, computation, instruction)
                 for number, part in enumerate(shape)
             )
         now = max(len(self.steps) - 1, 0)
-        self.items.append(Value(array=shape, computation=computation, instruction=instruction, start=now, end=now))
+        self.items.append(HloValue(array=shape, computation=computation, instruction=instruction, start=now, end=now))
         self._parents.append(len(self.items) - 1)
         return len(self.items) - 1
 
@@ -102,8 +102,8 @@ class Values:
         for value in leaves(tree):
             self.items[value].end = max(self.items[value].end, now)
 
-    def _unite(self, one: Tree, other: Tree) -> None:
-        for a, b in zip(leaves(one), leaves(other), strict=True):
+    def _unite(self, tree: Tree, other: Tree) -> None:
+        for a, b in zip(leaves(tree), leaves(other), strict=True):
             first, second = sorted((self.buffer_of(a), self.buffer_of(b)))
             self._parents[second] = first
 
@@ -125,7 +125,7 @@ class Values:
             else:
                 tree = self._execute(computation, instruction, operands)
             trees[instruction.name] = tree
-            if instruction.line.lstrip().startswith("ROOT "):  # which need not be the last to run
+            if instruction.name == self.program.roots.get(computation):  # which need not be the last to run
                 root = tree
         return root
 
@@ -184,8 +184,8 @@ class Values:
         line = instruction.line
         if instruction.opcode == "dynamic-update-slice-start":
             self._unite(_at(result, [1]), operands[0])
-        if given := _OUTPUT_ALIASING.search(line):
-            for out_path, number, path in _ALIAS_ENTRY.findall(given[1]):
+        if aliasing := _OUTPUT_ALIASING.search(line):
+            for out_path, number, path in _ALIAS_ENTRY.findall(aliasing[1]):
                 self._unite(_at(result, integers(out_path)), _at(operands[int(number)], integers(path)))
         if lists := _ALIASING_LISTS.search(line):
             # XLA:TPU numbers the operands, and goes on with the results.
@@ -199,7 +199,7 @@ class Values:
         reusable = self._reusable(instruction, len(operands))
         for value in leaves(result):
             for number in reusable:
-                self._maybe_shared += [(value, given) for given in leaves(operands[number])]
+                self._maybe_shared += [(value, operand) for operand in leaves(operands[number])]
 
     def _reusable(self, instruction: Instruction, num_operands: int) -> list[int]:
         """The operands that the results may be written over, if nobody needs them any more."""
@@ -217,20 +217,19 @@ class Values:
             if (first := self.buffer_of(number)) != number:
                 groups[first] += groups.pop(number)
         fixed = {self.buffer_of(number) for number in (*self.arguments, *self.constants)}
-        taken: set[int] = set()
-        for value, given in self._maybe_shared:
-            one, other = self.buffer_of(value), self.buffer_of(given)
-            mine, theirs = self.items[value], self.items[given]
-            fits = mine.array.num_bytes == theirs.array.num_bytes and mine.array.space == theirs.array.space
-            if one == other or value in taken or not fits or {one, other} & fixed:
+        placed: set[int] = set()
+        for value, operand in self._maybe_shared:
+            mine, theirs = self.buffer_of(value), self.buffer_of(operand)
+            array, other = self.items[value].array, self.items[operand].array
+            fits = array.num_bytes == other.num_bytes and array.space == other.space
+            if mine == theirs or value in placed or not fits or {mine, theirs} & fixed:
                 continue
-            pairs = ((self.items[a], self.items[b]) for a in groups[one] for b in groups[other])
+            pairs = ((self.items[a], self.items[b]) for a in groups[mine] for b in groups[theirs])
             # The instruction reads the operand as it writes the result.
             if all(a.start >= b.end or b.start > a.end for a, b in pairs):
-                self._unite(value, given)
-                kept = self.buffer_of(value)
-                groups[kept] = groups.pop(one) + groups.pop(other)
-                taken.add(value)
+                self._unite(value, operand)
+                groups[self.buffer_of(value)] = groups.pop(mine) + groups.pop(theirs)
+                placed.add(value)
 
 
 def leaves(tree: Tree) -> Iterator[int]:
@@ -259,8 +258,8 @@ def _forwarded(opcode: str, shape: Shape, operands: list[Tree]) -> tuple[int, Tr
         return None
     if opcode == "copy-start":
         return 1, operands[0]
-    given = operands[0] if isinstance(shape[0], Array) else tuple(operands)
-    return (0, given) if len(list(leaves(given))) == len(list(arrays(shape[0]))) else None
+    operand = operands[0] if isinstance(shape[0], Array) else tuple(operands)
+    return (0, operand) if len(list(leaves(operand))) == len(list(arrays(shape[0]))) else None
 
 
 def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
@@ -281,18 +280,18 @@ def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
     """
     instructions = program.computations[computation]
     users: dict[str, list[Instruction]] = {name: [] for name in instructions}
-    for one in instructions.values():
-        for name in one.operands:
+    for user in instructions.values():
+        for name in user.operands:
             if name in users:
-                users[name].append(one)
+                users[name].append(user)
 
     @functools.cache
     def maps(name: str) -> bool:
-        ok = all(user.opcode in _ELEMENTWISE or _updates(user, name) for user in users[name])
-        return ok and all(maps(user.name) for user in users[name])
+        in_place = all(user.opcode in _ELEMENTWISE or _updates(user, name) for user in users[name])
+        return in_place and all(maps(user.name) for user in users[name])
 
-    parameters = [one for one in instructions.values() if one.opcode == "parameter"]
-    return tuple(sorted(_number(one) for one in parameters if maps(one.name)))
+    parameters = [value for value in instructions.values() if value.opcode == "parameter"]
+    return tuple(sorted(_number(parameter) for parameter in parameters if maps(parameter.name)))
 
 
 def _updates(user: Instruction, name: str) -> bool:

@@ -1,8 +1,9 @@
-"""One train step compiled for a topology: what a compiler's process is given, does, and leaves in the cache."""
+"""Compiles one train step for a topology, or takes its program from the cache."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import pathlib
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.user_cache import evict_oldest, has_mark, read_entry, write_entry
-from zero_jax.hlo import HeapLayout, layout_options, read_layout
+from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, abstract_state, make_train_step
@@ -83,7 +84,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledText:
-    """What is kept of a compiled program: its text and the compiler's own figures.
+    """The text of a compiled program and the compiler's own figures, which the cache keeps.
 
     It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
 
@@ -105,13 +106,18 @@ class CompiledText:
         """Returns the program's text."""
         return self.text
 
+    @functools.cached_property
+    def program(self) -> Program:
+        """The program, parsed once for all that read it."""
+        return Program(self.text)
+
     def memory_analysis(self) -> Any:
         """Returns the compiler's figures as attributes."""
         return types.SimpleNamespace(**self.stats)
 
     @property
     def layout(self) -> HeapLayout | None:
-        """The heap as the compiler laid it out, where it said so."""
+        """The heap as the compiler assigned it, where it reported that."""
         allocated, live = (self.stats.get(f"heap_{kind}_bytes") for kind in ("allocated", "live"))
         return None if allocated is None else HeapLayout(allocated_bytes=allocated, live_bytes=live)
 
@@ -120,8 +126,8 @@ class OutOfMemory(Exception):
     """The compiler refused a program because it needs more device memory than there is.
 
     Attributes:
-      message: what the compiler said.
-      needed_bytes: what the program needs, where the compiler tells.
+      message: the compiler's error.
+      needed_bytes: what the program needs, where the compiler reports it.
       compile_seconds: what the compiler took to find out.
       from_cache: whether it was found out before.
       not_kept: why that could not be put into the cache, or ''.
@@ -151,7 +157,7 @@ def compile_job(
       mesh: its mesh.
       state: its abstract state.
       cache: folder of compiled programs, or None.
-      on_phase: told what is being done.
+      on_phase: called with what is being done.
 
     Raises:
       OutOfMemory: the program does not fit, says the compiler.
@@ -186,7 +192,7 @@ def compile_job(
 
 
 def _layout(folder: str) -> dict[str, int]:
-    """Returns the figures of the heap's layout that the compiler told; a user's own dump options keep them away."""
+    """Returns the figures of the heap that the compiler wrote; a user's own dump options send them elsewhere."""
     try:
         layout = read_layout(folder)
     except ValueError:
@@ -220,7 +226,7 @@ def _is_own(path: pathlib.Path) -> bool:
 
 
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads a result; one that cannot be read, or is not what was written, is as good as none."""
+    """Reads a result; returns None if it cannot be read, or is not what was written."""
     content = read_entry(path, mark=_MARK)
     if content is None:
         return None
@@ -228,8 +234,8 @@ def _load(path: pathlib.Path) -> dict[str, Any] | None:
         saved = json.loads(gzip.decompress(content))
     except (OSError, ValueError, EOFError):
         return None
-    is_whole = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)
-    return {**saved, "from_cache": True} if is_whole else None
+    is_complete = isinstance(saved, dict) and any(saved.keys() == keys | {"compile_seconds"} for keys in _SAVED)
+    return {**saved, "from_cache": True} if is_complete else None
 
 
 def batch_shapes(batch: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""What a plan tells: whether the compiled step fits, what it holds and sends, and how long it may take."""
+"""Reports on a compiled step: whether it fits, what a device holds and sends, and how long it may take."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.planning.job import Job, OutOfMemory, compile_job
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
@@ -21,7 +22,7 @@ from zero_jax.sharding.topology import parse
 from zero_jax.training import TrainState, cast_batch, make_placement, normalize_loss
 from zero_jax.transforms import forward_flops, resolve_remat
 
-# JAX gives a GPU program this share of the memory unless it is told otherwise.
+# JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
 
 
@@ -42,7 +43,7 @@ class PlanReport:
       num_microbatches: forward passes of a step.
       fits: whether a device's usable memory holds it.
       needed_bytes: memory that a device needs: arguments, new outputs, the heap of temporaries, and code; None if the
-        compiler did not tell.
+        compiler did not report it.
       usable_bytes: memory of a device that a program may use.
       memory: the memory by group, or None where the compiler refused the program.
       comms: what a device sends, likewise.
@@ -51,7 +52,7 @@ class PlanReport:
       time: the estimated time of a step, or None.
       compile_seconds: what compiling took when it was done.
       from_cache: whether it was done before.
-      refusal: what the compiler said where it refused the program for its memory, else ''.
+      refusal: the compiler's error where it refused the program for its memory, else ''.
       notes: further things to know.
     """
 
@@ -98,13 +99,13 @@ class PlanReport:
         """The same for `data` (with `replica`) and for the axes of the `model`, those that the estimate has."""
         if self.comms is None:
             return {}
-        held: dict[str, list[float]] = {}
+        sent: dict[str, list[float]] = {}
         for place, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
             for row in rows:
                 is_model = set(row.axes) <= self.mesh.keys() - set(self.comms_estimate.data_axes)
                 role = "model" if is_model else "data"
-                held.setdefault(role, [0.0, 0.0])[place] += row.total_sent_bytes
-        return {role: found / ideal for role, (ideal, found) in held.items() if ideal}
+                sent.setdefault(role, [0.0, 0.0])[place] += row.total_sent_bytes
+        return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain data."""
@@ -132,8 +133,10 @@ class PlanReport:
         """Returns the answer in some lines, without the tables."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
         microbatches = f" in {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
-        needed = "an unknown amount" if self.needed_bytes is None else _gb(self.needed_bytes)
-        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'}: needs {needed} of {_gb(self.usable_bytes)} a device"
+        needed = "an unknown amount" if self.needed_bytes is None else format_bytes(self.needed_bytes)
+        verdict = (
+            f"{'fits' if self.fits else 'DOES NOT FIT'}: needs {needed} of {format_bytes(self.usable_bytes)} a device"
+        )
         done = "compiled before, in" if self.from_cache else "compiled in"
         rows = {
             "plan": f"{self.name}, {self.num_params:,} params, stage {self.stage}, {self.precision}",
@@ -143,14 +146,13 @@ class PlanReport:
             "verdict": verdict,
         }
         if self.comms and self.traffic_ratio is not None:
-            rows["traffic"] = f"{_gb(self.comms.sent_bytes)} a device and step, {self._ratios()}"
+            rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
         rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
         if self.refusal:
             rows["it says"] = self.refusal.splitlines()[0]
-        width = max(map(len, rows))
-        lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
+        lines = [aligned(rows.items())]
         lines += [f"note: {note}" for note in self.notes]
         if self.time:
             lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
@@ -191,7 +193,7 @@ def make_report(
       job: the job.
       name: what to call it.
       cache: folder of compiled programs, or None.
-      on_phase: told what is being done.
+      on_phase: called with what is being done.
 
     Raises:
       ValueError: a job that contradicts itself, or hardware that there is no compiler for.
@@ -245,7 +247,7 @@ def make_report(
         memory=measured,
         comms=comms.measure(program, mesh=mesh),
         time=estimate_time(
-            program.text,
+            program.program,
             mesh=mesh,
             topology=topology,
             forward_flops=_forward_flops(job, state, mesh),
@@ -279,14 +281,14 @@ def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
 
 
 def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
-    """Returns what else there is to know, whether it fits or not."""
+    """Returns notes that hold whether it fits or not."""
     notes = []
     axes = job.config.axes_of(mesh).model
     size = axis_size(mesh, axes)
     if size > 1 and not any(carries(dims_of(x.sharding, x.ndim), axes) for x in jax.tree.leaves(state.params)):
         notes.append(
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
-            "function shards; say how the params lie with param_specs (--param-specs), or leave `model` at 1"
+            "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
     if not_kept:
         notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
@@ -297,16 +299,8 @@ def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:
     hardware = topology.hardware
     if hardware.platform != "cuda":
         return ()
-    whole = hardware.usable_bytes * 10 / 9
-    if needed <= _DEFAULT_GPU_SHARE * whole or needed > hardware.usable_bytes:
+    total = hardware.usable_bytes * 10 / 9
+    if needed <= _DEFAULT_GPU_SHARE * total or needed > hardware.usable_bytes:
         return ()
-    share = math.ceil(100 * needed / whole) / 100
-    return (f"JAX uses 75% of a GPU's memory unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION={max(share, 0.76):.2f}",)
-
-
-def _gb(num_bytes: float) -> str:
-    """Returns a size in GB of 1e9 bytes, in smaller units where that would be nothing."""
-    unit, scale = next(
-        ((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= scale / 20), ("KB", 1e3)
-    )
-    return f"{num_bytes / scale:,.2f} {unit}"
+    share = math.ceil(100 * needed / total) / 100
+    return (f"JAX uses 75% of a GPU's memory by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={max(share, 0.76):.2f}",)

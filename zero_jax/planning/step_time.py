@@ -1,4 +1,4 @@
-"""The time of a train step, estimated from its compiled program: the compiler's cycles, and links as the mesh lies."""
+"""Estimates the time of a train step from its compiled program: the compiler's cycles, and the links of the mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.hlo import Instruction, Program, Timeline, play
+from zero_jax.hlo import Collective, Instruction, Program, Timeline, play
 from zero_jax.sharding.topology import Hardware, Topology
 
 # What a collective takes however little it sends: a hop of a ring, and the start of a kernel.
@@ -22,7 +22,7 @@ _KERNEL_SECONDS = 3e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """How long a step takes, as far as a compiled program tells; an estimate, never a measurement.
+    """How long a step takes, as far as a compiled program shows; an estimate, never a measurement.
 
     Attributes:
       step_seconds: a step, computing and waiting.
@@ -63,7 +63,7 @@ def _shown(seconds: float) -> str:
 
 
 def estimate_time(
-    text: str,
+    program: Program,
     *,
     mesh: Mesh,
     topology: Topology,
@@ -74,14 +74,14 @@ def estimate_time(
     """Estimates the time of a step by playing its schedule.
 
     Args:
-      text: the compiled program.
+      program: the compiled program.
       mesh: the mesh that it was compiled for.
       topology: the hardware.
       forward_flops: operations of the forward pass, over all devices.
       num_tokens: tokens (or examples) of a step, over all devices.
       unit: what those are.
     """
-    program, hardware = Program(text), topology.hardware
+    hardware = topology.hardware
     unknown: list[str] = []
 
     def seconds_of(program: Program, computation: str, instruction: Instruction) -> float:
@@ -95,7 +95,7 @@ def estimate_time(
         return busy + (_KERNEL_SECONDS if busy and hardware.platform == "cuda" else 0)
 
     links = _Links(mesh, topology)
-    timeline = play(program, hlo.collectives(text), seconds_of=seconds_of, link_seconds=links.seconds)
+    timeline = play(program, hlo.collectives(program), seconds_of=seconds_of, link_seconds=links.seconds)
     return _estimate(timeline, hardware, mesh.size, forward_flops, num_tokens, unit, unknown)
 
 
@@ -136,7 +136,7 @@ def _assumptions(hardware: Hardware, unknown: Sequence[str]) -> tuple[str, ...]:
     else:
         compute = f"computation: {peak} or {memory}, whichever takes longer, and 3 us a kernel: an optimistic bound"
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a device inside a host"
-    found = [
+    assumptions = [
         compute,
         f"{link}, {hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts, 1 us a hop",
         "collectives overlap with computation where, and only where, the compiled program schedules them so",
@@ -144,8 +144,8 @@ def _assumptions(hardware: Hardware, unknown: Sequence[str]) -> tuple[str, ...]:
     ]
     if unknown:
         names = ", ".join(sorted(set(unknown))[:3])
-        found.append(f"{len(set(unknown))} custom calls of unknown cost count as memory traffic only: {names}")
-    return tuple(found)
+        assumptions.append(f"{len(set(unknown))} custom calls of unknown cost count as memory traffic only: {names}")
+    return tuple(assumptions)
 
 
 class _Links:
@@ -154,16 +154,16 @@ class _Links:
     def __init__(self, mesh: Mesh, topology: Topology):
         self.devices, self.topology = list(mesh.devices.flat), topology
 
-    def seconds(self, one: hlo.Collective) -> float:
+    def seconds(self, collective: Collective) -> float:
         """Returns the time of one execution with its links to itself."""
-        if one.sent_bytes == 0:
+        if collective.sent_bytes == 0:
             return 0.0
-        groups = one.replica_groups
-        bandwidth, hops = self.bandwidth(max(groups, key=len), kind=one.kind)
+        group = max(collective.replica_groups, key=len)
+        bandwidth, hops = self.bandwidth(group, kind=collective.kind)
         factor = 1.0
-        if one.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
+        if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
             factor = max(1.0, hops / 4)  # on a ring most of it passes through others
-        return one.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
+        return collective.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
     def bandwidth(self, group: tuple[int, ...], *, kind: str) -> tuple[float, int]:
@@ -176,16 +176,16 @@ class _Links:
             return hardware.link_bytes_per_second, 2
         coords = np.array([device.coords for device in devices])
         extents = coords.max(axis=0) - coords.min(axis=0) + 1
-        spread = [dim for dim, extent in enumerate(extents) if extent > 1]
-        if not spread:  # the cores of one chip
+        varying = [dim for dim, extent in enumerate(extents) if extent > 1]
+        if not varying:  # the cores of one chip
             return 4 * hardware.link_bytes_per_second, 1
         if kind == "collective-permute":  # one neighbour, one direction
             return hardware.link_bytes_per_second, 1
-        ways = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in spread)
+        ways = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in varying)
         return ways * hardware.link_bytes_per_second, int(max(extents))
 
     def is_ring(self, dim: int, extent: int) -> bool:
-        """Tells whether a torus dim closes on itself."""
+        """Returns whether a torus dim closes on itself."""
         shape, rule = self.topology.shape, self.topology.hardware.wraps_at
         if dim >= len(shape) or extent != shape[dim]:
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
 from typing import Any, TextIO
 
 import jax
@@ -15,9 +14,7 @@ import optax
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.cluster import Preemption, Watchdog
-from zero_jax.core.agreement import from_first_process
 from zero_jax.core.tree import leaf_names
-from zero_jax.core.variables import Variables
 from zero_jax.data import BatchBuffers, train_batches, validation_batches
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
@@ -25,13 +22,14 @@ from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, lasting
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.trainer.reporting.run_description import describe_run, groups, num_params
-from zero_jax.trainer.reporting.run_losses import Losses, draw_losses, run_losses
 from zero_jax.trainer.reporting.writers import Writers, open_writers
+from zero_jax.trainer.result import Losses, TrainResult, draw_losses, run_losses
 from zero_jax.trainer.resume import Start, begin, identity
-from zero_jax.trainer.run import Model, Run, TrainConfig, TrainResult, prepare
+from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
+from zero_jax.trainer.saving import Saver
 from zero_jax.trainer.validation import Validation
-from zero_jax.training import NoiseScale, ema_params, make_train_step, merge, nonfinite_leaves, trainable
+from zero_jax.training import NoiseScale, make_train_step, trainable
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 
@@ -79,17 +77,14 @@ class _Training:
     """One run, as long as it lasts; what has to be closed is on the stack."""
 
     def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
-        """Makes or restores the state, and opens what the run writes to."""
+        """Makes or restores the state, and opens what the run reads from and writes to."""
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
-        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None)
-        is_first = jax.process_index() == 0
-        self.preemption = Preemption(log=log if is_first else _silent)
-        stack.enter_context(hold(run.folder))
-        stack.enter_context(discarding(run.folder))
-        self.saved_config = {"model": {"name": model.name, **as_json(model.config)}, **as_json(config)}
-        if not (run.folder / "config.json").exists():  # that of a run to go on with stays until it does
-            save_config(run.folder, self.saved_config)
+        self.is_first, self.executed = jax.process_index() == 0, set[str]()
+        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else _silent
+        self.say = log
+        self.preemption = Preemption(log=log)
+        self._take_folder(stack)
         self.watchdog = stack.enter_context(
             Watchdog(
                 config.hang_seconds,
@@ -98,57 +93,35 @@ class _Training:
                 num_processes=jax.process_count(),
             )
         )
-        self.executed: set[str] = set()
         stack.enter_context(self.preemption)
-        self.say = log if is_first else _silent
         self.checkpointer = stack.enter_context(
             Checkpointer(
                 run.checkpoints, config=config.checkpoint, log=lambda line: self.say(line), run=str(run.folder)
             )
         )
         self.checkpointer.take()
-        self.num_failed_before = 0
         start = begin(run)
         save_config(run.folder, self.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
-        self.first_step, self.born_nonfinite = start.step, set(nonfinite_leaves(start.state, mesh=run.mesh))
+        if not self.is_first:
+            terminal = None
         self.console = stack.enter_context(
-            Console(
-                config.steps,
-                config.log_every,
-                log=log if is_first else _silent,
-                terminal=terminal if is_first else None,
-                first_step=start.step,
-            )
+            Console(config.steps, config.log_every, log=log, terminal=terminal, first_step=start.step)
         )
         self.say = self.console.line
         for line in (self._describe(), *start.lines):
             self.say(line)
+        self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
         self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
         self.sample = None if run.sampler is None else run.sampler.on(run.mesh)
         self.norm = jax.jit(_norm)
-        sizes = {
-            "batch_size": config.batch_size,
-            "seq_len": model.seq_len,
-            "sharding": batch_sharding(run.mesh),
-            "separate_documents": config.data.separate_documents,
-        }
-        self.batches = stack.enter_context(
-            train_batches(
-                run.dataset,
-                seed=config.seed,
-                position=start.position,
-                prefetch_batches=config.data.prefetch_batches,
-                **sizes,
-            )
-        )
-        self.buffers = BatchBuffers()
-        self.held_out = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
-        self.validation = Validation(model.loss_fn, self.held_out, mesh=run.mesh, config=run.zero, buffers=self.buffers)
+        self._open_data(start, stack)
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
-            sinks=[self._open_writers(start, stack).write, self.console.step] if is_first else [],
-            speedometer=make_speedometer(model.loss_fn, self.state.variables, self.held_out[0], mesh=run.mesh),
+            sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
+            speedometer=make_speedometer(
+                model.loss_fn, self.state.variables, self.validation.batches[0], mesh=run.mesh
+            ),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
             noise=self.noise,
@@ -156,27 +129,24 @@ class _Training:
         )
 
     def execute(self) -> TrainResult:
-        """Takes all the steps, and draws and tells what came of them."""
-        config, run = self.config, self.run
+        """Takes all the steps, and shows what came of them."""
         status = self._fit()
         self._beat("save")
-        self.checkpointer.wait()
-        if status in ("done", "preempted") and not self._is_saved():
+        if status in ("done", "preempted") and not self.saver.wait_until_saved(self.step):
             status = {"done": "unsaved", "preempted": "preempted_unsaved"}[status]
-        if advice := self.noise.advice(config.batch_size):
+        if advice := self.noise.advice(self.config.batch_size):
             self.say(advice)
         sample = self._show_sample() if status in ("done", "unsaved") else ""
         self.console.close()
         self._beat("end")
-        progress = self.progress
-        train, validation = run_losses(run.folder, (progress.train, progress.validation))
+        train, validation = run_losses(self.run.folder, (self.progress.train, self.progress.validation))
         self._draw(train, validation)
         return TrainResult(
             status=status,
-            directory=str(run.folder),
+            directory=str(self.run.folder),
             model=self.model.name,
-            stage=config.zero.stage,
-            num_devices=run.mesh.size,
+            stage=self.config.zero.stage,
+            num_devices=self.run.mesh.size,
             num_params=num_params(self.state),
             num_steps=self.step,
             num_skipped_steps=int(self.state.num_skipped_steps),
@@ -185,14 +155,41 @@ class _Training:
             final_train_loss=_end(train, -1),
             first_validation_loss=_end(validation, 0),
             final_validation_loss=_end(validation, -1),
-            tokens_per_second=progress.tokens_per_second,
-            compile_seconds=progress.compile_seconds,
-            train_seconds=progress.seconds,
+            tokens_per_second=self.progress.tokens_per_second,
+            compile_seconds=self.progress.compile_seconds,
+            train_seconds=self.progress.seconds,
             noise_scale=None if self.noise.estimate is None else self.noise.estimate.num_examples,
-            prompt=config.sample_prompt,
+            prompt=self.config.sample_prompt,
             sample=sample,
             **{f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in groups(self.state).items()},
         )
+
+    def _take_folder(self, stack: contextlib.ExitStack) -> None:
+        """Locks the run's folder, and writes the config unless that of an earlier part of the run is there."""
+        run = self.run
+        stack.enter_context(hold(run.folder))
+        stack.enter_context(discarding(run.folder))
+        self.saved_config = {"model": {"name": self.model.name, **as_json(self.model.config)}, **as_json(self.config)}
+        if not (run.folder / "config.json").exists():  # that of a run to go on with stays until it does
+            save_config(run.folder, self.saved_config)
+
+    def _open_data(self, start: Start, stack: contextlib.ExitStack) -> None:
+        run, config = self.run, self.config
+        sizes = {
+            "batch_size": config.batch_size,
+            "seq_len": self.model.seq_len,
+            "sharding": batch_sharding(run.mesh),
+            "separate_documents": config.data.separate_documents,
+        }
+        prefetch_batches = config.data.prefetch_batches
+        self.batches = stack.enter_context(
+            train_batches(
+                run.dataset, seed=config.seed, position=start.position, prefetch_batches=prefetch_batches, **sizes
+            )
+        )
+        self.buffers = BatchBuffers()
+        batches = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
+        self.validation = Validation(self.model.loss_fn, batches, mesh=run.mesh, config=run.zero, buffers=self.buffers)
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
         config, folder = self.config, self.run.folder
@@ -220,18 +217,8 @@ class _Training:
         }
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    def _is_saved(self) -> bool:
-        """Tells whether nothing that was done is lost; says what is."""
-        steps = self.checkpointer.steps()
-        is_whole = self.step in steps and self.checkpointer.num_failed == self.num_failed_before
-        if self.step == self.first_step or from_first_process(lambda: str(is_whole)) == "True":
-            return True
-        newest = f"the newest checkpoint is that of step {max(steps)}" if steps else "there is no checkpoint"
-        self.say(f"the state of step {self.step} is NOT SAVED: {newest}")
-        return False
-
     def _draw(self, train: Losses, validation: Losses) -> None:
-        if jax.process_index():
+        if not self.is_first:
             return
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
         losses, path = {"train": train, "validation": validation}, self.run.folder / "loss.png"
@@ -277,7 +264,8 @@ class _Training:
                     profiler.done(self.step)
                 if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
                     many, leaf = progress.num_nonfinite_in_a_row, progress.nonfinite_leaf or "no param (only the loss)"
-                    self._tell_diverged(f"{many} steps in a row were not finite, first in the gradient of {leaf}")
+                    why = f"{many} steps in a row were not finite, first in the gradient of {leaf}"
+                    self.saver.tell_diverged(self.step, why)
                     return "diverged"
                 loss = None
                 if evaluates and (is_last or not stops):
@@ -312,7 +300,7 @@ class _Training:
         )
 
     def _evaluate(self, *, is_last: bool) -> float | None:
-        """Takes down the validation loss of the params, and of their moving average where the optimizer keeps one.
+        """Records the validation loss, and that of the params' moving average where the optimizer keeps one.
 
         Returns:
           The loss, or None where a signal came first: what time is left then is for saving.
@@ -324,52 +312,31 @@ class _Training:
             return is_last or not self.preemption.stops_alone
 
         self._beat("evaluation")
-        params, ema = self.state.params, ema_params(self.state.opt_state)
-        loss = self._validation_loss(params, goes_on)
-        # What is not trained (integers) has no average.
-        average = None if ema is None else self._validation_loss(merge(params, ema), goes_on)
-        if loss is None or (ema is not None and average is None):
+        losses = self.validation.losses(self.state, goes_on=goes_on)
+        if losses is None:
             return None
-        self.progress.add_validation(self.step, loss, average)
+        loss, ema_loss = losses
+        self.progress.add_validation(self.step, loss, ema_loss)
         return loss
 
-    def _validation_loss(self, params: Any, goes_on: Callable[[], bool]) -> float | None:
-        variables = Variables(params=params, model_state=self.state.model_state)
-        return self.validation.loss(variables, goes_on=goes_on)
-
     def _save(self, loss: float | None, *, is_last: bool) -> bool:
-        """Begins to save the state, unless it came of a step that was not finite.
-
-        Where that step's update was skipped the state is that of the step before: the end of a run keeps it.
-
-        Returns:
-          Whether the run can go on: not with a state that is not finite itself.
-        """
-        is_skipped = is_last and self.run.zero.skip_nonfinite
-        if self.progress.num_nonfinite_in_a_row and not is_skipped:
-            self.say(f"step {self.step}: not saved, because its loss or gradients are not finite")
-            return True
-        leaves = [x for x in nonfinite_leaves(self.state, mesh=self.run.mesh) if x not in self.born_nonfinite]
-        if leaves:
-            others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""
-            self._tell_diverged(f"NaN or infinities in {leaves[0]}{others} of its state")
-            return False
-        if not math.isfinite(loss or 0):
-            self.say(f"step {self.step}: not saved, because its validation loss is not finite")
-            return True
+        """Begins to save the state if it is finite; returns whether the run can go on."""
         self._beat("save")
-        extra = {
-            "data": {"position": self.batches.position, **identity(self.run)},
-            "noise_scale": self.noise.to_json(),
-            "config": self.saved_config,
-            "is_evaluated": loss is not None,
-        }
-        self.checkpointer.wait()  # for the save before, which counts as well
-        self.num_failed_before = self.checkpointer.num_failed
-        may_be = bool(self.born_nonfinite)
-        self.checkpointer.save(self.step, self.state, extra=extra, loss=loss, allow_nonfinite=may_be)
+        goes_on = self.saver.save(
+            self.step,
+            self.state,
+            loss=loss,
+            extra={
+                "data": {"position": self.batches.position, **identity(self.run)},
+                "noise_scale": self.noise.to_json(),
+                "config": self.saved_config,
+                "is_evaluated": loss is not None,
+            },
+            num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,
+            is_last=is_last,
+        )
         self.executed.add("save")
-        return True
+        return goes_on
 
     def _show_sample(self) -> str:
         """Tells, and returns, text that the model adds to the prompt; nothing if none is asked for."""
@@ -380,16 +347,6 @@ class _Training:
         self.executed.add("sample")
         self.say(f"\nstep {self.step}, a sample that goes on from {prompt!r}:\n\n{prompt}{text}\n")
         return text
-
-    def _tell_diverged(self, why: str) -> None:
-        """Says why the run stops, and what there is to go on from."""
-        self.checkpointer.wait()
-        kept = self.checkpointer.steps()
-        self.say(
-            f"stopping at step {self.step}: {why}. The last good checkpoint is "
-            f"{f'that of step {max(kept)}' if kept else 'none: there was no save before'}. A smaller learning rate, a "
-            "longer warm-up or another seed may help"
-        )
 
 
 def _norm(params: Any) -> jax.Array:

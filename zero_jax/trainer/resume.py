@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.checkpoint import CheckpointError, Restored, candidates, find, restore, step_path
+from zero_jax.checkpoint import CheckpointError, Restored, find_checkpoint, list_step_folders, restore, step_path
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Run
@@ -51,7 +51,7 @@ def begin(run: Run) -> Start:
     config, key = run.config, jax.random.key(run.config.seed)
     lines: list[str] = []
     given = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
-    has_own = config.resume == "auto" and from_first_process(lambda: str(candidates(run.checkpoints) or ""))
+    has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
     try:
         if has_own:
             return _checked(run, restore(run.checkpoints, accept=_accept, **given), lines)
@@ -105,7 +105,7 @@ def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
 
 def _source(path: str) -> tuple[str, int | None]:
     """Returns the folder of checkpoints that a path leads to, and the step if it names one."""
-    record, _ = find(path)
+    record, _ = find_checkpoint(path)
     is_step = record.path.name == pathlib.PurePath(path).name
     if is_step and record.path != step_path(record.path.parent, record.step):
         raise ValueError(

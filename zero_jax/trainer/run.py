@@ -17,12 +17,13 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import LOCK, CheckpointConfig, candidates, find, resolve
+from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_step_folders, resolve_folder
 from zero_jax.core.agreement import from_first_process
+from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.folder_lock import FolderLock
 from zero_jax.core.tree import shown
-from zero_jax.data import DataConfig, Dataset, load
+from zero_jax.data import DataConfig, Dataset, load_dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_capacity
@@ -226,6 +227,9 @@ def prepare(
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
         or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
     """
+    with extra("train"):
+        import grain  # noqa: F401 - needed by the first batch, missed before anything is made
+
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(
@@ -248,7 +252,7 @@ def prepare(
     if tx is None:
         schedule = make_schedule(config.optimizer, num_steps=config.steps)
         tx = make_optimizer(config.optimizer, num_steps=config.steps)
-    dataset = load(config.data, seq_len=model.seq_len, log=log)
+    dataset = load_dataset(config.data, seq_len=model.seq_len, log=log)
     if from_first_process(dataset.fingerprint) != dataset.fingerprint:
         raise ValueError(
             f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
@@ -260,7 +264,7 @@ def prepare(
             f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
         )
     if config.init_from is not None and config.resume == "never":
-        find(config.init_from)  # before there is a folder
+        find_checkpoint(config.init_from)  # before there is a folder
     sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     return Run(
@@ -286,10 +290,10 @@ def _check_checkpoints(config: TrainConfig, name: str) -> None:
     """Refuses the name of a run whose folder of checkpoints another run has, or has left its own in, to a new one."""
     if config.checkpoints is None:
         return
-    folder = resolve(f"{config.checkpoints.rstrip('/')}/{name}")
+    folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")
     if (folder / LOCK).exists():
         FolderLock(folder / LOCK).check()
-    if config.resume == "never" and candidates(folder):
+    if config.resume == "never" and list_step_folders(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 
 
@@ -323,60 +327,3 @@ def _check_processes(mesh: Mesh) -> None:
             f"the mesh of {mesh.size} devices leaves process{'es' if len(idle) > 1 else ''} "
             f"{', '.join(map(str, sorted(idle)))} without one: use all devices, or start fewer processes"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What came of a run; losses are in nats per token.
-
-    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
-    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (the loss
-    stayed not finite, or the params were not; the last good checkpoint is there). Losses are those of the whole run,
-    what came before a resume included.
-    """
-
-    status: str
-    directory: str
-    model: str
-    stage: int
-    num_devices: int
-    num_params: int
-    num_steps: int
-    num_skipped_steps: int
-    num_failed_saves: int
-    first_train_loss: float
-    final_train_loss: float
-    first_validation_loss: float
-    final_validation_loss: float
-    tokens_per_second: float
-    compile_seconds: float
-    train_seconds: float
-    noise_scale: float | None
-    per_device_params_bytes: int
-    per_device_master_bytes: int
-    per_device_opt_state_bytes: int
-    per_device_model_state_bytes: int = 0
-    prompt: str
-    sample: str
-
-    def __str__(self) -> str:
-        skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
-        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
-        steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
-        timed = self.tokens_per_second == self.tokens_per_second  # not after a single step, which compiles
-        speed = f", {self.tokens_per_second:,.0f} tokens/s" if timed else ""
-        how = {
-            "done": "",
-            "unsaved": "; THE LAST STATE IS NOT SAVED",
-            "preempted": "; stopped when told to",
-            "preempted_unsaved": "; stopped when told to; THE LAST STATE IS NOT SAVED",
-            "diverged": "; stopped: loss or params were not finite",
-        }
-        lines = [
-            f"{self.model}: {steps} at stage {self.stage} on {devices} in "
-            f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
-            f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
-            f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
-            f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
-        ]
-        return "\n".join(lines)

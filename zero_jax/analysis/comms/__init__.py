@@ -1,15 +1,18 @@
 """Communication of a train step: `estimate` by formula, `measure` on the compiled program, `compare`.
 
-`rows` are the collectives of a program with mesh axes, phase and param, which `names` reads from the program;
-`findings` are what ZeRO does not need.
+`rows` are the collectives of a program with mesh axes, phase and param (`param_names`); `findings` are those that ZeRO
+does not need.
 """
 
 from zero_jax.analysis.comms.estimated import CommsEstimate, EstimateRow, estimate, sharded_residual_bytes
 from zero_jax.analysis.comms.findings import Finding
-from zero_jax.analysis.comms.measured import CommsReport, Comparison, compare, measure
+from zero_jax.analysis.comms.measured import CommsComparison, CommsReport, compare, measure
 from zero_jax.analysis.comms.rows import Row, ScheduledOverlap
 
+Comparison = CommsComparison  # as it is called from outside, `zero.comms.Comparison`
+
 __all__ = [
+    "CommsComparison",
     "CommsEstimate",
     "CommsReport",
     "Comparison",

@@ -1,4 +1,4 @@
-"""What a ZeRO train step should send, by formula: section 7 of the paper, with the axes that `data` is spread over.
+"""Estimates the traffic of a ZeRO train step by formula: section 7 of the paper, for each mesh axis of `data`.
 
 What moves over `model` is read from a trace of the loss function (`loss_trace.py`): section 8 counts it for Megatron's
 transformer, the trace for any model.
@@ -155,7 +155,7 @@ def estimate(
 
 
 def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
-    """Says why what moves over the model's own axes is not all there."""
+    """Returns why the traffic over the model's own axes is not complete."""
     others = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
     if axis_size(placement.mesh, others) == 1:
         return ""
@@ -233,7 +233,7 @@ def _rows(
 
 
 def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:
-    """The dims of a leaf where its group is sharded; whole over `data` at stage 0."""
+    """The dims of a leaf where its group is sharded; without `data` at stage 0."""
     if "master" in placement.groups:
         return leaf.dims
     return tuple(tuple(axis for axis in dim if axis not in placement.axes.data) for dim in leaf.dims)
@@ -255,15 +255,15 @@ def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[
 def _scatters(
     leaf: LeafPlacement, placement: Placement, *, one_by_one: bool
 ) -> tuple[list[tuple[tuple[str, ...], float]], list[tuple[tuple[str, ...], float]]]:
-    """The elements sent to scatter a gradient, and to sum the shards over the axes that the leaf is not cut over."""
+    """The elements sent to scatter a gradient, and to sum the shards over the axes that do not shard the leaf."""
     mesh, axes = placement.mesh, placement.axes
     dims = _sharded_dims(leaf, placement)
     elements, scatters = float(_num_elements(leaf, placement)), []
     if one_by_one:
         steps = [(axis,) for axis in axes.data if axis in _on_data(dims, placement)]
     else:
-        whole = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
-        states = [whole, *scatter_steps(dims, axes.data, mesh)]
+        unsharded = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
+        states = [unsharded, *scatter_steps(dims, axes.data, mesh)]
         steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
     for step in steps:
         named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)

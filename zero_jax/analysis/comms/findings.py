@@ -1,14 +1,15 @@
-"""What is off in the traffic of a compiled step: collectives that ZeRO does not need, or that move too much."""
+"""Warnings about the traffic of a compiled step: collectives that ZeRO does not need, or that move too much."""
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from zero_jax.analysis.comms.names import ProgramLeaf, num_elements
 from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
+from zero_jax.analysis.leaves import ArgumentLeaf
+from zero_jax.core.text_tables import format_bytes
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
 _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
@@ -43,35 +44,41 @@ class Finding:
         return self.message
 
 
-def find(rows: Sequence[Row], leaves: Sequence[ProgramLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
-    """Looks for what is off, most bytes first.
+def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
+    """Returns the collectives that ZeRO does not call for, most bytes first.
 
     Args:
       rows: The collectives of a step.
       leaves: The leaves of its train state; where there are none, nothing is known of the model's size and stage.
-      mesh: The mesh, which tells a state that is sharded over `data` from one that only the model's own axes cut.
+      mesh: The mesh, by which a state that is sharded over `data` differs from one sharded over the model's own axes.
     """
     params = [leaf for leaf in leaves if leaf.group == "params"]
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES
     model = math.prod(size for axis, size in mesh.shape.items() if not carries_batch((axis,))) if mesh else 1
-    parts = (math.prod(leaf.shape) / max(math.prod(leaf.local_shape), 1) for leaf in leaves)
+    parts = (math.prod(leaf.global_dims) / max(math.prod(leaf.dims), 1) for leaf in leaves)
     sharded = not leaves or max(parts, default=1) > model
-    found = [*_wide(rows, large / 10), *_gathered_often(rows, {leaf.path: leaf.shape for leaf in params}, large)]
+    shapes = {leaf.path_in_group: leaf.global_dims for leaf in params}
+    findings = [*_wide(rows, large / 10), *_gathered_often(rows, shapes, large)]
     if sharded:
-        found += [
+        findings += [
             *_all_reduced(rows, large, has_params=bool(params)),
             *_moved_activations(rows, large, has_params=bool(params)),
         ]
-    return tuple(sorted(_merged(found), key=lambda finding: -finding.extra_bytes))
+    return tuple(sorted(_merged(findings), key=lambda finding: -finding.extra_bytes))
+
+
+def num_elements(leaves: Iterable[ArgumentLeaf]) -> int:
+    """Returns the elements of the global arrays."""
+    return sum(math.prod(leaf.global_dims) for leaf in leaves)
 
 
 def carries_data(axes: Sequence[str]) -> bool:
-    """Tells whether `data` is, or may be, among mesh axes."""
+    """Returns whether `data` is, or may be, among mesh axes."""
     return tuple(axes) == UNKNOWN_AXES or any(axis != "replica" and carries_batch((axis,)) for axis in axes)
 
 
 def carries_batch(axes: Sequence[str]) -> bool:
-    """Tells whether `data` or `replica` may be among mesh axes, by their names: whether one is not the model's own."""
+    """Returns whether `data` or `replica` may be among mesh axes, by their names: any but the model's own."""
     return any(axis != "model" and not axis.startswith("model_") for axis in axes)
 
 
@@ -93,7 +100,7 @@ def _all_reduced(rows: Sequence[Row], large: float, *, has_params: bool) -> Iter
 
 
 def _mixes_examples(row: Row, *, is_gradient: bool) -> bool:
-    """Tells whether an all-reduce is of activations, by the operation that it stands for."""
+    """Returns whether an all-reduce is of activations, by the operation that it stands for."""
     operation = row.op_name.rpartition("/")[2]
     if row.is_named or (row.param and is_gradient):
         return False
@@ -115,22 +122,22 @@ def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], 
     for row in rows:
         if row.is_named and row.kind.startswith("all-gather") and row.full_bytes >= large / 10:
             gathers.setdefault(row.param, []).append(row)
-    times = {param: _num_gathers(found, shapes.get(param, ())) for param, found in gathers.items()}
+    times = {param: _num_gathers(group, shapes.get(param, ())) for param, group in gathers.items()}
     usual = statistics.median(times.values()) if times else 0
     for param, count in times.items():
         row = max(gathers[param], key=lambda row: row.full_bytes)
         extra = (count - usual) * row.full_bytes
         if count > 2 * usual and extra >= large:
             message = (
-                f"{param!r} is gathered {count:g} times in a step ({_shown(row.full_bytes)} each), others "
-                f"{usual:g} times: expected one gather in the forward and one in the backward pass"
+                f"{param!r} is gathered {count:g} times in a step ({format_bytes(row.full_bytes, decimals=1)} each), "
+                f"others {usual:g} times: expected one gather in the forward and one in the backward pass"
             )
             yield Finding(kind="gathered often", message=message, param=param, source=row.source, extra_bytes=extra)
 
 
 def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
     """Returns how often a leaf is gathered; a stack of layers may be gathered one layer at a time."""
-    # Of gathers in stages, the last one makes the leaf whole.
+    # Of gathers in stages, the last results in the full leaf.
     row = max(rows, key=lambda row: row.full_bytes)
     count = sum(other.num_executions for other in rows if other.full_bytes == row.full_bytes)
     layers = shape[0] if shape else 1
@@ -160,7 +167,7 @@ def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
     place = f" ({row.source.rpartition('/')[2]})" if row.source else ""
     times = f", {row.num_executions} times" if row.num_executions > 1 else ""
     phase = "update" if row.phase == "update" else f"{row.phase} pass"
-    size = f"{_shown(row.full_bytes)} ({row.dtype})"
+    size = f"{format_bytes(row.full_bytes, decimals=1)} ({row.dtype})"
     message = f"{row.kind} of {size} over {axes_name(row.axes)} in the {phase}{where}{place}{times}: {expected}"
     return Finding(
         kind=kind,
@@ -171,16 +178,11 @@ def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
     )
 
 
-def _merged(found: Sequence[Finding]) -> list[Finding]:
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
     """Joins findings of the same words, as of the permutes of one ring."""
     merged: dict[str, Finding] = {}
-    for finding in found:
+    for finding in findings:
         before = merged.get(finding.message)
         extra = finding.extra_bytes + (before.extra_bytes if before else 0)
         merged[finding.message] = dataclasses.replace(finding, extra_bytes=extra)
     return list(merged.values())
-
-
-def _shown(num_bytes: float) -> str:
-    """Returns a size in MB, in KB where that would be nothing."""
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 5e4 else f"{num_bytes / 1e3:.1f} KB"

@@ -1,4 +1,4 @@
-"""Communication of a train step: estimated by formula, measured on the compiled program, and the two compared."""
+"""Traffic of a compiled train step, and its comparison with the estimate."""
 
 import collections
 import dataclasses
@@ -9,12 +9,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.analysis.comms.estimated import CommsEstimate
-from zero_jax.analysis.comms.findings import Finding, find
-from zero_jax.analysis.comms.names import ProgramLeaf, num_elements, state_leaves
+from zero_jax.analysis.comms.findings import Finding, find, num_elements
 from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, read_rows
+from zero_jax.analysis.leaves import STATE_GROUPS, ArgumentLeaf, argument_leaves
 from zero_jax.core.signatures import check_arguments, check_methods
+from zero_jax.core.text_tables import aligned
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.hlo import Program
+from zero_jax.hlo import Program, parse
 
 _MAX_LINES = 40
 _MAX_WARNINGS = 10
@@ -67,7 +68,7 @@ class CommsReport(SentBytes):
         ordered = sorted(groups.values(), key=lambda rows: -_total(rows))
         table = [("kind", "axes", "dtype", "phase", "param", "times", "MB", "overlaps with", "where")]
         table += [_cells(rows) for rows in ordered[:_MAX_LINES]]
-        lines = _aligned(table, right={5, 6})
+        lines = [aligned(table, right={5, 6})]
         if len(ordered) > _MAX_LINES:
             left = sum(_total(rows) for rows in ordered[_MAX_LINES:])
             lines.append(f"... {len(ordered) - _MAX_LINES} more, {left / 1e6:.3f} MB")
@@ -77,10 +78,10 @@ class CommsReport(SentBytes):
             totals = getattr(self, f"by_{name}").items()
             lines.append(f"by {name}: " + ", ".join(f"{key} {sent / 1e6:.3f} MB" for key, sent in totals))
         if self.largest_buffer:
-            one = self.largest_buffer
-            what = f" of {one.param!r}" if one.param else ""
-            where = f" ({one.source})" if one.source else ""
-            lines.append(f"largest buffer: {one.full_bytes / 1e6:.3f} MB, {one.kind}{what}{where}")
+            row = self.largest_buffer
+            what = f" of {row.param!r}" if row.param else ""
+            where = f" ({row.source})" if row.source else ""
+            lines.append(f"largest buffer: {row.full_bytes / 1e6:.3f} MB, {row.kind}{what}{where}")
         lines += [f"warning: {finding}" for finding in self.findings[:_MAX_WARNINGS]]
         if rest := self.findings[_MAX_WARNINGS:]:
             extra = sum(finding.extra_bytes for finding in rest)
@@ -111,27 +112,21 @@ def measure(
             "compiled", compiled, ("as_text",), remedy="give what `.lower(...).compile()` returns, or its text"
         )
     check_arguments(mesh=mesh, param_shapes=param_shapes, unknown_trip_count=unknown_trip_count)
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    program = Program(text)
-    leaves = state_leaves(program, getattr(compiled, "in_avals", None))
+    program = parse(compiled)
+    leaves = [leaf for leaf in argument_leaves(program, compiled) if leaf.group in STATE_GROUPS]
     if param_shapes is not None:
-        given = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
-        leaves = tuple(leaf for leaf in leaves if leaf.group != "params") + tuple(
-            ProgramLeaf(
-                group="params", path=name, dtype=str(x.dtype), shape=tuple(x.shape), local_shape=_local_shape(x)
-            )
-            for name, x in given
-        )
+        named = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
+        leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in named]
     mesh = _mesh_of(compiled) if mesh is None else mesh
-    rows = read_rows(text, mesh=mesh, leaves=leaves, program=program, unknown_trip_count=unknown_trip_count)
+    rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):
         raise ValueError(
             f"the program was compiled for {program.num_devices} devices, and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}: give the mesh that it was compiled for"
         )
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
-    found = (*find(rows, leaves, mesh=mesh), *_between_slices(text))
-    return CommsReport(rows=rows, num_params=num_params, findings=found)
+    findings = (*find(rows, leaves, mesh=mesh), *_between_slices(program))
+    return CommsReport(rows=rows, num_params=num_params, findings=findings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +145,7 @@ class ComparedRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class CommsComparison:
     """An estimate beside a measurement, by mesh axes and phase; prints as a table.
 
     Attributes:
@@ -166,11 +161,11 @@ class Comparison:
         """The sums over phases, for each set of mesh axes."""
         sums: dict[str, list[float]] = {}
         for row in self.rows:
-            held = sums.setdefault(row.axes, [0.0, 0.0])
-            held[0], held[1] = held[0] + row.estimated_bytes, held[1] + row.measured_bytes
+            both = sums.setdefault(row.axes, [0.0, 0.0])
+            both[0], both[1] = both[0] + row.estimated_bytes, both[1] + row.measured_bytes
         return tuple(
-            ComparedRow(axes=axes, phase="all", estimated_bytes=ideal, measured_bytes=found)
-            for axes, (ideal, found) in sums.items()
+            ComparedRow(axes=axes, phase="all", estimated_bytes=estimated, measured_bytes=measured)
+            for axes, (estimated, measured) in sums.items()
         )
 
     @property
@@ -196,27 +191,30 @@ class Comparison:
             table.append(
                 (row.axes, row.phase, f"{row.estimated_bytes / 1e6:.3f}", f"{row.measured_bytes / 1e6:.3f}", ratio)
             )
-        lines = _aligned(table, right={2, 3, 4})
-        return "\n".join([*lines, *([f"not counted by the estimate: {self.not_counted}"] if self.not_counted else [])])
+        table_text = aligned(table, right={2, 3, 4})
+        return "\n".join(
+            [table_text, *([f"not counted by the estimate: {self.not_counted}"] if self.not_counted else [])]
+        )
 
 
-def compare(estimated: CommsEstimate, report: CommsReport) -> Comparison:
+def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
     """Puts an estimate and a measurement side by side, most estimated bytes first."""
     sums: dict[tuple[str, str], list[float]] = {}
     for place, rows in enumerate((estimated.rows, report.rows)):
         for row in rows:
             sums.setdefault((axes_name(row.axes), row.phase), [0.0, 0.0])[place] += row.total_sent_bytes
     rows = [
-        ComparedRow(axes=axes, phase=phase, estimated_bytes=ideal, measured_bytes=found)
-        for (axes, phase), (ideal, found) in sums.items()
+        ComparedRow(axes=axes, phase=phase, estimated_bytes=ideal, measured_bytes=measured)
+        for (axes, phase), (ideal, measured) in sums.items()
     ]
     ordered = sorted(rows, key=lambda row: (-row.estimated_bytes, -row.measured_bytes))
-    return Comparison(rows=tuple(ordered), not_counted=estimated.not_counted)
+    return CommsComparison(rows=tuple(ordered), not_counted=estimated.not_counted)
 
 
-def _between_slices(text: str) -> tuple[Finding, ...]:
-    """Tells of what XLA:TPU moves between slices: a program is one slice's, and hands that to the host's network."""
-    kinds = collections.Counter(re.findall(r' send\(.*_xla_megascale_transfer_type="(\w+)"', text))
+def _between_slices(program: Program) -> tuple[Finding, ...]:
+    """Reports what XLA:TPU moves between slices: a program is one slice's, and hands that to the host's network."""
+    sends = [instruction.line for instruction in program.instructions() if instruction.opcode == "send"]
+    kinds = collections.Counter(re.findall(r'_xla_megascale_transfer_type="(\w+)"', "\n".join(sends)))
     if not kinds:
         return ()
     shown = ", ".join(f"{count} x {kind.lower().replace('_', '-')}" for kind, count in kinds.items())
@@ -230,13 +228,22 @@ def _between_slices(text: str) -> tuple[Finding, ...]:
 def _mesh_of(compiled: Any) -> Mesh | None:
     """The mesh of the first argument that has one."""
     shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
-    found = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-    return next((mesh for mesh in found if isinstance(mesh, Mesh) and mesh.size > 1), None)
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
 
 
-def _local_shape(x: Any) -> tuple[int, ...]:
+def _param(name: str, x: Any) -> ArgumentLeaf:
+    """The leaf of a param that the program's arguments do not name; what it takes is not known from its shape."""
     sharding = getattr(x, "sharding", None)
-    return tuple(sharding.shard_shape(x.shape)) if sharding is not None else tuple(x.shape)
+    return ArgumentLeaf(
+        path=f"params/{name}",
+        group="params",
+        dtype=str(x.dtype),
+        dims=tuple(x.shape if sharding is None else sharding.shard_shape(x.shape)),
+        num_bytes=0,
+        unpadded_bytes=0,
+        whole_dims=tuple(x.shape),
+    )
 
 
 def _total(rows: list[Row]) -> float:
@@ -245,8 +252,8 @@ def _total(rows: list[Row]) -> float:
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     row = rows[0]
-    times = str(sum(one.num_executions for one in rows))
-    overlap = next((one.overlap for one in rows if one.overlap), None)
+    times = str(sum(row.num_executions for row in rows))
+    overlap = next((row.overlap for row in rows if row.overlap), None)
     shown = ""
     if overlap:
         cycles = "" if overlap.cycles is None else f"{overlap.cycles:,} cycles of "
@@ -255,14 +262,3 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     sent = f"{_total(rows) / 1e6:.3f}"
     axes = f"{axes_name(row.axes)} ({row.group_size})"
     return (row.kind, axes, row.dtype, row.phase, row.param, times, sent, shown, where)
-
-
-def _aligned(table: list[tuple[str, ...]], *, right: set[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in table
-    ]

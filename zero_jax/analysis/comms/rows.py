@@ -1,4 +1,4 @@
-"""The collectives of a compiled train step with what they are for: mesh axes, phase of the step, and param."""
+"""Lists the collectives of a compiled train step with mesh axes, phase of the step, and param."""
 
 import collections
 import dataclasses
@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.analysis.comms.names import Names, Phases, ProgramLeaf
-from zero_jax.hlo import Instruction, Program
+from zero_jax.analysis.comms.param_names import ParamNames
+from zero_jax.analysis.leaves import ArgumentLeaf
+from zero_jax.hlo import Instruction, Phases, Program
 
 UNKNOWN_AXES = ("?",)
 _WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")
@@ -47,7 +48,7 @@ class Row:
       is_named: Whether `param` comes from the name of a gather, rather than from the shape.
       sent_bytes: What one device sends in one execution.
       num_executions: Executions in a step.
-      full_bytes: The bytes of the whole buffer, as of `hlo.Collective`.
+      full_bytes: The bytes of the gathered or unreduced buffer, as of `hlo.Collective`.
       is_async: Whether other work may run meanwhile.
       overlap: What runs meanwhile, for an asynchronous collective of a scheduled program.
       op_name: JAX's name stack, or ''.
@@ -147,70 +148,68 @@ def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, in
 
 
 def read_rows(
-    text: str,
+    program: Program,
     *,
     mesh: Mesh | None,
-    leaves: Sequence[ProgramLeaf],
-    program: Program,
+    leaves: Sequence[ArgumentLeaf],
     unknown_trip_count: int | None = None,
 ) -> tuple[Row, ...]:
     """Lists the collectives of a program with what they are for.
 
     Args:
-      text: The text of the program.
+      program: The program.
       mesh: The mesh that it was compiled for, if known.
-      leaves: The leaves of the train state, to be found again in the collectives.
-      program: The program, parsed from the text.
+      leaves: The leaves of the train state, whose params the collectives move.
       unknown_trip_count: As for `hlo.collectives`.
     """
-    found = hlo.collectives(text, unknown_trip_count=unknown_trip_count)
-    phases, names = Phases(program), Names(leaves)
-    overlaps = _overlaps(program, found) if "is_scheduled=true" in text[:2000] else {}
+    collectives = hlo.collectives(program, unknown_trip_count=unknown_trip_count)
+    phases, names = Phases(program), ParamNames(leaves)
+    overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
     shape = tuple((str(name), size) for name, size in mesh.shape.items()) if mesh is not None else ()
     known = mesh is not None and mesh.size == program.num_devices
     rows = []
-    for one in found:
-        op_name = one.op_name or phases.op_name_before(one.computation, one.name)
-        phase = phases.of(one.computation, one.name, op_name)
-        kind = _label(one, phase, op_name)
-        param, is_named = names.of(one, program, op_name, kind)
-        axes = spanned_axes(one.replica_groups, shape) if known else UNKNOWN_AXES
+    for collective in collectives:
+        computation, name = collective.computation, collective.name
+        op_name = collective.op_name or phases.op_name_before(computation, name)
+        phase = phases.of(computation, name, op_name)
+        kind = _label(collective, phase, op_name)
+        param, is_named = names.of(collective, program, kind)
         rows.append(
             Row(
                 kind=kind,
-                name=one.name,
-                axes=axes,
-                group_size=one.group_size,
-                dtypes=one.dtypes,
+                name=name,
+                axes=spanned_axes(collective.replica_groups, shape) if known else UNKNOWN_AXES,
+                group_size=collective.group_size,
+                dtypes=collective.dtypes,
                 phase=phase,
                 param=param,
                 is_named=is_named,
-                sent_bytes=one.sent_bytes,
-                num_executions=one.num_executions,
-                full_bytes=one.full_bytes,
-                is_async=one.is_async,
-                overlap=overlaps.get((one.computation, one.name)),
-                op_name=one.op_name,
-                source=one.source,
+                sent_bytes=collective.sent_bytes,
+                num_executions=collective.num_executions,
+                full_bytes=collective.full_bytes,
+                is_async=collective.is_async,
+                overlap=overlaps.get((computation, name)),
+                op_name=collective.op_name,
+                source=collective.source,
             )
         )
     return tuple(rows)
 
 
-def _label(one: hlo.Collective, phase: str, op_name: str) -> str:
-    """Tells a windowed collective by the loop that it is in, else by the product that it belongs to."""
-    if one.kind != "collective-permute":
-        return one.kind
-    loop = _WINDOWED.search(one.computation)
+def _label(collective: hlo.Collective, phase: str, op_name: str) -> str:
+    """Returns the kind; of a windowed collective by the loop that it is in, else by the product that it belongs to."""
+    if collective.kind != "collective-permute":
+        return collective.kind
+    loop = _WINDOWED.search(collective.computation)
     if not loop and not re.search(r"(dot_general|conv_general_dilated)[^/]*$", op_name):
-        return one.kind
+        return collective.kind
     scatters = loop[1] == "rs" if loop else phase == "backward" and "rematted_computation" not in op_name
     return "reduce-scatter (windowed)" if scatters else "all-gather (windowed)"
 
 
-def _overlaps(program: Program, found: Sequence[hlo.Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
+def _overlaps(program: Program, collectives: Sequence[hlo.Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
     """Plays the schedule in cycles, or where the compiler estimates none in bytes, with collectives that take none."""
-    has_cycles = any(hlo.cycles(one) is not None for inner in program.computations.values() for one in inner.values())
+    has_cycles = any(hlo.cycles(instruction) is not None for instruction in program.instructions())
 
     def weight(program: Program, computation: str, instruction: Instruction) -> float:
         if has_cycles:
@@ -218,9 +217,9 @@ def _overlaps(program: Program, found: Sequence[hlo.Collective]) -> Mapping[tupl
         work = hlo.roofline(program, computation, instruction)
         return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
 
-    # What matters is what lies between a start and its done, so that an unknown trip count may be anything.
-    timeline = hlo.play(program, found, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
+    # What matters is what is between a start and its done, so that an unknown trip count may be anything.
+    timeline = hlo.play(program, collectives, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
     return {
-        key: ScheduledOverlap(instructions=one.instructions, cycles=round(one.seconds) if has_cycles else None)
-        for key, one in timeline.overlaps.items()
+        key: ScheduledOverlap(instructions=overlap.instructions, cycles=round(overlap.seconds) if has_cycles else None)
+        for key, overlap in timeline.overlaps.items()
     }

@@ -1,15 +1,19 @@
 """Memory of a device: `estimate` by formula, `measure` on a compiled program or on live arrays, `compare`.
 
-Arguments are read by group of the train state (`leaves`, `groups`), temporaries by what they are (`kinds`).
+Arguments are summed by group of the train state (`groups`), temporaries by what they are (`kinds`).
 """
 
+from zero_jax.analysis.formulas import TransformerResiduals
+from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.analysis.memory.arrays import ArraysReport, measure_arrays
-from zero_jax.analysis.memory.compared import Comparison, ComparisonRow, compare
-from zero_jax.analysis.memory.estimated import MemoryEstimate, Residuals, estimate, transformer_residuals
+from zero_jax.analysis.memory.compared import ComparisonRow, MemoryComparison, compare
+from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate, transformer_residuals
 from zero_jax.analysis.memory.kinds import Temporary
-from zero_jax.analysis.memory.leaves import ArgumentLeaf
 from zero_jax.analysis.memory.measured import MemoryReport, measure
 from zero_jax.hlo import Buffer, HeapLayout, layout_options, read_layout
+
+# As they are called from outside: `zero.memory.Comparison`, `zero.memory.Residuals`.
+Comparison, Residuals = MemoryComparison, TransformerResiduals
 
 __all__ = [
     "ArgumentLeaf",
@@ -18,10 +22,12 @@ __all__ = [
     "Comparison",
     "ComparisonRow",
     "HeapLayout",
+    "MemoryComparison",
     "MemoryEstimate",
     "MemoryReport",
     "Residuals",
     "Temporary",
+    "TransformerResiduals",
     "compare",
     "estimate",
     "layout_options",

@@ -1,4 +1,4 @@
-"""The memory of live arrays: what each device holds of a train state, group by group."""
+"""Measures the memory of live arrays: the bytes of each device, by group of the train state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.analysis.memory.leaves import (
+from zero_jax.analysis.leaves import (
     GROUPS,
     ArgumentLeaf,
-    aligned,
     group_of,
-    left_whole,
-    readable_bytes,
     sum_by_group,
-    whole_warning,
+    unsharded_leaves,
+    unsharded_warning,
 )
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, path_name
 
 
@@ -32,8 +31,8 @@ class ArraysReport:
       per_device: Bytes by device and group.
       host: Bytes in host memory by group, on the device that has most of them there.
       leaves: The leaves, with the most bytes that a device holds of each.
-      left_whole: Leaves that are whole in groups of the state that are otherwise sharded.
-      warnings: What is off.
+      left_whole: Unsharded leaves of groups of the state that are otherwise sharded.
+      warnings: What should be looked at.
     """
 
     groups: Mapping[str, int]
@@ -53,20 +52,20 @@ class ArraysReport:
         return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}
 
     def __str__(self) -> str:
-        """Lays the groups out as a table, with the leaves left whole and the warnings below."""
+        """Formats the groups as a table, with the unsharded leaves and the warnings below."""
         rows: list[tuple[str, ...]] = [("bytes per device", "most", "least", "host", "")]
         for group in GROUPS:
-            held = [groups.get(group, 0) for groups in self.per_device.values()]
-            if any(held) or group in self.host:
-                figures = (max(held, default=0), min(held, default=0), self.host.get(group, 0))
-                rows.append((f"  {group}", *map(readable_bytes, figures), ""))
+            sizes = [groups.get(group, 0) for groups in self.per_device.values()]
+            if any(sizes) or group in self.host:
+                figures = (max(sizes, default=0), min(sizes, default=0), self.host.get(group, 0))
+                rows.append((f"  {group}", *map(format_bytes, figures), ""))
         totals = [sum(groups.values()) for groups in self.per_device.values()]
         figures = (max(totals, default=0), min(totals, default=0), sum(self.host.values()))
-        rows.append(("total", *map(readable_bytes, figures), f"on {len(totals)} devices"))
-        lines = [aligned(rows)]
+        rows.append(("total", *map(format_bytes, figures), f"on {len(totals)} devices"))
+        lines = [aligned(rows, right=(1, 2, 3))]
         if self.left_whole:
             taken = sum(leaf.num_bytes for leaf in self.left_whole)
-            lines.append(f"{len(self.left_whole)} leaves left whole, {readable_bytes(taken)}")
+            lines.append(f"{len(self.left_whole)} leaves left whole, {format_bytes(taken)}")
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
 
@@ -93,13 +92,13 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         data = jax.random.key_data(leaf) if is_key else leaf
         group = group_of(name)
         on_host = _on_host(data)
-        held: collections.Counter = collections.Counter()
+        by_device: collections.Counter = collections.Counter()
         for shard in data.addressable_shards:
-            held[str(shard.device)] += shard.data.nbytes
-        for device, num_bytes in held.items():
+            by_device[str(shard.device)] += shard.data.nbytes
+        for device, num_bytes in by_device.items():
             per_device[device][group] += 0 if on_host else num_bytes
             host[device][group] += num_bytes if on_host else 0
-        most = max(held.values(), default=0)
+        most = max(by_device.values(), default=0)
         leaves.append(
             ArgumentLeaf(
                 path=name,
@@ -113,20 +112,20 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
             )
         )
     on_devices = [leaf for leaf in leaves if not leaf.on_host]
-    whole = left_whole(on_devices)
-    warning = whole_warning(on_devices, whole)
+    unsharded = unsharded_leaves(on_devices)
+    warning = unsharded_warning(on_devices, unsharded)
     return ArraysReport(
         groups=sum_by_group(on_devices),
         per_device={device: dict(+groups) for device, groups in sorted(per_device.items())},
         host=sum_by_group(leaf for leaf in leaves if leaf.on_host),
         leaves=tuple(leaves),
-        left_whole=whole,
+        left_whole=unsharded,
         warnings=(warning,) if warning else (),
     )
 
 
 def _on_host(array: jax.Array) -> bool:
-    """Tells whether an array lies in host memory, and is not that of a CPU device, whose own memory that is."""
+    """Returns whether an array is in host memory, and not of a CPU device, whose own memory that is."""
     kind = array.sharding.memory_kind
     device = next(iter(array.sharding.device_set))
     return kind is not None and kind != device.default_memory().kind and "host" in kind

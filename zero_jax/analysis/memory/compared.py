@@ -1,4 +1,4 @@
-"""Memory of a device: measured on a compiled program, measured on live arrays, and beside an estimate."""
+"""Compares the memory of a device, measured on a program or on live arrays, with an estimate."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.analysis.memory.arrays import ArraysReport
-from zero_jax.analysis.memory.leaves import aligned, readable_bytes
 from zero_jax.analysis.memory.measured import MemoryReport
+from zero_jax.core.text_tables import aligned, format_bytes
 
 _FLOATS = ("f", "bf", "c")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """A group as estimated and as measured; a figure that there is none of is None."""
+    """A group as estimated and as measured; a missing figure is None."""
 
     group: str
     estimated_bytes: float | None
@@ -38,7 +38,7 @@ class ComparisonRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class MemoryComparison:
     """Estimate and measurement side by side, in bytes per device; prints as a table."""
 
     rows: tuple[ComparisonRow, ...]
@@ -48,34 +48,34 @@ class Comparison:
         return [dataclasses.asdict(row) | {"difference_bytes": row.difference_bytes} for row in self.rows]
 
     def __str__(self) -> str:
-        """Lays the rows out as a table."""
+        """Formats the rows as a table."""
         table: list[tuple[str, ...]] = [("bytes per device", "estimate", "measured", "difference", "", "of which")]
         for row in self.rows:
             figures = (row.estimated_bytes, row.measured_bytes, row.difference_bytes)
             share = "" if row.difference is None else f"{100 * row.difference:+.1f}%"
-            cells = ("-" if figure is None else readable_bytes(figure) for figure in figures)
+            cells = ("-" if figure is None else format_bytes(figure) for figure in figures)
             table.append((row.group, *cells, share, row.explanation))
-        return aligned(table)
+        return aligned(table, right=range(1, 5))
 
 
-def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport) -> Comparison:
-    """Sets an estimate beside what was measured, with what may make the difference.
+def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport) -> MemoryComparison:
+    """Compares an estimate with what was measured, group by group, and explains the differences.
 
     Args:
       estimate: Bytes per device by group: `params`, `master`, `opt_state`, `grads`, `residuals` and so on.
       measured: What `measure` or `measure_arrays` returned.
     """
     if isinstance(measured, MemoryReport):
-        found = {**measured.arguments, **measured.temporaries}
+        sizes = {**measured.arguments, **measured.temporaries}
     else:
-        found = dict(measured.groups)
-    groups = [*estimate, *(group for group in found if group not in estimate)]
-    return Comparison(
+        sizes = dict(measured.groups)
+    groups = [*estimate, *(group for group in sizes if group not in estimate)]
+    return MemoryComparison(
         rows=tuple(
             ComparisonRow(
                 group=group,
                 estimated_bytes=estimate.get(group),
-                measured_bytes=found.get(group),
+                measured_bytes=sizes.get(group),
                 explanation=_explanation(group, measured),
             )
             for group in groups
@@ -84,17 +84,17 @@ def compare(estimate: Mapping[str, float], measured: MemoryReport | ArraysReport
 
 
 def _explanation(group: str, measured: MemoryReport | ArraysReport) -> str:
-    """What a group holds that a formula in parameters leaves out."""
+    """Returns what a group has that a formula in parameters leaves out."""
     leaves = [leaf for leaf in measured.leaves if leaf.group == group and not leaf.on_host]
     numbers = [leaf for leaf in leaves if group != "batch" and not leaf.dtype.startswith(_FLOATS)]
     padding = sum(leaf.num_bytes - leaf.unpadded_bytes for leaf in leaves)
-    whole = sum(leaf.num_bytes for leaf in measured.left_whole if leaf.group == group)
+    unsharded = sum(leaf.num_bytes for leaf in measured.left_whole if leaf.group == group)
     parts = [
         (padding, "padding to tiles"),
-        (whole, "leaves left whole"),
+        (unsharded, "leaves left whole"),
         (sum(leaf.unpadded_bytes for leaf in numbers), "integers, counters and keys"),
     ]
-    told = [f"{readable_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes]
+    reasons = [f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes]
     if isinstance(measured, MemoryReport) and group in measured.temporaries:
-        told.append(f"alive at the peak, in the {measured.peak_phase} pass")
-    return ", ".join(told)
+        reasons.append(f"alive at the peak, in the {measured.peak_phase} pass")
+    return ", ".join(reasons)

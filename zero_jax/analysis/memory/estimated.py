@@ -1,7 +1,7 @@
-"""The memory of a train step by formula: what each device holds, group by group, leaf by leaf.
+"""Estimates the memory of a train step by formula: the bytes of each device, group by group, leaf by leaf.
 
 Nothing is compiled. The bytes of params, master params and optimizer state are exact, because shapes, dtypes and
-placements are those of the state itself; beside them stands the paper's formula, and what makes the difference.
+placements are those of the state itself; the paper's formula is reported with them, and what makes the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.analysis.formulas import Residuals, model_state_bytes
+from zero_jax.analysis.formulas import TransformerResiduals, model_state_bytes
 from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.analysis.memory.groups import (
     Difference,
@@ -31,6 +31,7 @@ from zero_jax.analysis.memory.groups import (
     whole_leaves,
 )
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement
@@ -48,11 +49,11 @@ def transformer_residuals(
     remat: bool | None = None,
     model: int | None = None,
     offload: bool | None = None,
-) -> Residuals:
+) -> TransformerResiduals:
     """Returns the residuals of a transformer in a train step.
 
     Args:
-      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` unless that is given.
+      model_config: anything with `num_layers`, `d_model`, `seq_len`, and `remat` where the argument is None.
       batch_size: examples of a step, over all devices and microbatches.
       mesh: the mesh.
       config: microbatches, remat policy and precision; a compute dtype of None counts as float32.
@@ -72,7 +73,7 @@ def transformer_residuals(
             f"batch_size={batch_size} does not divide over {axis_size(mesh, axes.batch)} devices and "
             f"{config.num_microbatches} microbatches: make it a multiple of {parts}"
         )
-    return Residuals(
+    return TransformerResiduals(
         num_layers=model_config.num_layers,
         batch_size=batch_size // parts,
         seq_len=model_config.seq_len,
@@ -106,8 +107,8 @@ class MemoryEstimate:
 
     Attributes:
       groups: the groups, as the state holds them.
-      differences: what makes each group differ from the formula; their sum is the whole difference.
-      whole: leaves left whole (or partly so) in groups that are sharded, largest first.
+      differences: what makes each group differ from the formula; their sum is the difference of the totals.
+      whole: leaves of sharded groups that are not fully sharded, largest first.
       num_params: parameters that gradients are taken for (psi).
       num_devices: devices of the `data` axes (N_d).
       model: devices of the axes that are neither `data` nor `replica`.
@@ -151,26 +152,23 @@ class MemoryEstimate:
         return sum(group.formula_bytes for group in self.groups)
 
     def __str__(self) -> str:
-        scale, unit = _unit(max(self.total_bytes, self.formula_bytes))
-        show = lambda x, sign="": f"{x / scale:{sign},.2f}"  # noqa: E731
         over = f" over {self.num_devices} devices" + (f" x {self.model} of the model" if self.model > 1 else "")
         lines = [
             f"{self.num_params:,} params of {self.param_bytes:.4g} bytes, gradients of {self.grad_bytes:.4g}, "
             f"K = {self.optimizer_bytes:.4g} (master params and optimizer state)",
             f"sharded{over}: {', '.join(self.sharded) or 'nothing'}",
-            f"{'per device, ' + unit:<20}{'estimate':>12}{'formula':>12}{'difference':>12}",
         ]
+        table: list[tuple[str, ...]] = [("bytes per device", "estimate", "formula", "difference")]
         total = GroupEstimate(name="total", device_bytes=self.total_bytes, formula_bytes=self.formula_bytes)
         for group in (*self.groups, total):
-            over_formula = group.device_bytes - group.formula_bytes
-            columns = (show(group.device_bytes), show(group.formula_bytes), show(over_formula, "+"))
-            lines.append(f"{group.name:<20}{columns[0]:>12}{columns[1]:>12}{columns[2]:>12}")
-        for why in self.differences:
-            if abs(why.device_bytes) < scale / 200:
-                continue  # a counter: nothing in this unit
-            lines.append(f"  {why.group}: {show(why.device_bytes, '+')} {unit}: {why.reason}")
+            sizes = map(format_bytes, (group.device_bytes, group.formula_bytes))
+            table.append((group.name, *sizes, _signed(group.device_bytes - group.formula_bytes)))
+        lines.append(aligned(table, right=(1, 2, 3)))
+        for difference in self.differences:
+            if abs(difference.device_bytes) >= total.device_bytes / 1e5:  # less is a counter
+                lines.append(f"  {difference.group}: {_signed(difference.device_bytes)}: {difference.reason}")
         if self.host_bytes:
-            lines.append(f"in host memory: {show(self.host_bytes)} {unit}")
+            lines.append(f"in host memory: {format_bytes(self.host_bytes)}")
         if 2 * sum(leaf.device_bytes for leaf in self.whole if leaf.group != "grads") > self.state_bytes:
             lines.append(
                 "warning: leaves left whole take more than half of the state; see zero.sharding_report for the reasons"
@@ -188,7 +186,7 @@ def estimate(
     *,
     mesh: Mesh,
     config: ZeroConfig,
-    residuals: Residuals | None = None,
+    residuals: TransformerResiduals | None = None,
     traced: LossTrace | None = None,
     tx: optax.GradientTransformation | None = None,
 ) -> MemoryEstimate:
@@ -222,18 +220,18 @@ def estimate(
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
-    held: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
-    kept = traced.residuals if traced else residuals
-    if kept is not None:
-        held["residuals"] = kept.device_bytes
-        formula["residuals"] = (residuals or kept).device_bytes
-        over = held["residuals"] - formula["residuals"]
+    actual: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
+    saved = traced.residuals if traced else residuals
+    if saved is not None:
+        actual["residuals"] = saved.device_bytes
+        formula["residuals"] = (residuals or saved).device_bytes
+        over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
     order = ["params", "master", "grads", "opt_state", "model_state", "other", "residuals"]
-    order = [x for x in order if x in held and (x != "model_state" or has_model_state)]
+    order = [x for x in order if x in actual and (x != "model_state" or has_model_state)]
     num_devices, model = data_and_model_sizes(placement)
     return MemoryEstimate(
-        groups=tuple(GroupEstimate(name=x, device_bytes=held[x], formula_bytes=formula.get(x, 0)) for x in order),
+        groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),
         differences=tuple(difference for difference in differences if difference.device_bytes),
         whole=whole_leaves(groups),
         num_params=sizes.num_params,
@@ -243,13 +241,13 @@ def estimate(
         param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
-        host_bytes=0 if kept is None else kept.host_bytes,
+        host_bytes=0 if saved is None else saved.host_bytes,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StateSizes:
-    """Bytes of the whole state, before any sharding, as the formula counts them."""
+    """Bytes of the unsharded state, as the formula counts them."""
 
     num_params: int
     params_bytes: int
@@ -312,7 +310,5 @@ def _without_copy(formula: dict[str, float]) -> list[Difference]:
     ]
 
 
-def _unit(size: float) -> tuple[int, str]:
-    """Returns the unit that a table of sizes up to `size` is printed in, for people."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-    return next(((scale, unit) for unit, scale in units.items() if size >= 10 * scale), (1, "bytes"))
+def _signed(num_bytes: float) -> str:
+    return ("+" if num_bytes > 0 else "") + format_bytes(num_bytes)

@@ -1,4 +1,4 @@
-"""The groups of a train step, leaf by leaf on one device: the state's own, and the gradients that the step makes."""
+"""Bytes of the groups of a train step on one device, leaf by leaf: those of the state, and the gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholeLeaf:
-    """A leaf of a sharded group that is not cut into as many parts as there are devices."""
+    """A leaf of a sharded group that is sharded over fewer devices than there are."""
 
     group: str
     path: str
@@ -47,8 +47,8 @@ class WholeLeaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A leaf as it lies; `counted` if the formula has it, `narrow_bytes` what the formula takes it for."""
+class EstimatedLeaf:
+    """The bytes of a leaf; `counted` if the formula has it, `narrow_bytes` its bytes in the formula."""
 
     path: str
     num_bytes: int
@@ -59,11 +59,11 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """The leaves of a group and the number of parts that they are meant to be cut into."""
+    """The leaves of a group and the number of shards that each is meant to have."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[EstimatedLeaf, ...]
     ways: int
-    skipped: tuple[Leaf, ...] = ()  # gradients that are not taken
+    skipped: tuple[EstimatedLeaf, ...] = ()  # gradients that are not taken
 
 
 def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Tells whether an array is of a dtype that gradients are taken for."""
+    """Returns whether an array is of a dtype that gradients are taken for."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -96,22 +96,22 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     }
 
 
-def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[Leaf, ...]:
-    found = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
+    named = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return tuple(
-        Leaf(
+        EstimatedLeaf(
             path=path,
             num_bytes=x.size * x.dtype.itemsize,
             narrow_bytes=x.size * x.dtype.itemsize,
             device_bytes=math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
             counted=counted(x),
         )
-        for path, x, sharding in found
+        for path, x, sharding in named
     )
 
 
 def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> list[bool]:
-    """Tells which gradients the optimizer reads, as the train step does; all, where it is not known."""
+    """Returns which gradients the optimizer reads, as the train step does; all, where it is not known."""
     params = trainable(state.masters)
     if tx is None:
         return [True] * len(jax.tree.leaves(params))
@@ -119,7 +119,7 @@ def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> 
 
 
 def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:
-    """Tells whether a step holds shards of gradients only.
+    """Returns whether a step has shards of gradients only.
 
     With one microbatch each gradient is reduced to the optimizer's shard as soon as it is made (`scatter_grads`).
     """
@@ -127,24 +127,24 @@ def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:
 
 
 def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
-    """Returns the gradients that a step holds when the last one is made.
+    """Returns the gradients that are alive at the end of the backward pass.
 
-    Several microbatches are summed in float32, sharded over `data` where gradients are, else in a whole copy on each
+    Several microbatches are summed in float32, sharded over `data` where gradients are, else unsharded on each
     of its devices.
     """
     num_devices, model = data_and_model_sizes(placement)
     cut = _cuts_grads(placement, config)
     summed = config.num_microbatches > 1
     shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, sharded=cut)
-    found = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
+    named = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
-    for path, x, sharding in found:
+    for path, x, sharding in named:
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)
         dtype = jnp.promote_types(narrow, jnp.float32) if summed else narrow
         leaves.append(
-            Leaf(
+            EstimatedLeaf(
                 path=path,
                 num_bytes=x.size * dtype.itemsize,
                 narrow_bytes=x.size * narrow.itemsize,
@@ -166,7 +166,7 @@ def computed_dtype(dtype: Any, placement: Placement) -> Any:
 
 
 def grad_differences(grads: Group, placement: Placement, config: ZeroConfig) -> list[Difference]:
-    """Explains gradients that are not what the formula takes them for."""
+    """Explains gradients that differ from the formula."""
     num_devices, model = data_and_model_sizes(placement)
     ways = model * (num_devices if "grads" in placement.groups else 1)
     narrow = sum(x.narrow_bytes for x in grads.leaves)
@@ -182,26 +182,26 @@ def grad_differences(grads: Group, placement: Placement, config: ZeroConfig) -> 
 
 
 def uneven_differences(name: str, group: Group) -> list[Difference]:
-    """Explains a group by its leaves that are not cut into all parts, and those that the formula does not have."""
+    """Explains a group by its leaves that are not fully sharded, and those that the formula does not have."""
     counted = [x for x in group.leaves if x.counted]
-    whole = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in counted]
-    whole = sorted([(path, size) for path, size in whole if size], key=lambda item: -item[1])
-    shown = ", ".join(path for path, _ in whole[:_SHOWN_LEAVES])
-    more = f" and {len(whole) - _SHOWN_LEAVES} more" if len(whole) > _SHOWN_LEAVES else ""
+    extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in counted]
+    extra = sorted([(path, size) for path, size in extra if size], key=lambda item: -item[1])
+    shown = ", ".join(path for path, _ in extra[:_SHOWN_LEAVES])
+    more = f" and {len(extra) - _SHOWN_LEAVES} more" if len(extra) > _SHOWN_LEAVES else ""
     rest = sum(x.device_bytes for x in group.leaves if not x.counted)
     reasons = {
-        f"{len(whole)} leaves left whole, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in whole),
+        f"{len(extra)} leaves left whole, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in extra),
         "counters, keys and other leaves that are no parameters or moments of them": rest,
     }
     return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
 
 
 def whole_leaves(groups: dict[str, Group]) -> tuple[WholeLeaf, ...]:
-    """Returns the leaves of sharded groups that are not cut into all parts, largest first."""
-    found = [
+    """Returns the leaves of sharded groups that are not fully sharded, largest first."""
+    leaves = [
         WholeLeaf(group=name, path=x.path, device_bytes=x.device_bytes)
         for name, group in groups.items()
         for x in group.leaves
         if x.counted and x.device_bytes * group.ways > x.num_bytes
     ]
-    return tuple(sorted(found, key=lambda leaf: -leaf.device_bytes))
+    return tuple(sorted(leaves, key=lambda leaf: -leaf.device_bytes))

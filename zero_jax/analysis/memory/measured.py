@@ -1,4 +1,4 @@
-"""The memory of a compiled program on one device: arguments by group, and what its temporaries are at their peak."""
+"""Measures the memory of a compiled program on one device: arguments by group, temporaries at their peak by kind."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.analysis.memory.donation import not_donated
-from zero_jax.analysis.memory.kinds import TEMPORARIES, Temporary, classify
-from zero_jax.analysis.memory.leaves import (
+from zero_jax.analysis.leaves import (
     STATE_GROUPS,
     ArgumentLeaf,
-    aligned,
     argument_leaves,
-    left_whole,
-    readable_bytes,
+    not_donated,
     sum_by_group,
-    whole_warning,
+    unsharded_leaves,
+    unsharded_warning,
 )
+from zero_jax.analysis.memory.kinds import TEMPORARIES, Temporary, classify
 from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.hlo import Buffer, Heap, HeapLayout, Program, peak, phase_of
+from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.hlo import Buffer, Heap, HeapLayout, parse, peak, phase_of
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
@@ -34,7 +33,7 @@ class MemoryReport:
 
     Attributes:
       arguments: Arguments in the device's memory by group, padding included.
-      leaves: The arguments one by one.
+      leaves: The arguments.
       argument_bytes: All arguments, by the compiler.
       output_bytes: All results, by the compiler.
       alias_bytes: Results that are written over donated arguments, by the compiler.
@@ -43,25 +42,25 @@ class MemoryReport:
       heap_bytes: What temporaries take of the device's memory. On XLA:TPU the most that is alive at one time: by that,
         and not by `temp_bytes`, its compiler decides whether a program fits (docs/planning.md); elsewhere `temp_bytes`.
       generated_code_bytes: The program itself.
-      layout: The heap of temporaries as it is laid out; None where the compiler does not tell.
+      layout: The heap of temporaries as the compiler assigns it; None where it does not report that.
       host_bytes: Arguments, results and temporaries in host memory.
       host_temp_bytes: The temporaries among them, such as offloaded residuals.
-      live_peak_bytes: The most that temporaries take at one time, from the program's text (`hlo_memory.peak`).
-      temporaries: What those are, by kind, as far as names and shapes tell.
+      live_peak_bytes: The most that temporaries take at one time, from the program's text (`hlo.peak`).
+      temporaries: What those are, by kind, as far as names and shapes show.
       residual_bytes: The most that a device keeps at one time of what the forward pass has written for the backward
-        pass, in its own memory and as far as the names of JAX tell: residuals, logits, masks, but no gathered params.
-      in_argument_bytes: Temporaries that lie in the memory of results then, not counted in `temporaries`.
+        pass, in its own memory and as far as the names of JAX show: residuals, logits, masks, but no gathered params.
+      in_argument_bytes: Temporaries that are in the memory of results then, not counted in `temporaries`.
       on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
-      peak_phase: `forward`, `backward` or `update`: where in the step the peak lies.
+      peak_phase: `forward`, `backward` or `update`: the phase of the step that has the peak.
       peak_op_name: The JAX name stack there.
       compiler_peak_bytes: The compiler's `peak_memory_in_bytes`, 0 if it gives none. It is not what a device needs:
         XLA:CPU leaves the temporaries out, and XLA:TPU adds to the arguments the largest heap of *one* memory space, be
         it VMEM, without the gaps.
       largest: The largest temporaries at the peak.
       largest_residuals: The largest buffers of `residual_bytes`.
-      left_whole: Leaves that are whole in groups of the state that are otherwise sharded.
-      not_donated: Leaves of the state that the program returns anew, beside the ones that it was given.
-      warnings: What is off.
+      left_whole: Unsharded leaves of groups of the state that are otherwise sharded.
+      not_donated: Leaves of the state that the program returns anew, beside those that it takes.
+      warnings: What should be looked at.
     """
 
     arguments: Mapping[str, int]
@@ -109,20 +108,20 @@ class MemoryReport:
     def unexplained_bytes(self) -> int:
         """The part of the temporaries that the program's text does not explain, such as scratch of operations.
 
-        Negative where the compiler shares more memory than the text tells.
+        Negative where the compiler shares more memory than the text shows.
         """
         return self.heap_bytes - self.live_peak_bytes
 
     @property
     def allocated_bytes(self) -> int | None:
-        """The heap of temporaries as it is laid out, gaps included; None where the compiler does not tell."""
+        """The heap of temporaries with its gaps; None where the compiler does not report it."""
         return None if self.layout is None else self.layout.allocated_bytes
 
     @property
     def fragmentation(self) -> float | None:
-        """The heap as it is laid out, over the most that is alive in it at one time; None where it is not known.
+        """The heap with its gaps, over the most that is alive in it at one time; None where it is not known.
 
-        Of a layout that the compiler told it is exact, and at least 1. Else what is alive is worked out from the
+        Of a layout that the compiler reports it is exact, and at least 1. Else what is alive is worked out from the
         program's text, to some percent, so that a heap without gaps may come out a little below 1.
         """
         if self.layout is None:
@@ -137,14 +136,14 @@ class MemoryReport:
         return figures | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
-        """Lays the report out as a table, with the largest temporaries and the warnings below."""
+        """Formats the report as a table, with the largest temporaries and the warnings below."""
 
         def row(name: str, num_bytes: int, text: str = "") -> tuple[str, ...]:
-            return name, readable_bytes(num_bytes), f"{100 * num_bytes / max(self.total_bytes, 1):.1f}%", text
+            return name, format_bytes(num_bytes), f"{100 * num_bytes / max(self.total_bytes, 1):.1f}%", text
 
         rows = [("bytes per device", "", "", "")]
         rows += [row(f"  {group}", num_bytes) for group, num_bytes in self.arguments.items()]
-        rows.append(row("arguments", self.argument_bytes, f"{readable_bytes(self.alias_bytes)} of them donated"))
+        rows.append(row("arguments", self.argument_bytes, f"{format_bytes(self.alias_bytes)} of them donated"))
         if new := max(self.output_bytes - self.alias_bytes, 0):
             rows.append(row("new results", new))
         rows += [row(f"  {kind}", num_bytes) for kind, num_bytes in self.temporaries.items()]
@@ -154,31 +153,31 @@ class MemoryReport:
         rows.append(row("program", self.generated_code_bytes))
         rows.append(row("total", self.total_bytes))
         rows += self._further_rows()
-        lines = [aligned(rows), "", "largest temporaries at the peak"]
+        lines = [aligned(rows, right=(1, 2)), "", "largest temporaries at the peak"]
         largest = [
-            (one.buffer.shape, readable_bytes(one.buffer.num_bytes), f"{one.kind}: {one.buffer.name_and_source}")
-            for one in self.largest
+            (x.buffer.shape, format_bytes(x.buffer.num_bytes), f"{x.kind}: {x.buffer.name_and_source}")
+            for x in self.largest
         ]
-        lines.append(aligned(largest) if largest else "none")
+        lines.append(aligned(largest, right=(1,)) if largest else "none")
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
     def _further_rows(self) -> list[tuple[str, ...]]:
         """What is no part of the total, or another view of it."""
         if self.fragmentation is None or self.allocated_bytes is None:
-            rows = [("laid out", "unknown", "", "XLA:TPU tells it to a compile with memory.layout_options")]
+            rows = [("laid out", "unknown", "", "XLA:TPU reports it to a compile with memory.layout_options")]
         else:
             text = f"fragmentation {self.fragmentation:.3f}: the temporaries with gaps, over what is alive at once"
             if self.fragmentation > 2 and self.allocated_bytes < _SMALL_HEAP_BYTES:
-                live = readable_bytes(round(self.allocated_bytes / self.fragmentation))
+                live = format_bytes(round(self.allocated_bytes / self.fragmentation))
                 text = f"{live} alive at once: padding is the most of so small a heap"
-            rows = [("laid out", readable_bytes(self.allocated_bytes), "", text)]
+            rows = [("laid out", format_bytes(self.allocated_bytes), "", text)]
         further = (
             ("residuals", self.residual_bytes, "at most at one time, kept by the forward pass for the backward pass"),
             ("beside them", self.in_argument_bytes, "of temporaries in results that are not written yet"),
             ("on the chip", self.on_chip_peak_bytes, "at most at one time"),
-            ("host memory", self.host_bytes, f"{readable_bytes(self.host_temp_bytes)} of it temporaries"),
+            ("host memory", self.host_bytes, f"{format_bytes(self.host_temp_bytes)} of it temporaries"),
         )
-        return rows + [(name, readable_bytes(size), "", text) for name, size, text in further if size]
+        return rows + [(name, format_bytes(size), "", text) for name, size, text in further if size]
 
 
 def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
@@ -186,40 +185,37 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
 
     Args:
       compiled: A `jax.stages.Compiled`, or anything with its `as_text()` and `memory_analysis()`.
-      layout: What `read_layout` made of the compiler's own account; without it the fragmentation of a TPU program
-        is not known.
+      layout: From `read_layout`; without it the fragmentation of a TPU program is not known.
 
     Raises:
-      ValueError: The program gives no text or no analysis, as one that was loaded from a cache of another backend.
+      ValueError: The program has no text or no analysis, as one that was loaded from a cache of another backend.
     """
     check_methods(
         "compiled", compiled, ("as_text", "memory_analysis"), remedy="give what `.lower(...).compile()` returns"
     )
     check_arguments(layout=layout)
-    text, analysis = compiled.as_text(), compiled.memory_analysis()
-    if not text or analysis is None:
-        raise ValueError(
-            f"{type(compiled).__name__} does not tell its text or memory: pass what `.lower(...).compile()` returns"
-        )
+    program, analysis = parse(compiled), compiled.memory_analysis()
+    if analysis is None:
+        raise ValueError(f"{type(compiled).__name__} has no memory analysis: pass what `.lower(...).compile()` returns")
     stats = {name: int(getattr(analysis, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias")}
-    heap, program, is_tpu = peak(text), Program(text), ":T(" in text
+    heap, is_tpu = peak(program), program.has_tiles
     temp_bytes = int(analysis.temp_size_in_bytes)
     if layout is None and not is_tpu:
         layout = HeapLayout(allocated_bytes=temp_bytes, live_bytes=None)
     leaves = argument_leaves(program, compiled)
     on_device = [leaf for leaf in leaves if not leaf.on_host]
-    found = classify(heap, leaves)
-    whole = left_whole(on_device)
+    temporaries = classify(heap, leaves)
+    unsharded = unsharded_leaves(on_device)
     kinds = collections.Counter()
-    for one in found:
-        kinds[one.kind] += one.buffer.num_bytes
+    for temporary in temporaries:
+        kinds[temporary.kind] += temporary.buffer.num_bytes
     host = [getattr(analysis, f"host_{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
     host_alias = getattr(analysis, "host_alias_size_in_bytes", 0)
     host_temp = max(int(getattr(analysis, "host_temp_size_in_bytes", 0)), heap.host_peak_bytes)
     undonated = not_donated(program, leaves, heap.donated)
     warnings = [
         _argument_warning(on_device, stats["argument"]),
-        whole_warning(on_device, whole),
+        unsharded_warning(on_device, unsharded),
         _donation_warning(leaves, heap.donated, undonated),
     ]
     return MemoryReport(
@@ -236,15 +232,15 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         host_temp_bytes=host_temp,
         live_peak_bytes=heap.peak_bytes,
         temporaries={kind: kinds[kind] for kind in TEMPORARIES if kinds[kind]},
-        residual_bytes=sum(one.num_bytes for one in heap.residuals),
-        in_argument_bytes=sum(one.num_bytes for one in heap.in_arguments),
+        residual_bytes=sum(buffer.num_bytes for buffer in heap.residuals),
+        in_argument_bytes=sum(buffer.num_bytes for buffer in heap.in_arguments),
         on_chip_peak_bytes=heap.on_chip_peak_bytes,
         peak_phase=phase_of(heap.peak_op_name) or "update",
         peak_op_name=heap.peak_op_name,
         compiler_peak_bytes=int(getattr(analysis, "peak_memory_in_bytes", 0)),
-        largest=found[:_NUM_LARGEST],
+        largest=temporaries[:_NUM_LARGEST],
         largest_residuals=heap.residuals[:_NUM_LARGEST],
-        left_whole=whole,
+        left_whole=unsharded,
         not_donated=undonated,
         warnings=tuple(warning for warning in warnings if warning),
     )
@@ -269,14 +265,14 @@ def _argument_warning(leaves: Sequence[ArgumentLeaf], argument_bytes: int) -> st
 def _donation_warning(
     leaves: Sequence[ArgumentLeaf], donated: Sequence[bool], undonated: Sequence[ArgumentLeaf]
 ) -> str | None:
-    """Tells if a train step does not write the state that it returns over the one that it was given."""
+    """Returns a warning if a train step does not write the state that it returns over the state that it takes."""
     if not undonated or not any(leaf.group == "opt_state" for leaf in leaves):
         return None
     state = zip(leaves, donated, strict=True)
-    kept = sum(leaf.num_bytes for leaf, is_donated in state if is_donated and leaf.group in STATE_GROUPS)
+    saved = sum(leaf.num_bytes for leaf, is_donated in state if is_donated and leaf.group in STATE_GROUPS)
     lost = sum(leaf.num_bytes for leaf in undonated)
     return (
-        f"only {readable_bytes(kept)} of the {readable_bytes(kept + lost)} of {', '.join(STATE_GROUPS)} that the "
+        f"only {format_bytes(saved)} of the {format_bytes(saved + lost)} of {', '.join(STATE_GROUPS)} that the "
         f"program takes and returns are donated: it holds {len(undonated)} leaves twice, the largest "
         f"{undonated[0].path}: pass donate_argnums to jax.jit"
     )

@@ -1,4 +1,4 @@
-"""A source as tokens: made once, then read from a cache folder."""
+"""The token cache: a source is tokenized once, then read from a folder."""
 
 import contextlib
 import functools
@@ -17,8 +17,16 @@ from zero_jax.core.user_cache import evict_oldest, in_use
 from zero_jax.data.documents import read_text
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
-from zero_jax.data.tokens.chunks import array_chunks, file_chunks, read_offsets, record_chunks, text_chunks, token_file
-from zero_jax.data.tokens.files import Chunk, TokenFile, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
+from zero_jax.data.tokens.chunks import (
+    array_chunks,
+    file_chunks,
+    open_token_file,
+    read_offsets,
+    record_chunks,
+    text_chunks,
+)
+from zero_jax.data.tokens.folder import Chunk, TokenMeta, Tokens, keep_in_memory, open_folder, write_folder
+from zero_jax.data.tokens.token_file import TokenFile
 
 Log = Callable[[str], None]
 TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
@@ -32,20 +40,20 @@ _ABANDONED_SECONDS = 24 * 3600.0
 def read_tokens(
     source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str, cache: pathlib.Path | None, log: Log
 ) -> Tokens:
-    """Returns the tokens of a source: from the cache, or made now and kept there.
+    """Returns the tokens of a source: from the cache, or made now and stored there.
 
-    A single token file stays where it is: only the places of its documents are kept.
+    A single token file is not copied: the cache has the offsets of its documents only.
 
     Args:
       source: the files.
-      tokenizer: what makes tokens of text, and says which token ends a document.
+      tokenizer: tokenizes text, and has the end-of-document token.
       text_field: the field or column that holds the text.
       token_dtype: dtype of the tokens in raw files and records.
       cache: folder of tokens, or None to keep them in memory.
-      log: takes lines that tell how it goes.
+      log: called with lines of progress.
 
     Raises:
-      ValueError: the source cannot be read, changed meanwhile, or holds no document.
+      ValueError: the source cannot be read, changed meanwhile, or has no document.
     """
     make = functools.partial(_make, source, tokenizer, text_field=text_field, token_dtype=token_dtype, log=log)
     if cache is None:
@@ -56,7 +64,7 @@ def read_tokens(
     if folder.exists():
         damaged = folder.stat()
         try:
-            return _in_use(checked(open_folder(folder, is_cache=True)), folder)
+            return _in_use(verify_if_small(open_folder(folder, is_cache=True)), folder)
         except ValueError as error:
             log(f"{error}; making it anew")
             _remove(folder, damaged)
@@ -72,7 +80,7 @@ def read_tokens(
 
 
 def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
-    """Keeps the folder of tokens from being evicted, by any process of this machine, as long as they are there."""
+    """Keeps a folder from being evicted by any process of this machine while its tokens are in use."""
     use = contextlib.ExitStack()
     with contextlib.suppress(OSError):  # another process has replaced it
         use.enter_context(in_use(folder))
@@ -84,10 +92,10 @@ def _is_own(path: pathlib.Path) -> bool:
     return re.fullmatch(r".*-[0-9a-f]{16,}", path.name) is not None and (path / "meta.json").is_file()
 
 
-def checked(tokens: Tokens) -> Tokens:
-    """Compares tokens with their checksums at once where that takes no longer than a second or so.
+def verify_if_small(tokens: Tokens) -> Tokens:
+    """Verifies the checksums of a file of up to 1 GiB now, which takes a second or so.
 
-    Those of a larger file are checked as they are read, before anything is trained on them.
+    Those of a larger file are verified as its tokens are read, before anything is trained on them.
 
     Raises:
       ValueError: they are damaged.
@@ -109,14 +117,14 @@ def _remove(folder: pathlib.Path, damaged: os.stat_result) -> None:
 def _make(
     source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
 ) -> Tokens:
-    kept = _kept(source, token_dtype) if folder else None
-    if kept:
-        offsets = read_offsets(kept.path, num_tokens=kept.size)
-        chunks = array_chunks(kept, end_of_document=tokenizer.end_of_document, offsets=offsets)
+    token_file = _single_token_file(source, token_dtype) if folder else None
+    if token_file:
+        offsets = read_offsets(token_file.path, num_tokens=token_file.size)
+        chunks = array_chunks(token_file, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
         chunks = source_chunks(source, tokenizer, text_field=text_field, token_dtype=token_dtype)
-    chunks = told(chunks, source.name, log=log)
-    return make_tokens(chunks, source.name, tokenizer, folder=folder, kept=kept, is_cache=True)
+    chunks = log_progress(chunks, source.name, log=log)
+    return make_tokens(chunks, source.name, tokenizer, folder=folder, token_file=token_file, is_cache=True)
 
 
 def make_tokens(
@@ -125,10 +133,10 @@ def make_tokens(
     tokenizer: Tokenizer,
     *,
     folder: pathlib.Path | None,
-    kept: TokenFile | None = None,
+    token_file: TokenFile | None = None,
     is_cache: bool = False,
 ) -> Tokens:
-    """Writes chunks as a token folder and opens it, or keeps them in memory where `folder` is None.
+    """Writes chunks as a token folder and opens it, or keeps the tokens in memory where `folder` is None.
 
     Raises:
       ValueError: there is no document among them.
@@ -141,12 +149,12 @@ def make_tokens(
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
     )
-    dtype = kept.dtype if kept else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    some = _at_least_one(chunks, name)
+    dtype = token_file.dtype if token_file else np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    chunks = _check_not_empty(chunks, name)
     if folder is None:
-        return keep_in_memory(some, meta=meta, dtype=dtype)
+        return keep_in_memory(chunks, meta=meta, dtype=dtype)
     attached = {TOKENIZER_FILE: tokenizer.content} if isinstance(tokenizer, JsonTokenizer) else {}
-    write_folder(folder, some, meta=meta, dtype=dtype, kept=kept, attached=attached)
+    write_folder(folder, chunks, meta=meta, dtype=dtype, token_file=token_file, attached=attached)
     return open_folder(folder, is_cache=is_cache)
 
 
@@ -160,35 +168,35 @@ def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, toke
     return text_chunks(read_text(source, text_field=text_field), tokenizer)
 
 
-def _kept(source: Source, token_dtype: str) -> TokenFile | None:
+def _single_token_file(source: Source, token_dtype: str) -> TokenFile | None:
     is_one_file = source.format == "tokens" and len(source.files) == 1
-    return token_file(source.files[0], token_dtype=token_dtype) if is_one_file else None
+    return open_token_file(source.files[0], token_dtype=token_dtype) if is_one_file else None
 
 
-def _at_least_one(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
-    found = False
+def _check_not_empty(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:
+    has_document = False
     for chunk in chunks:
-        found = found or chunk.document_hash is not None
+        has_document = has_document or chunk.document_hash is not None
         yield chunk
-    if not found:
+    if not has_document:
         raise ValueError(f"{name} holds no text: all of its documents are empty")
 
 
-def told(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:
-    """Passes chunks on, and tells now and then how far it is."""
-    started = told = time.monotonic()
+def log_progress(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Chunk]:
+    """Yields chunks, and logs every five seconds how many tokens there were."""
+    started = logged = time.monotonic()
     num_tokens = num_bytes = 0
     for chunk in chunks:
         num_tokens, num_bytes = num_tokens + chunk.tokens.size, num_bytes + chunk.num_text_bytes
-        if time.monotonic() - told > _LOG_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - logged > _LOG_SECONDS:
+            logged = time.monotonic()
             of_text = f" of {num_bytes / 1e6:,.0f} MB of text" if num_bytes else ""
-            log(f"reading {name}: {num_tokens:,} tokens{of_text} in {told - started:.0f} s")
+            log(f"reading {name}: {num_tokens:,} tokens{of_text} in {logged - started:.0f} s")
         yield chunk
 
 
 def _remove_abandoned(cache: pathlib.Path) -> None:
-    """Removes what processes left that ended while they wrote, a day ago or earlier."""
+    """Removes incomplete folders of processes that ended while they wrote, a day ago or earlier."""
     for path in cache.glob(".*-*.*"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)

@@ -1,15 +1,18 @@
-"""The documents of a source as chunks of tokens: from text by a tokenizer, from token files, from ArrayRecords."""
+"""Reads a source as chunks of tokens: tokenizes text, reads token files and ArrayRecords."""
 
 import hashlib
 import pathlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
+from zero_jax.core.extras import extra
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
-from zero_jax.data.tokens.files import Chunk, TokenFile, open_tokens
+from zero_jax.data.tokens.folder import Chunk
+from zero_jax.data.tokens.token_file import TokenFile, open_tokens
 
 _BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 1 << 20
@@ -58,11 +61,11 @@ def _ended(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
 def array_chunks(
     tokens: np.ndarray | TokenFile, *, end_of_document: int, offsets: np.ndarray | None = None
 ) -> Iterator[Chunk]:
-    """Cuts a vector of tokens into documents: after each token that ends one, or where `offsets` says.
+    """Cuts a vector of tokens into documents: after each end-of-document token, or at `offsets`.
 
-    The hash of a document is of its tokens without the one that ends it, whatever their dtype.
+    The hash of a document is of its tokens without the end-of-document token, whatever their dtype.
     """
-    digest, held = _digest(), False
+    digest, is_open = _digest(), False
     for start in range(0, len(tokens), _BLOCK_TOKENS):
         block = np.asarray(tokens[start : start + _BLOCK_TOKENS])
         if offsets is None:
@@ -78,18 +81,18 @@ def array_chunks(
             has_token = is_end and block[last - 1] == end_of_document
             digest.update(wide[first : last - 1 if has_token else last].tobytes())
             yield Chunk(tokens=block[first:last], document_hash=_number(digest) if is_end else None)
-            held = not is_end
+            is_open = not is_end
             if is_end:
                 digest = _digest()
-    if held:
+    if is_open:
         yield Chunk(tokens=np.zeros(0, np.uint8), document_hash=_number(digest))
 
 
-def token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
-    """Finds the tokens in a `.npy` file, or in a raw file of the given dtype.
+def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
+    """Opens a `.npy` file of tokens, or a raw file of tokens of a dtype.
 
     Raises:
-      ValueError: the file holds something else than a vector of integers.
+      ValueError: the file is not a vector of integers.
     """
     path = file.path
     if path.suffix.lower() != ".npy":
@@ -106,7 +109,7 @@ def token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
 
 
 def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
-    """Returns the places in a token file where documents begin, from the file `NAME.documents.npy` beside it.
+    """Reads where documents begin in a token file, from `NAME.documents.npy` beside it.
 
     Returns:
       The offsets, 0 first and the number of tokens last, or None if there is no such file.
@@ -121,10 +124,10 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
         offsets = np.load(beside)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{beside} is no array of numpy ({error}): write it again with numpy.save") from error
-    whole = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
-    if whole and offsets[-1] != num_tokens:
+    is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
+    if is_vector and offsets[-1] != num_tokens:
         offsets = np.append(offsets, num_tokens)
-    if not whole or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) <= 0).any():
+    if not is_vector or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) <= 0).any():
         raise ValueError(
             f"{beside} must hold where each document of {path.name} begins, going up from 0, below {num_tokens:,}: "
             "write it again, or remove it"
@@ -135,7 +138,7 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
 def file_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> Iterator[Chunk]:
     """Reads the documents of token files, one file after the other."""
     for file in source.files:
-        tokens = token_file(file, token_dtype=token_dtype)
+        tokens = open_token_file(file, token_dtype=token_dtype)
         offsets = read_offsets(file.path, num_tokens=len(tokens))
         yield from array_chunks(tokens, end_of_document=end_of_document, offsets=offsets)
         file.check()
@@ -145,32 +148,40 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
     """Reads ArrayRecord files whose records are documents: tokens of the given dtype, little endian.
 
     Raises:
-      ValueError: a file is no ArrayRecord or was cut off, or a record is no whole number of tokens.
+      ValueError: a file is not an ArrayRecord or is damaged, or the size of a record is no multiple of a token's.
     """
-    from array_record.python.array_record_module import ArrayRecordReader
-
     dtype = np.dtype(token_dtype).newbyteorder("<")
     for file in source.files:
-        reader = ArrayRecordReader(str(file.path))
-        if not reader.ok() or not reader.num_records():
-            raise ValueError(f"{file.path} is no ArrayRecord file, is empty or was cut off: write it again")
-        for start in range(0, reader.num_records(), _BATCH_RECORDS):
-            records = reader.read(start, min(start + _BATCH_RECORDS, reader.num_records()))
-            if not reader.ok():
-                raise ValueError(f"{file.path} is damaged at record {start} or soon after: write it again")
-            for number, record in enumerate(records, start):
-                if len(record) % dtype.itemsize:
-                    raise ValueError(
-                        f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the "
-                        f"{dtype.itemsize} that a token of {token_dtype} takes: give the right --token-dtype"
-                    )
-                yield from _record(np.frombuffer(record, dtype), end_of_document)
-        reader.close()
+        for number, record in enumerate(_read_records(file)):
+            if len(record) % dtype.itemsize:
+                raise ValueError(
+                    f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
+                    f"that a token of {token_dtype} takes: give the right --token-dtype"
+                )
+            yield from _record_chunks(np.frombuffer(record, dtype), end_of_document)
         file.check()
 
 
-def _record(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
-    """Makes a document of a record, ended whether or not the record itself ends with the token for that."""
+def _read_records(file: SourceFile) -> Iterator[bytes]:
+    with extra("train"):
+        import grain
+
+    start = None
+    try:
+        records: Any = grain.sources.ArrayRecordDataSource(str(file.path))  # its type hides what it inherits
+        with records:
+            for start in range(0, len(records), _BATCH_RECORDS):
+                yield from records.__getitems__(range(start, min(start + _BATCH_RECORDS, len(records))))
+        if start is None:
+            raise RuntimeError("it has no records")
+    except RuntimeError as error:
+        bad = "is no ArrayRecord file, is empty or was cut off"
+        bad = bad if start is None else f"is damaged at record {start} or soon after"
+        raise ValueError(f"{file.path} {bad} ({error}): write it again") from error
+
+
+def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:
+    """Makes a document of a record, which may end with the end-of-document token or not."""
     content = tokens[:-1] if tokens.size and tokens[-1] == end_of_document else tokens
     if not content.size:
         yield Chunk(tokens=content, num_empty=1)

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from rich import progress
-from rich.console import Console as RichConsole
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
-
+from zero_jax.core.extras import extra
 from zero_jax.trainer.reporting.metrics import format_bytes
+
+with extra("train"):
+    from rich import progress
+    from rich.console import Console as RichConsole
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
 
 Log = Callable[[str], None]
 

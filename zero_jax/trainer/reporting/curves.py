@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import extra
 from zero_jax.core.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
@@ -46,8 +48,7 @@ class RunRecords:
           ValueError: no such figure in the records.
         """
         if x not in X_LABELS:
-            near = difflib.get_close_matches(x, X_LABELS, n=1, cutoff=0)[0]
-            raise ValueError(f"x={x!r}: did you mean {near!r}? Choose one of {', '.join(X_LABELS)}")
+            raise ValueError(f"x={x!r}: {did_you_mean(x, X_LABELS, cutoff=0)}Choose one of {', '.join(X_LABELS)}")
         if not any(metric in record for record in (*self.train, *self.validation)):
             raise ValueError(self._no_such(metric))
         steps = np.array([record["step"] for record in self.train], float)
@@ -74,8 +75,7 @@ class RunRecords:
     def _no_such(self, metric: str) -> str:
         names = {name for record in (*self.train, *self.validation) for name in record if _is_number(record[name])}
         names -= {"step"}
-        near = difflib.get_close_matches(metric, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(metric, names)
         return f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
 
 
@@ -154,8 +154,6 @@ def plot_runs(
     Raises:
       ValueError: no runs, another suffix, or a figure that a run does not have.
     """
-    from matplotlib.ticker import EngFormatter
-
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
     curves = [run.curve(metric, x=x) for run in runs]
@@ -169,6 +167,8 @@ def plot_runs(
         style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
     if x == "tokens":
+        from matplotlib.ticker import EngFormatter
+
         axes.xaxis.set_major_formatter(EngFormatter())
     _finish(axes, title=title, x=X_LABELS[x], y=_LABELS.get(metric, metric.replace("_", " ")))
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
@@ -249,8 +249,9 @@ def _styles(curves: Sequence[Curve]) -> list[Any]:
 
 def _figure(path: str | pathlib.Path) -> tuple[Any, Any]:
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("plot"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")

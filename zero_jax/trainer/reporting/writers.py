@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.json_lines import JsonLinesWriter, Record, WrittenLater
 
@@ -37,9 +38,9 @@ class WriterConfig:
         if self.wandb is not None and not self.wandb.strip():
             raise ValueError(f"wandb={self.wandb!r}: give the name of a project, or leave it out")
         if self.tensorboard and importlib.util.find_spec("tensorboardX") is None:
-            raise ValueError("tensorboard=True needs tensorboardX: `pip install tensorboardX`, or leave it out")
+            raise ValueError('tensorboard=True needs tensorboardX: pip install "zero-jax[train]", or leave it out')
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
-            raise ValueError(f"wandb={self.wandb!r} needs the package wandb: `pip install wandb`, or leave it out")
+            raise ValueError(f'wandb={self.wandb!r} needs wandb: pip install "zero-jax[wandb]", or leave it out')
 
 
 class Writer(Protocol):
@@ -65,7 +66,8 @@ class TensorBoardWriter:
           resume_step: the step that the run goes on from: TensorBoard hides what was written for later ones.
           flush_seconds: seconds between two moments at which the figures reach the disk.
         """
-        from tensorboardX.event_file_writer import EventsWriter
+        with extra("train"):
+            from tensorboardX.event_file_writer import EventsWriter
 
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import move, place
+from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.core.signatures import check_takes
@@ -327,9 +327,9 @@ def init_state(
     placement = make_placement(shapes.variables, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, given = _init_program(make, init_fn, tx, shapes, placement)
-    state = build(given, place(key, NamedSharding(mesh, PartitionSpec())))
+    state = build(given, put_global(key, NamedSharding(mesh, PartitionSpec())))
     # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
-    params = jax.tree.map(move, state.params, shardings.params)
+    params = jax.tree.map(reshard_array, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
 
 
@@ -354,7 +354,7 @@ def _init_program(
     given, donated = None, False
     if make is None:
         variables = joined(as_variables(variables).params, as_variables(variables).model_state)
-        given = jax.tree.map(place, variables, placement.variable_shardings())
+        given = jax.tree.map(put_global, variables, placement.variable_shardings())
         made = joined(shapes.masters, shapes.model_state)
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).

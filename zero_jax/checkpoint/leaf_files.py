@@ -1,10 +1,11 @@
-"""The files of a checkpoint: which steps a folder holds, a step's record, and slices of its leaves."""
+"""The files of a checkpoint's leaves: checked, opened, and read in slices of bounded size.
+
+Each leaf is a zarr array inside one OCDBT, the key-value store of tensorstore.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -13,131 +14,14 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from zero_jax.checkpoint import ocdbt
 from zero_jax.checkpoint.fingerprint import host_fingerprint
-from zero_jax.checkpoint.record import (
-    RECORD_FILE,
-    STATE,
-    STEP,
-    CheckpointError,
-    Record,
-    held_in,
-    is_bucket,
-    read_record,
-    resolve,
-    step_path,
-)
-from zero_jax.core.untrusted import irregular
+from zero_jax.checkpoint.record import STATE, CheckpointError, Record
+from zero_jax.core.untrusted import irregular, is_bucket
 
-COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 _MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27
 _SLICE_BYTES = 1 << 26
 _HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is hashed
-
-
-def candidates(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder has checkpoints of, going by names, in order; none if there is no such folder.
-
-    What a name promises is not looked at, but for saves to buckets that were cut off.
-
-    Raises:
-      CheckpointError: the folder cannot be read.
-    """
-    directory = resolve(directory)
-    try:
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-        steps = [int(match[1]) for match in map(STEP.fullmatch, names) if match]
-        paths = {step: step_path(directory, step) for step in steps}
-        return sorted(step for step, path in paths.items() if path.name in names and _is_finished(path))
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
-
-
-def _is_finished(path: epath.Path) -> bool:
-    return path.is_dir() and (not is_bucket(path) or (path / COMMITTED).exists())
-
-
-def newest(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
-    """Returns the record of the newest checkpoint that says what its folder says, and why newer ones do not."""
-    directory, problems = resolve(directory), []
-    for step in reversed(candidates(directory)):
-        try:
-            return read_record(step_path(directory, step)), problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    return None, problems
-
-
-def list_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder holds complete saves of, in order; none if there is no such folder.
-
-    Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
-    """
-    directory, steps = resolve(directory), []
-    for step in candidates(directory):
-        with contextlib.suppress(CheckpointError):
-            steps.append(read_record(step_path(directory, step)).step)
-    return steps
-
-
-def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the newest step that a folder holds a complete save of, or None; see `list_steps`."""
-    record, _ = newest(directory)
-    return record.step if record else None
-
-
-def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns the folder of checkpoints that a run's folder has in it; any other folder as it is."""
-    inner = resolve(path) / "checkpoints"
-    return inner if inner.is_dir() else resolve(path)
-
-
-def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[Record, list[str]]:
-    """Finds a checkpoint from a run's folder, its folder of checkpoints or the step's folder itself.
-
-    Args:
-      path: one of these.
-      step: the step; None takes the newest whose record is whole and says what its folder says.
-
-    Returns:
-      Its record, and why newer ones were passed over.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    folder = resolve(path)
-    if step is None and (folder / RECORD_FILE).exists():
-        return read_record(folder), []
-    if STEP.fullmatch(folder.name) and folder.is_dir() and not candidates(folder):
-        if step not in (None, int(folder.name.removeprefix("step_"))):
-            raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
-        return read_record(folder), []
-    folder = steps_folder(folder)
-    steps = candidates(folder)
-    if not steps or step not in (None, *steps):
-        raise CheckpointError(f"{missing(folder, steps, step)}: give a run's folder, or another step")
-    if step is not None:
-        return read_record(step_path(folder, step)), []
-    record, problems = newest(folder)
-    if record is None:
-        raise CheckpointError(none_whole(folder, problems))
-    return record, problems
-
-
-def none_whole(folder: epath.Path, problems: Sequence[str]) -> str:
-    """Says that all checkpoints of a folder are damaged."""
-    return f"no whole checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
-
-
-def missing(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
-    """Says what a folder holds instead of a checkpoint."""
-    if steps:
-        return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    held = held_in(folder)
-    return f"no checkpoint in {folder} ({f'it holds {held}' if held else 'it is empty'})"
 
 
 def check_files(record: Record) -> None:
@@ -161,7 +45,7 @@ def check_index(record: Record) -> None:
     Values are not read.
     """
     stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    held = ocdbt.names(record.path / STATE, "/.zarray")
+    held = _ocdbt_names(record.path / STATE, "/.zarray")
     if held is not None and held != stored:
         odd = sorted(held ^ stored)
         raise CheckpointError(
@@ -185,20 +69,20 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
       CheckpointError: the leaf is not there, or not as the record says.
     """
     leaf = record.leaves[name]
-    kvstore = {"driver": "ocdbt", "base": ocdbt.base(record.path / STATE), "path": f"{name}/"}
+    kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     try:
         store = tensorstore.open(spec, context=context, open=True, read=True).result()
     except ValueError as error:
-        raise damaged(record, name, error) from error
+        raise leaf_error(record, name, error) from error
     dtype = jnp.dtype(store.dtype.numpy_dtype).name
     if tuple(store.shape) != leaf.stored_shape or dtype != leaf.stored_dtype:
         found = f"{dtype}{list(store.shape)}, not {leaf.stored_dtype}{list(leaf.stored_shape)} as recorded"
-        raise damaged(record, name, f"its files hold {found}")
+        raise leaf_error(record, name, f"its files hold {found}")
     return store
 
 
-def damaged(record: Record, name: str, why: object) -> CheckpointError:
+def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read: the leaf, its files, and what went wrong."""
     files = ", ".join(data_files(record, name)) or "not to be found out"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
@@ -207,10 +91,10 @@ def damaged(record: Record, name: str, why: object) -> CheckpointError:
 
 def data_files(record: Record, name: str) -> list[str]:
     """Returns the files, inside the checkpoint's folder, that hold a leaf; none if the index itself is damaged."""
-    return [f"{STATE}/{file}" for file in ocdbt.data_files(record.path / STATE, f"{name}/".encode())]
+    return [f"{STATE}/{file}" for file in _ocdbt_files(record.path / STATE, f"{name}/".encode())]
 
 
-def slices(
+def cut_slices(
     shape: Sequence[int], itemsize: int, limit_bytes: int, chunk: Sequence[int] | None = None
 ) -> Iterator[tuple[slice, ...]]:
     """Cuts an array into slices of whole chunks, of at most so many bytes unless a chunk has more.
@@ -241,12 +125,12 @@ def read_slices(
     if 0 not in leaf.stored_shape:
         store = open_leaf(record, name, context)
         chunk = [size or 1 for size in store.chunk_layout.read_chunk.shape or ()]
-        for index in slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
+        for index in cut_slices(leaf.stored_shape, jnp.dtype(leaf.stored_dtype).itemsize, limit_bytes, chunk):
             try:
                 part = np.asarray(store[index].read().result())
             except ValueError as error:
-                raise damaged(record, name, error) from error
-            for inner in slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
+                raise leaf_error(record, name, error) from error
+            for inner in cut_slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
                 whole = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
                 total += host_fingerprint(part[inner], whole, leaf.stored_shape)
             yield index, part
@@ -257,7 +141,7 @@ def check_fingerprint(record: Record, name: str, found: int) -> None:
     """Raises a `CheckpointError` where what was read is not what was saved."""
     if found != record.leaves[name].fingerprint:
         said = f"its fingerprint is {found:08x}, and {record.leaves[name].fingerprint:08x} was saved"
-        raise damaged(record, name, said)
+        raise leaf_error(record, name, said)
 
 
 def verify(record: Record) -> list[str]:
@@ -278,3 +162,49 @@ def verify(record: Record) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))
+
+
+def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
+    """Returns a folder as tensorstore names it."""
+    path = f"{folder}/"
+    return path if "://" in path else {"driver": "file", "path": path}
+
+
+def _ocdbt_files(folder: epath.Path, prefix: bytes) -> list[str]:
+    """Returns the files, inside a store's folder, that hold the keys with a prefix; none if its index is damaged."""
+    try:
+        store = tensorstore.KvStore.open(_ocdbt_base(folder)).result()
+        version = tensorstore.ocdbt.dump(store).result()["versions"][-1]
+        return sorted(_files_of(store, version["root"]["location"], prefix))
+    except (ValueError, KeyError, IndexError):
+        return []
+
+
+def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
+    """Returns what comes before a suffix in the keys of a store that have it, or None if its index is damaged."""
+    try:
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _ocdbt_base(folder)}).result()
+        keys = [key.decode(errors="replace") for key in store.list().result()]
+    except ValueError:
+        return None
+    return {key.removesuffix(suffix) for key in keys if key.endswith(suffix)}
+
+
+def _files_of(store: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
+    """Walks a B-tree of OCDBT; returns the files of the values below a prefix, the node itself for those inside it."""
+    found: set[str] = set()
+    node = tensorstore.ocdbt.dump(store, location).result()
+    for entry in node["entries"]:
+        key = before + entry["key"]
+        if node["height"]:
+            below = before + entry.get("subtree_common_prefix", b"")
+            if key[: len(prefix)] <= prefix:
+                found |= _files_of(store, entry["location"], prefix, below)
+        elif key.startswith(prefix):
+            found.add(_file(entry.get("indirect_value", location)))
+    return found
+
+
+def _file(location: str) -> str:
+    """Takes the file out of `kind:folder:file:offset:length`."""
+    return location.split(":", 1)[1].rsplit(":", 2)[0].replace(":", "")

@@ -1,7 +1,8 @@
-"""The losses of a run, what came before a resume included, and their picture."""
+"""The result of a run: its figures, and a picture of its losses."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -14,6 +15,63 @@ from zero_jax.trainer.reporting.curves import plot_losses, read_run
 Losses = list[tuple[int, float]]
 
 _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What came of a run; losses are in nats per token.
+
+    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
+    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (the loss
+    stayed not finite, or the params were not; the last good checkpoint is there). Losses are those of the whole run,
+    what came before a resume included.
+    """
+
+    status: str
+    directory: str
+    model: str
+    stage: int
+    num_devices: int
+    num_params: int
+    num_steps: int
+    num_skipped_steps: int
+    num_failed_saves: int
+    first_train_loss: float
+    final_train_loss: float
+    first_validation_loss: float
+    final_validation_loss: float
+    tokens_per_second: float
+    compile_seconds: float
+    train_seconds: float
+    noise_scale: float | None
+    per_device_params_bytes: int
+    per_device_master_bytes: int
+    per_device_opt_state_bytes: int
+    per_device_model_state_bytes: int = 0
+    prompt: str
+    sample: str
+
+    def __str__(self) -> str:
+        skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
+        devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
+        steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
+        timed = self.tokens_per_second == self.tokens_per_second  # not after a single step, which compiles
+        speed = f", {self.tokens_per_second:,.0f} tokens/s" if timed else ""
+        how = {
+            "done": "",
+            "unsaved": "; THE LAST STATE IS NOT SAVED",
+            "preempted": "; stopped when told to",
+            "preempted_unsaved": "; stopped when told to; THE LAST STATE IS NOT SAVED",
+            "diverged": "; stopped: loss or params were not finite",
+        }
+        lines = [
+            f"{self.model}: {steps} at stage {self.stage} on {devices} in "
+            f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
+            f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
+            f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
+            f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
+        ]
+        return "\n".join(lines)
 
 
 def run_losses(folder: pathlib.Path, own: tuple[Losses, Losses]) -> tuple[Losses, Losses]:

@@ -1,0 +1,114 @@
+"""What importing zero_jax costs, and what it does without the packages of its extras."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import zero_jax
+
+PACKAGE = pathlib.Path(zero_jax.__file__).parent
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Packages whose distribution has another name, or comes with another one.
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "array_record": "grain"}
+# Refused by messages of their own: a Parquet file is named, and a plan's process is started by who has cloudpickle.
+OTHERWISE = {("data/documents.py", "pyarrow"), ("planning/worker.py", "cloudpickle")}
+HEAVY = {"orbax", "tensorstore", "grain", "matplotlib", "tensorboardX", "rich", "tokenizers", "cloudpickle"}
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+def third_party_imports(tree):
+    """Yields (package, the extra that its import is surrounded with, or None)."""
+    extra_of = {}
+    for block in (node for node in ast.walk(tree) if isinstance(node, ast.With)):
+        call = block.items[0].context_expr
+        if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "extra":
+            extra_of.update((node, call.args[0].value) for node in block.body)
+    for node in ast.walk(tree):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        for root in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"zero_jax"}:
+            yield root, extra_of.get(node)
+
+
+def test_every_package_is_required_or_imported_as_that_of_an_extra():
+    for path in PACKAGE.rglob("*.py"):
+        imports = [*third_party_imports(ast.parse(path.read_text(encoding="utf-8")))]
+        extra_of = {package: extra for package, extra in imports if extra is not None}  # one import of it says so
+        for package in {package for package, _ in imports}:
+            if (str(path.relative_to(PACKAGE)), package) not in OTHERWISE:
+                listed = EXTRAS[extra_of[package]] if package in extra_of else PROJECT["dependencies"]
+                assert DISTRIBUTIONS.get(package, package) in names(listed), f"{path} imports {package}"
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_heavy_packages_are_imported_by_who_uses_them():
+    """Apart from what JAX imports itself, where it is installed."""
+    [at_import, with_step, with_checkpoints] = run(
+        f"""if True:
+        import sys
+        import jax, optax
+        before = {{*sys.modules}}
+        loaded = lambda: print(*sorted({HEAVY} & ({{*sys.modules}} - before)))
+        import zero_jax as zero
+        loaded()
+        zero.init_state, zero.make_train_step, zero.make_eval_step, zero.memory.measure, zero.comms.measure
+        loaded()
+        zero.Checkpointer, zero.restore
+        loaded()"""
+    )
+    assert at_import == with_step == ""
+    assert with_checkpoints == "orbax tensorstore"
+
+
+def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
+    (tmp_path / "text.txt").write_text("some text\n")
+    hidden = ["grain", "array_record", "tensorboardX", "tokenizers", "cloudpickle", "matplotlib", "chex", "pyarrow"]
+    told = run(
+        f"""if True:
+        import sys
+        sys.modules.update(dict.fromkeys({hidden}))  # importing them fails
+        import zero_jax as zero
+        for name in zero.__all__:
+            getattr(zero, name)
+        zero.BatchBuffers()
+        from zero_jax.cli import main
+        from zero_jax.planning.process import compile_apart
+        def ending(call):
+            try:
+                call()
+            except (SystemExit, ImportError) as error:
+                print(type(error).__name__, error)
+        sys.stderr = sys.stdout
+        ending(lambda: main(["train", "--out", "{tmp_path}/runs"]))
+        ending(lambda: main(["plot", "{tmp_path}"]))
+        text = ["--data", "{tmp_path}/text.txt"]
+        ending(lambda: main(["tokenize", *text, "--vocab-size", "300", "--out", "{tmp_path}/new"]))
+        ending(lambda: compile_apart(None, name="a plan", cache=None))
+        ending(lambda: zero.data.train_batches(None, batch_size=1, seq_len=1, seed=0, sharding=None))
+        ending(lambda: zero.trainer.plot_runs("loss.png", [zero.trainer.read_run("{tmp_path}")]))"""
+    )
+    assert told == [
+        'zero-jax train: error: needs grain: pip install "zero-jax[train]"',
+        "SystemExit 2",
+        'zero-jax plot: error: needs matplotlib: pip install "zero-jax[plot]"',
+        "SystemExit 2",
+        'zero-jax tokenize: error: needs tokenizers: pip install "zero-jax[train]"',
+        "SystemExit 2",
+        'MissingPackage needs cloudpickle: pip install "zero-jax[plan]"',
+        'MissingPackage needs grain: pip install "zero-jax[train]"',
+        'MissingPackage needs matplotlib: pip install "zero-jax[plot]"',
+    ]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,200 @@
+"""Arguments of a compiled program as leaves of the train state: groups, paths, shards, bytes on a device."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.text_tables import format_bytes
+from zero_jax.hlo import Program, arrays, parse_shape
+
+GROUPS = ("params", "master", "opt_state", "model_state", "batch", "other")
+STATE_GROUPS = GROUPS[:4]
+_KEY = re.compile(r"\['([^']*)'\]|([^.\[\]'\"\\]+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArgumentLeaf:
+    """An argument of a program on one device.
+
+    Attributes:
+      path: Its path, such as state/params/embed.
+      group: `params`, `master`, `opt_state`, `model_state`, `batch` or `other`.
+      dtype: HLO dtype.
+      dims: The dims of the shard that one device holds.
+      num_bytes: Bytes on the device, with the padding of its tiles.
+      unpadded_bytes: Bytes of its elements alone.
+      whole_dims: The dims of the global array, or None if neither program nor shardings say.
+      on_host: Whether it is in host memory.
+    """
+
+    path: str
+    group: str
+    dtype: str
+    dims: tuple[int, ...]
+    num_bytes: int
+    unpadded_bytes: int
+    whole_dims: tuple[int, ...] | None
+    on_host: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each device is known to hold all of it."""
+        return self.whole_dims == self.dims
+
+    @property
+    def global_dims(self) -> tuple[int, ...]:
+        """The dims of the global array, those of the shard where it is not known."""
+        return self.dims if self.whole_dims is None else self.whole_dims
+
+    @property
+    def path_in_group(self) -> str:
+        """Its path below the name of the group, such as embed."""
+        parts = self.path.split("/")
+        return "/".join(parts[parts.index(self.group) + 1 :]) if self.group in parts else self.path
+
+
+def path_of(name: str) -> str:
+    """Returns the name of an argument as a path: `state.params['embed']` becomes state/params/embed."""
+    return "/".join(quoted or plain for quoted, plain in _KEY.findall(name))
+
+
+def group_of(path: str) -> str:
+    """Returns the group of a leaf by its path: the first component that is the name of a group."""
+    return next((part for part in path.split("/") if part in GROUPS[:-1]), GROUPS[-1])
+
+
+def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]:
+    """Returns the arguments that a program keeps, in order.
+
+    Args:
+      program: The program.
+      compiled: The executable; its `args_info`, if it has any, is used where the text lacks shardings.
+    """
+    parameters = [value for value in program.computations[program.entry].values() if value.opcode == "parameter"]
+    parameters.sort(key=lambda parameter: int(parameter.operands[0]))
+    known_dims = _global_dims(compiled, [(parameter.op_name, parameter.shape) for parameter in parameters])
+    leaves = []
+    for parameter in parameters:
+        path = path_of(parameter.op_name) or parameter.name
+        for array in arrays(parse_shape(parameter.shape)):
+            shards = _shards(parameter.line, len(array.dims))
+            global_dims = known_dims.get(parameter.op_name)
+            if shards is not None:
+                global_dims = tuple(dim * count for dim, count in zip(array.dims, shards, strict=True))
+            leaves.append(
+                ArgumentLeaf(
+                    path=path,
+                    group=group_of(path),
+                    dtype=array.dtype,
+                    dims=array.dims,
+                    num_bytes=array.num_bytes,
+                    unpadded_bytes=array.unpadded_bytes,
+                    whole_dims=global_dims,
+                    on_host=array.space == 5,
+                )
+            )
+    return tuple(leaves)
+
+
+def sum_by_group(leaves: Iterable[ArgumentLeaf]) -> dict[str, int]:
+    """Adds up the bytes of leaves by group, in the order of `GROUPS`."""
+    totals: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    for leaf in leaves:
+        totals[leaf.group] += leaf.num_bytes
+    return {group: total for group, total in totals.items() if total}
+
+
+def unsharded_leaves(leaves: Iterable[ArgumentLeaf]) -> tuple[ArgumentLeaf, ...]:
+    """Returns the unsharded leaves of groups of the state that are otherwise sharded, largest first.
+
+    Scalars, which nothing could shard, are not among them.
+    """
+    leaves = [leaf for leaf in leaves if leaf.group in STATE_GROUPS and leaf.dims]
+    sharded = {leaf.group for leaf in leaves if leaf.whole_dims is not None and not leaf.is_whole}
+    unsharded = [leaf for leaf in leaves if leaf.group in sharded and leaf.is_whole]
+    return tuple(sorted(unsharded, key=lambda leaf: -leaf.num_bytes))
+
+
+def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[ArgumentLeaf]) -> str | None:
+    """Returns a warning if unsharded leaves take more than half of the bytes of the sharded groups."""
+    unsharded = list(unsharded)
+    groups = {leaf.group for leaf in unsharded}
+    total, taken = (sum(leaf.num_bytes for leaf in some if leaf.group in groups) for some in (leaves, unsharded))
+    if taken <= total / 2:
+        return None
+    return (
+        f"{len(unsharded)} leaves left whole take {format_bytes(taken)} of the {format_bytes(total)} of "
+        f"{', '.join(group for group in STATE_GROUPS if group in groups)} on a device, the largest {unsharded[0].path} "
+        f"({format_bytes(unsharded[0].num_bytes)}): lower min_shard_size, give an override with another dim, "
+        "or choose sizes that the number of devices divides"
+    )
+
+
+def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:
+    """Returns the leaves of the state whose new values take memory beside the old ones, largest first.
+
+    An argument counts if it is params, master params, optimizer state or model state, no result is written over it, and
+    the program returns another array of its shape and dtype.
+
+    Args:
+      program: The program.
+      leaves: Its arguments, in order.
+      donated: Whether a result is written over each, `hlo.Heap.donated`.
+    """
+    root = program.computations[program.entry][program.roots[program.entry]]
+    returned = collections.Counter((array.dtype, array.dims) for array in arrays(parse_shape(root.shape)))
+    both = list(zip(leaves, donated, strict=True))
+    returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in both if is_donated)
+    twice = []
+    for leaf, is_donated in both:
+        if leaf.group in STATE_GROUPS and not is_donated and returned[leaf.dtype, leaf.dims] > 0:
+            returned[leaf.dtype, leaf.dims] -= 1
+            twice.append(leaf)
+    return tuple(sorted(twice, key=lambda leaf: -leaf.num_bytes))
+
+
+def _shards(line: str, rank: int) -> tuple[int, ...] | None:
+    """The number of shards of each dim by a `sharding=` of the text, or None."""
+    if re.search(r"sharding=\{(replicated|maximal)", line):
+        return (1,) * rank
+    match = re.search(r"sharding=\{devices=\[([\d,]+)\]", line)
+    return tuple(map(int, match[1].split(",")))[:rank] if match else None
+
+
+def _global_dims(compiled: Any, parameters: list[tuple[str, str]]) -> Mapping[str, tuple[int, ...]]:
+    """The dims of global arguments by name, from what JAX knows of the program."""
+    if not hasattr(compiled, "args_info"):
+        return {}
+    listed = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in listed]
+    dims, place = {}, 0
+    for name, shape in parameters:  # some of the arguments, in order, each with the name of the function's argument
+        (array,) = arrays(parse_shape(shape))
+        while place < len(infos) and not (name.endswith(infos[place][0]) and _can_be(array.dims, infos[place][1])):
+            place += 1
+        if place == len(infos):
+            break
+        if not _is_key(infos[place][1]):
+            dims[name] = tuple(infos[place][1].shape)
+        place += 1
+    return dims
+
+
+def _is_key(info: Any) -> bool:
+    """Returns whether an argument is of PRNG keys, which are arrays of integers in the program."""
+    return jnp.issubdtype(info.dtype, jax.dtypes.extended)
+
+
+def _can_be(dims: tuple[int, ...], info: Any) -> bool:
+    """Returns whether an array of these dims can be a shard of an argument."""
+    if _is_key(info):
+        return True
+    sizes = zip(info.shape, dims, strict=False)
+    return len(dims) == len(info.shape) and all(size % dim == 0 if dim else not size for size, dim in sizes)

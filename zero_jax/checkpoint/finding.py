@@ -1,0 +1,127 @@
+"""Finding checkpoints: which steps a folder has, and the one to take, by names and records alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from etils import epath
+
+from zero_jax.checkpoint.record import (
+    RECORD_FILE,
+    STEP,
+    CheckpointError,
+    Record,
+    first_names,
+    read_record,
+    resolve_folder,
+    step_path,
+)
+from zero_jax.core.untrusted import is_bucket
+
+COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
+
+
+def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps that a folder has checkpoints of, going by names, in order; none if there is no such folder.
+
+    What a name promises is not looked at, but for saves to buckets that were cut off.
+
+    Raises:
+      CheckpointError: the folder cannot be read.
+    """
+    directory = resolve_folder(directory)
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        steps = [int(match[1]) for match in map(STEP.fullmatch, names) if match]
+        paths = {step: step_path(directory, step) for step in steps}
+        return sorted(step for step, path in paths.items() if path.name in names and _is_finished(path))
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+
+
+def _is_finished(path: epath.Path) -> bool:
+    return path.is_dir() and (not is_bucket(path) or (path / COMMITTED).exists())
+
+
+def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
+    """Returns the record of the newest checkpoint that says what its folder says, and why newer ones do not."""
+    directory, problems = resolve_folder(directory), []
+    for step in reversed(list_step_folders(directory)):
+        try:
+            return read_record(step_path(directory, step)), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def list_steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps that a folder holds complete saves of, in order; none if there is no such folder.
+
+    Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
+    """
+    directory, steps = resolve_folder(directory), []
+    for step in list_step_folders(directory):
+        with contextlib.suppress(CheckpointError):
+            steps.append(read_record(step_path(directory, step)).step)
+    return steps
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """Returns the newest step that a folder holds a complete save of, or None; see `list_steps`."""
+    record, _ = newest_record(directory)
+    return record.step if record else None
+
+
+def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
+    """Returns the folder of checkpoints that a run's folder has in it; any other folder as it is."""
+    inner = resolve_folder(path) / "checkpoints"
+    return inner if inner.is_dir() else resolve_folder(path)
+
+
+def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tuple[Record, list[str]]:
+    """Finds a checkpoint from a run's folder, its folder of checkpoints or the step's folder itself.
+
+    Args:
+      path: one of these.
+      step: the step; None takes the newest whose record is whole and says what its folder says.
+
+    Returns:
+      Its record, and why newer ones were passed over.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    folder = resolve_folder(path)
+    if step is None and (folder / RECORD_FILE).exists():
+        return read_record(folder), []
+    if STEP.fullmatch(folder.name) and folder.is_dir() and not list_step_folders(folder):
+        if step not in (None, int(folder.name.removeprefix("step_"))):
+            raise CheckpointError(f"{folder} is not the checkpoint of step {step}: give the folder above it")
+        return read_record(folder), []
+    folder = steps_folder(folder)
+    steps = list_step_folders(folder)
+    if not steps or step not in (None, *steps):
+        raise CheckpointError(f"{missing_message(folder, steps, step)}: give a run's folder, or another step")
+    if step is not None:
+        return read_record(step_path(folder, step)), []
+    record, problems = newest_record(folder)
+    if record is None:
+        raise CheckpointError(all_damaged_message(folder, problems))
+    return record, problems
+
+
+def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:
+    """Says that all checkpoints of a folder are damaged."""
+    return f"no whole checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
+
+
+def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
+    """Says what a folder holds instead of a checkpoint."""
+    if steps:
+        return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    held = first_names(folder)
+    return f"no checkpoint in {folder} ({f'it holds {held}' if held else 'it is empty'})"

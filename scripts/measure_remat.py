@@ -31,7 +31,7 @@ BATCH_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class CompiledGrads:
     """Figures of a compiled train step, bytes per device."""
 
     temp_bytes: int
@@ -42,7 +42,7 @@ class Program:
 
 
 @functools.cache
-def compile_grads(policy: str, *, config: gpt.GPTConfig = GPT, model: int = 4, gathered: bool = False) -> Program:
+def compile_grads(policy: str, *, config: gpt.GPTConfig = GPT, model: int = 4, gathered: bool = False) -> CompiledGrads:
     """Compiles the gradients of a GPT's loss in bfloat16; `gathered` if the params are sharded over `data` too."""
     mesh = zero.make_mesh(topology="v5p:2x2x4", model=model)
     specs = gpt.param_specs(config)
@@ -65,7 +65,7 @@ def compile_grads(policy: str, *, config: gpt.GPTConfig = GPT, model: int = 4, g
     for row in zero.comms.measure(compiled, mesh=mesh).rows:
         for axis in sent:
             sent[axis] += int(row.total_sent_bytes) if row.axes == (axis,) else 0
-    return Program(
+    return CompiledGrads(
         temp_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_temp_size_in_bytes,
         model_bytes=sent["model"],

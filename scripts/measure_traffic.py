@@ -53,7 +53,7 @@ MODELS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class CompiledStep:
     """Figures of a compiled train step, bytes per device."""
 
     num_params: int
@@ -79,11 +79,11 @@ def _batch(num_examples: int, seq_len: int, sharding: Any = None) -> dict:
     return {"inputs": tokens, "targets": tokens}
 
 
-def _read(lowered: Any, num_params: int, num_devices: int) -> Program:
+def _read(lowered: Any, num_params: int, num_devices: int) -> CompiledStep:
     start = time.perf_counter()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
-    return Program(
+    return CompiledStep(
         num_params=num_params,
         num_devices=num_devices,
         compile_seconds=time.perf_counter() - start,
@@ -102,7 +102,7 @@ def compile_step(
     model: str = "scanned",
     *,
     gpt_config: gpt.GPTConfig = GPT_271M,
-) -> Program:
+) -> CompiledStep:
     """Compiles zero_jax's step for two examples a device and microbatch, in bf16 with adamw."""
     tx = optax.adamw(3e-4)
     mesh = zero.make_mesh(topology=topology)
@@ -115,7 +115,7 @@ def compile_step(
 
 
 @functools.cache
-def compile_by_hand(topology: str) -> Program:
+def compile_by_hand(topology: str) -> CompiledStep:
     """Compiles stage 3 of the scanned model with hand-written gathers."""
     tx = optax.adamw(3e-4)
     mesh = zero.make_mesh(topology=topology)

@@ -17,6 +17,7 @@ from zero_jax.analysis.formulas import (
     sharded_residual_overhead,
     transformer_params,
 )
+from zero_jax.core.text_tables import aligned
 
 _DEVICE_BYTES = 32e9
 _NUM_DEVICES = (1, 4, 16, 64, 256, 1024)
@@ -88,12 +89,8 @@ class PaperTable:
 
     def __str__(self) -> str:
         cells = [[self.show(x) if isinstance(x, float) else str(x) for x in row] for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(self.columns, *cells, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
-            for row in (self.columns, *cells)
-        ]
-        rule = "-" * len(lines[0])
+        lines = aligned([self.columns, *cells], right=range(1, len(self.columns))).splitlines()
+        rule = "-" * max(map(len, lines))
         return "\n".join([self.title, rule, lines[0], rule, *lines[1:], *([self.note] if self.note else [])])
 
     def to_json(self) -> dict[str, Any]:

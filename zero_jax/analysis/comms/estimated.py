@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis.comms.rows import SentBytes, axes_name
 from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
@@ -81,16 +82,16 @@ class CommsEstimate(SentBytes):
         }
 
     def __str__(self) -> str:
-        rows = [f"{'kind':<16}{'axes':<24}{'dtype':<8}{'phase':<10}{'MB':>12}"]
+        table = [("kind", "axes", "dtype", "phase", "MB")]
         for row in self.rows:
-            name = axes_name(row.axes)
-            rows.append(f"{row.kind:<16}{name:<24}{row.dtype:<8}{row.phase:<10}{row.total_sent_bytes / 1e6:>12.3f}")
+            table.append((row.kind, axes_name(row.axes), row.dtype, row.phase, f"{row.total_sent_bytes / 1e6:.3f}"))
+        table.append(("total", "", "", "", f"{self.sent_bytes / 1e6:.3f}"))
         data = sum(row.total_sent_bytes for row in self.rows if set(row.axes) <= set(self.data_axes))
         per_param = data / self.num_params if self.num_params else 0.0
         over = "" if data == self.sent_bytes else " over data"
-        rows.append(f"{'total':<58}{self.sent_bytes / 1e6:>12.3f}, {per_param:.3f} bytes a param{over}")
-        rows += [f"not counted: {self.not_counted}"] if self.not_counted else []
-        return "\n".join(rows)
+        lines = [f"{aligned(table, right=(4,))}, {per_param:.3f} bytes a param{over}"]
+        lines += [f"not counted: {self.not_counted}"] if self.not_counted else []
+        return "\n".join(lines)
 
 
 def estimate(

@@ -316,7 +316,7 @@ def test_a_config_takes_counts_alone(name, value):
 
 def test_a_background_thread_that_died_fails_the_next_call_with_its_reason(tmp_path, state, monkeypatch):
     with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr(checkpointer, "_kept", lambda steps: {}["gone"])
+        monkeypatch.setattr(checkpointer, "_steps_to_keep", lambda steps: {}["gone"])
         checkpointer.save(1, state)
         with pytest.raises(RuntimeError, match="thread that saved step 1 died: KeyError: 'gone'") as caught:
             checkpointer.save(2, state)

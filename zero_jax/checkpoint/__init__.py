@@ -1,8 +1,8 @@
 """Checkpoints: save in the background, reload anywhere, describe, export.
 
-`Checkpointer` saves: a train state becomes the saved form (`saved_state`: the same for every stage, mesh and
-precision), orbax writes its arrays, and a record with fingerprints makes a step whole. `restore` reads each device's
-shards back and verifies them, `describe` says what a checkpoint holds without devices, `export` writes safetensors.
+`Checkpointer` saves: a train state is encoded the same way for every stage, mesh and precision (`saved_state`), orbax
+writes its arrays, and a record with fingerprints completes the step. `restore` reads each device's shards and verifies
+them, `describe` lists what a checkpoint has without devices, `export` writes safetensors.
 """
 
 from zero_jax.checkpoint.description import Description, describe

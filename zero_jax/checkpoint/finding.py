@@ -1,4 +1,4 @@
-"""Finding checkpoints: which steps a folder has, and the one to take, by names and records alone."""
+"""Finds checkpoints: the steps that a folder has, and the newest valid one; reads records, but no arrays."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder has checkpoints of, going by names, in order; none if there is no such folder.
+    """Returns the steps that a folder has folders of, in order; none if there is no such folder.
 
-    What a name promises is not looked at, but for saves to buckets that were cut off.
+    The steps' records are not read; only incomplete saves in buckets are left out.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -46,7 +46,7 @@ def _is_finished(path: epath.Path) -> bool:
 
 
 def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
-    """Returns the record of the newest checkpoint that says what its folder says, and why newer ones do not."""
+    """Returns the newest record that is valid and of its folder's step, and why newer ones are not."""
     directory, problems = resolve_folder(directory), []
     for step in reversed(list_step_folders(directory)):
         try:
@@ -57,7 +57,7 @@ def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, lis
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder holds complete saves of, in order; none if there is no such folder.
+    """Returns the steps that a folder has complete saves of, in order; none if there is no such folder.
 
     Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
     """
@@ -69,13 +69,13 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the newest step that a folder holds a complete save of, or None; see `list_steps`."""
+    """Returns the newest step that a folder has a complete save of, or None; see `list_steps`."""
     record, _ = newest_record(directory)
     return record.step if record else None
 
 
 def steps_folder(path: str | os.PathLike[str]) -> epath.Path:
-    """Returns the folder of checkpoints that a run's folder has in it; any other folder as it is."""
+    """Returns the folder `checkpoints` in a run's folder; any other folder as it is."""
     inner = resolve_folder(path) / "checkpoints"
     return inner if inner.is_dir() else resolve_folder(path)
 
@@ -85,7 +85,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
     Args:
       path: one of these.
-      step: the step; None takes the newest whose record is whole and says what its folder says.
+      step: the step; None takes the newest whose record is valid and of its folder's step.
 
     Returns:
       Its record, and why newer ones were passed over.
@@ -113,12 +113,12 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
 
 def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:
-    """Says that all checkpoints of a folder are damaged."""
+    """Returns the error message for a folder of which all checkpoints are damaged."""
     return f"no whole checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
 
 
 def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
-    """Says what a folder holds instead of a checkpoint."""
+    """Returns the error message for a checkpoint that is not there, with what the folder has instead."""
     if steps:
         return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
     if not folder.is_dir():

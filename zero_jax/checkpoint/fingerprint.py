@@ -1,8 +1,8 @@
-"""Fingerprints of arrays: one number a leaf, made where the leaf lies, that any changed element changes.
+"""Fingerprints of arrays: a checksum of each leaf, computed on the devices from shards.
 
 The fingerprint is the sum, modulo 2^32, of a hash of each 32-bit word of an array and the word's index. For a given
-index the hash (the finalizer of MurmurHash3) is one-to-one, so that a change within one word is seen for certain, and
-any other with a probability of 1 - 2^-32. Sums modulo 2^32 come out the same in any order: devices sum their own
+index the hash (the finalizer of MurmurHash3) is one-to-one: a change of one word always changes the fingerprint, any
+other change with a probability of 1 - 2^-32. Sums modulo 2^32 come out the same in any order: devices sum their own
 shards, however the array is cut, and a host sums slices.
 
 Checksums of files (zarr3's `crc32c` codec, which orbax 0.12 does not set for values) would see damage on the disk, but
@@ -26,7 +26,7 @@ _SHIFTS = (16, 13, 16)
 def fingerprint(x: Array) -> Array:
     """Returns the fingerprint of an array, `uint32[]`; to be called under `jit`.
 
-    PRNG keys and elements of less than a byte have no words to hash: give the bits that stand for them.
+    Arrays of PRNG keys or of elements of less than a byte are to be encoded first.
     """
     words = _device_words(x)
     index, stride = jnp.uint32(0), 1
@@ -37,12 +37,12 @@ def fingerprint(x: Array) -> Array:
 
 
 def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape: Sequence[int] | None = None) -> int:
-    """Returns the fingerprint of a host array, or the part that a slice of one adds to it.
+    """Returns the fingerprint of a host array, or what a slice of an array adds to the array's.
 
     Args:
       x: the array, or a slice of it.
-      index: where the slice lies in the whole array; the parts of all slices add up to its fingerprint, modulo 2^32.
-      shape: the shape of the whole array.
+      index: the slice's index in the full array; the results of all slices add up to its fingerprint, modulo 2^32.
+      shape: the shape of the full array.
     """
     shape = x.shape if shape is None else tuple(shape)
     starts = [part.indices(size)[0] for part, size in zip(index or (), shape, strict=bool(index))] or [0] * x.ndim

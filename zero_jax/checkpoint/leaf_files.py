@@ -25,9 +25,9 @@ _HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is has
 
 
 def check_files(record: Record) -> None:
-    """Raises a `CheckpointError` where reading a local checkpoint could take for ever, or all memory.
+    """Raises a `CheckpointError` where reading a local checkpoint could block for ever, or fill the memory.
 
-    It has anything but files, or the index, which is read whole, is far too large.
+    That is so where something in it is not a regular file, or where the index is far too large.
     """
     if is_bucket(record.path):
         return
@@ -40,7 +40,7 @@ def check_files(record: Record) -> None:
 
 
 def check_index(record: Record) -> None:
-    """Raises a `CheckpointError` where the files hold other leaves than the record says, or of another shape or dtype.
+    """Raises a `CheckpointError` where the leaves in the files differ from the record in names, shapes or dtypes.
 
     Values are not read.
     """
@@ -58,7 +58,7 @@ def check_index(record: Record) -> None:
 
 
 def make_context(cache_bytes: int = _CACHE_BYTES) -> tensorstore.Context:
-    """Returns the cache that the reads of one task share, so that a chunk is not read once for each device."""
+    """Returns a cache that reads share, so that a chunk is not read again for each device."""
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
 
 
@@ -66,7 +66,7 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
     """Opens a leaf for reading.
 
     Raises:
-      CheckpointError: the leaf is not there, or not as the record says.
+      CheckpointError: the leaf is missing, or differs from the record in shape or dtype.
     """
     leaf = record.leaves[name]
     kvstore = {"driver": "ocdbt", "base": _ocdbt_base(record.path / STATE), "path": f"{name}/"}
@@ -77,29 +77,29 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
         raise leaf_error(record, name, error) from error
     dtype = jnp.dtype(store.dtype.numpy_dtype).name
     if tuple(store.shape) != leaf.stored_shape or dtype != leaf.stored_dtype:
-        found = f"{dtype}{list(store.shape)}, not {leaf.stored_dtype}{list(leaf.stored_shape)} as recorded"
-        raise leaf_error(record, name, f"its files hold {found}")
+        stored = f"{dtype}{list(store.shape)}, not {leaf.stored_dtype}{list(leaf.stored_shape)} as recorded"
+        raise leaf_error(record, name, f"its files hold {stored}")
     return store
 
 
 def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
-    """Returns the error for a leaf that cannot be read: the leaf, its files, and what went wrong."""
+    """Returns the error for a leaf that cannot be read, with its name, its files, and the reason."""
     files = ", ".join(data_files(record, name)) or "not to be found out"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
     return CheckpointError(f"leaf {name!r} of {record.path} is damaged or cut off: {reason} (its data files: {files})")
 
 
 def data_files(record: Record, name: str) -> list[str]:
-    """Returns the files, inside the checkpoint's folder, that hold a leaf; none if the index itself is damaged."""
+    """Returns the data files of a leaf, by path in the checkpoint's folder; none if the index is damaged."""
     return [f"{STATE}/{file}" for file in _ocdbt_files(record.path / STATE, f"{name}/".encode())]
 
 
 def cut_slices(
     shape: Sequence[int], itemsize: int, limit_bytes: int, chunk: Sequence[int] | None = None
 ) -> Iterator[tuple[slice, ...]]:
-    """Cuts an array into slices of whole chunks, of at most so many bytes unless a chunk has more.
+    """Cuts an array into slices of complete chunks, of at most `limit_bytes` unless one chunk has more.
 
-    They come in the order of their first elements, and take in the last dims first.
+    They come in the order of their first elements; the last dims are cut last.
     """
     part = list(chunk or (1,) * len(shape))
     for dim in reversed(range(len(shape))):
@@ -116,10 +116,10 @@ def cut_slices(
 def read_slices(
     record: Record, name: str, context: tensorstore.Context, limit_bytes: int = _SLICE_BYTES
 ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Reads a leaf in its stored form, in slices that may come in any order, each chunk of its files once.
+    """Reads a leaf in its stored form, slice by slice in any order, each chunk of its files once.
 
     Raises:
-      CheckpointError: a slice cannot be read, or what was read does not have the leaf's fingerprint (told at the end).
+      CheckpointError: a slice cannot be read, or the leaf does not have its fingerprint (raised after the last slice).
     """
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
@@ -131,21 +131,21 @@ def read_slices(
             except ValueError as error:
                 raise leaf_error(record, name, error) from error
             for inner in cut_slices(part.shape, part.dtype.itemsize, _HASHED_BYTES):
-                whole = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
-                total += host_fingerprint(part[inner], whole, leaf.stored_shape)
+                place = [slice(a.start + b.start, a.start + b.stop) for a, b in zip(index, inner, strict=True)]
+                total += host_fingerprint(part[inner], place, leaf.stored_shape)
             yield index, part
     check_fingerprint(record, name, total % 2**32)
 
 
-def check_fingerprint(record: Record, name: str, found: int) -> None:
-    """Raises a `CheckpointError` where what was read is not what was saved."""
-    if found != record.leaves[name].fingerprint:
-        said = f"its fingerprint is {found:08x}, and {record.leaves[name].fingerprint:08x} was saved"
-        raise leaf_error(record, name, said)
+def check_fingerprint(record: Record, name: str, fingerprint: int) -> None:
+    """Raises a `CheckpointError` where a leaf was read with another fingerprint than it was saved with."""
+    if fingerprint != record.leaves[name].fingerprint:
+        reason = f"its fingerprint is {fingerprint:08x}, and {record.leaves[name].fingerprint:08x} was saved"
+        raise leaf_error(record, name, reason)
 
 
 def verify(record: Record) -> list[str]:
-    """Reads every leaf on the host, in bounded memory; returns what is wrong, leaf by leaf."""
+    """Verifies every leaf on the host, in bounded memory; returns the damage, leaf by leaf."""
     try:
         check_files(record)
     except CheckpointError as error:
@@ -165,13 +165,13 @@ def verify(record: Record) -> list[str]:
 
 
 def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:
-    """Returns a folder as tensorstore names it."""
+    """Returns the base of an OCDBT store for a tensorstore spec."""
     path = f"{folder}/"
     return path if "://" in path else {"driver": "file", "path": path}
 
 
 def _ocdbt_files(folder: epath.Path, prefix: bytes) -> list[str]:
-    """Returns the files, inside a store's folder, that hold the keys with a prefix; none if its index is damaged."""
+    """Returns the files that have the keys with a prefix, by path in the store; none if its index is damaged."""
     try:
         store = tensorstore.KvStore.open(_ocdbt_base(folder)).result()
         version = tensorstore.ocdbt.dump(store).result()["versions"][-1]
@@ -181,7 +181,7 @@ def _ocdbt_files(folder: epath.Path, prefix: bytes) -> list[str]:
 
 
 def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
-    """Returns what comes before a suffix in the keys of a store that have it, or None if its index is damaged."""
+    """Returns the keys that end with a suffix, without it, or None if the store's index is damaged."""
     try:
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _ocdbt_base(folder)}).result()
         keys = [key.decode(errors="replace") for key in store.list().result()]
@@ -191,18 +191,18 @@ def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
 
 
 def _files_of(store: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
-    """Walks a B-tree of OCDBT; returns the files of the values below a prefix, the node itself for those inside it."""
-    found: set[str] = set()
+    """Walks a B-tree of OCDBT; returns the files with values of a prefix, the node's own for inlined values."""
+    files: set[str] = set()
     node = tensorstore.ocdbt.dump(store, location).result()
     for entry in node["entries"]:
         key = before + entry["key"]
         if node["height"]:
             below = before + entry.get("subtree_common_prefix", b"")
             if key[: len(prefix)] <= prefix:
-                found |= _files_of(store, entry["location"], prefix, below)
+                files |= _files_of(store, entry["location"], prefix, below)
         elif key.startswith(prefix):
-            found.add(_file(entry.get("indirect_value", location)))
-    return found
+            files.add(_file(entry.get("indirect_value", location)))
+    return files
 
 
 def _file(location: str) -> str:

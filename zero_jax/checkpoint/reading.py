@@ -1,4 +1,4 @@
-"""Reading the arrays of a checkpoint: every device its shards, verified there, by all processes or by none."""
+"""Reads arrays onto devices: each process reads its shards, and the devices verify fingerprints."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ _PENDING_BYTES = 1 << 30
 
 
 def failed_elsewhere(processes: str) -> CheckpointError:
-    """Returns the error for what other processes could not read."""
+    """Returns the error to raise where other processes cannot read a checkpoint."""
     return CheckpointError(f"process {processes} could not read it (see its log)")
 
 
 def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
-    """Reads leaves, each device its shards, and compares their fingerprints.
+    """Reads leaves with shardings, and verifies their fingerprints.
 
     Args:
       record: the checkpoint.
-      shardings: where the leaves are to lie.
-      mesh: the mesh of all of these.
+      shardings: the sharding of each leaf, by name.
+      mesh: their mesh.
 
     Raises:
-      CheckpointError: a leaf cannot be read, or is not what was saved.
+      CheckpointError: a leaf cannot be read, or is damaged.
     """
     stored: dict[str, Array] = {}
     with Agreement(failed_elsewhere):
         for name, x in _read_ahead(record, shardings):
             stored[name] = x
-    found = fingerprints(list(stored.values()), mesh=mesh)
-    for name, number in zip(stored, found, strict=True):
+    for name, number in zip(stored, fingerprints(list(stored.values()), mesh=mesh), strict=True):
         check_fingerprint(record, name, number)
     return {name: _decode(stored.pop(name), record.leaves[name], shardings[name]) for name in shardings}
 
 
 def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Iterator[tuple[str, Array]]:
-    """Yields the leaves in their stored form, while the next ones are being read."""
+    """Yields the leaves in their stored form, while the next ones are read."""
     context, pending, pending_bytes = make_context(), collections.deque(), 0
     for name, sharding in shardings.items():
         reads = _ShardReads(record, name, _stored_sharding(sharding, record.leaves[name]), context)
@@ -64,7 +63,7 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
 
 
 class _ShardReads:
-    """The reads of this process's shards of a leaf: each once, for however many devices."""
+    """Asynchronous reads of this process's shards of a leaf; replicas share a read."""
 
     def __init__(self, record: Record, name: str, sharding: NamedSharding, context: Any) -> None:
         self.record, self.name, self.sharding = record, name, sharding
@@ -76,7 +75,7 @@ class _ShardReads:
         self.nbytes = len(self.reads) * shard_size * jnp.dtype(self.leaf.stored_dtype).itemsize
 
     def result(self) -> Array:
-        """Returns the array once its shards are there."""
+        """Waits for the shards, and returns the global array."""
         dtype = jnp.dtype(self.leaf.stored_dtype)
         try:
             parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
@@ -89,7 +88,7 @@ class _ShardReads:
 
 
 def _stored_sharding(sharding: NamedSharding, leaf: SavedLeaf) -> NamedSharding:
-    """Returns how the stored form lies: a key's words stay together."""
+    """Returns the sharding of a leaf's stored form: the words of PRNG keys are replicated."""
     spec = PartitionSpec() if leaf.is_key else sharding.spec
     return NamedSharding(sharding.mesh, spec)
 

@@ -1,4 +1,7 @@
-"""The record of a checkpoint: what lies beside its arrays, read as something that anything may have written."""
+"""The record of a checkpoint: step, loss, and the shape, dtype and fingerprint of each leaf, as JSON.
+
+It is validated field by field: any program may have written the file.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is absent, cut off, damaged, or none of zero_jax's."""
+    """A checkpoint that is missing, incomplete, damaged, or of another program."""
 
 
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
@@ -53,7 +56,7 @@ def step_path(directory: epath.Path, step: int) -> epath.Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """What is known of a saved leaf besides its values.
+    """The shapes, dtypes and fingerprint of a saved leaf.
 
     Attributes:
       shape: global shape, as the train state has it.
@@ -82,14 +85,14 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What lies beside the arrays of a checkpoint.
+    """The record of a checkpoint.
 
     Attributes:
       path: the step's folder.
       step: steps done.
       loss: validation loss at that step, or None.
       leaves: the leaves by name.
-      extra: what the run itself recorded: config, data position, and so on.
+      extra: what the run itself recorded, such as its config and the position in the data.
     """
 
     path: epath.Path
@@ -102,19 +105,14 @@ class Record:
 def record_to_json(
     *, step: int, loss: float | None, leaves: Mapping[str, SavedLeaf], extra: Mapping[str, Any]
 ) -> bytes:
-    """Returns the record as it is saved, with a checksum of its own.
+    """Encodes a record as JSON with a checksum.
 
     Raises:
-      ValueError: it would be larger than what is read.
-      TypeError: there is no JSON for it.
+      ValueError: it is larger than the records that are read.
+      TypeError: JSON has no form for something in it.
     """
-    record = {
-        "format": FORMAT,
-        "step": step,
-        "loss": loss,
-        "leaves": {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()},
-        "extra": dict(extra),
-    }
+    described = {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()}
+    record = {"format": FORMAT, "step": step, "loss": loss, "leaves": described, "extra": dict(extra)}
     record = json.loads(json.dumps(record))  # as it will be read: tuples are lists, keys are strings
     encoded = json.dumps({**record, "checksum": json_checksum(record)}).encode()
     if len(encoded) > _MAX_RECORD_BYTES:
@@ -128,27 +126,27 @@ def read_record(path: epath.Path) -> Record:
     """Reads the record of a step's folder.
 
     Raises:
-      CheckpointError: no record, one that is damaged, of another step than the folder, or of another program.
+      CheckpointError: it is missing, damaged, of another step than the folder, or of another program.
     """
     file = path / RECORD_FILE
     try:
-        found = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
+        content = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
-        held = first_names(path)
-        held = f"; the folder holds {held}" if held else ""
-        raise CheckpointError(f"{file} is missing{held}: this is no checkpoint of zero_jax, or part of one") from error
+        names = first_names(path)
+        names = f"; the folder holds {names}" if names else ""
+        raise CheckpointError(f"{file} is missing{names}: this is no checkpoint of zero_jax, or part of one") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        named = str(found.get("format"))[:60] if isinstance(found, dict) else None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        named = str(content.get("format"))[:60] if isinstance(content, dict) else None
         raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
-    checksum = found.pop("checksum", None)
-    if checksum != json_checksum(found):
+    checksum = content.pop("checksum", None)
+    if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not have the checksum that it says: the file is damaged")
     try:
-        record = _believed(path, found)
+        record = _validated(path, content)
     except ValueError as error:
         raise CheckpointError(
             f"{file} is not a record that zero_jax writes ({error}): it was edited or forged"
@@ -162,20 +160,20 @@ def read_record(path: epath.Path) -> Record:
     return record
 
 
-def _believed(path: epath.Path, found: Mapping[str, Any]) -> Record:
-    """Returns what a record says, each field of it checked."""
-    mapping(found, keys={"format", "step", "loss", "leaves", "extra"})
+def _validated(path: epath.Path, content: Mapping[str, Any]) -> Record:
+    """Returns the record that a JSON object holds, after a check of each field."""
+    mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
     return Record(
         path=path,
-        step=whole_number(found["step"]),
-        loss=None if found["loss"] is None else number(found["loss"]),
-        leaves=_leaves_from_json(found["leaves"]),
-        extra=mapping(found["extra"]),
+        step=whole_number(content["step"]),
+        loss=None if content["loss"] is None else number(content["loss"]),
+        leaves=_leaves_from_json(content["leaves"]),
+        extra=mapping(content["extra"]),
     )
 
 
 def is_bits(dtype: str) -> bool:
-    """Tells whether a dtype is stored as bits."""
+    """Tells whether values of a dtype are stored as their bits."""
     return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES
 
 
@@ -195,13 +193,13 @@ def _leaves_from_json(record: Any) -> dict[str, SavedLeaf]:
 
 
 def _leaf_from_json(record: Any) -> SavedLeaf:
-    found = mapping(record, keys={field.name for field in dataclasses.fields(SavedLeaf)})
+    fields = mapping(record, keys={field.name for field in dataclasses.fields(SavedLeaf)})
     leaf = SavedLeaf(
-        shape=shape(found["shape"]),
-        dtype=text(found["dtype"]),
-        stored_shape=shape(found["stored_shape"]),
-        stored_dtype=text(found["stored_dtype"]),
-        fingerprint=whole_number(found["fingerprint"], below=2**32),
+        shape=shape(fields["shape"]),
+        dtype=text(fields["dtype"]),
+        stored_shape=shape(fields["stored_shape"]),
+        stored_dtype=text(fields["stored_dtype"]),
+        fingerprint=whole_number(fields["fingerprint"], below=2**32),
     )
     if leaf.is_key:
         rest = leaf.stored_shape[len(leaf.shape) :]
@@ -210,13 +208,13 @@ def _leaf_from_json(record: Any) -> SavedLeaf:
         stored = "uint8" if _is_number(leaf.dtype) and is_bits(leaf.dtype) else leaf.dtype
         fits = _is_number(leaf.dtype) and (leaf.stored_shape, leaf.stored_dtype) == (leaf.shape, stored)
     if not fits:
-        given = f"{leaf.stored_dtype}{list(leaf.stored_shape)}"
-        raise ValueError(f"{leaf.dtype}{list(leaf.shape)} is never stored as {given}"[:300])
+        stored = f"{leaf.stored_dtype}{list(leaf.stored_shape)}"
+        raise ValueError(f"{leaf.dtype}{list(leaf.shape)} is never stored as {stored}"[:300])
     return leaf
 
 
 def _is_number(name: str) -> bool:
-    """Tells whether a text is the name of a dtype that arrays of JAX have."""
+    """Tells whether a text is the name of a numeric dtype of JAX, or of bool."""
     try:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError, SyntaxError):
@@ -225,7 +223,7 @@ def _is_number(name: str) -> bool:
 
 
 def first_names(folder: epath.Path) -> str:
-    """Returns the first names in a folder."""
+    """Returns the first five names in a folder, for an error message."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError:

@@ -1,8 +1,7 @@
-"""Reloading checkpoints on any mesh, at any stage, in any precision, and only what is whole.
+"""Restores a checkpoint on any mesh, at any stage, in any precision.
 
-A restore reads the saved form as the state of stage 3 would lie, so that every device reads its shards alone; compares
-fingerprints, on the devices and before anything is cast; and then casts and gathers what the stage keeps in low
-precision or whole.
+A restore reads the saved form with the shardings of stage 3, so that every device reads its shards alone; verifies
+fingerprints on the devices; and then casts and gathers what the stage keeps in low precision or replicated.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _OF_THE_MODEL = ("params", MODEL_STATE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What came of a restore.
+    """A restored train state, and where it comes from.
 
     Attributes:
-      state: the train state, placed for the mesh and config asked for.
+      state: the train state, with the shardings of the mesh and config asked for.
       step: steps done when it was saved.
       extra: what the run itself had recorded.
-      loss: validation loss then, if it was known.
+      loss: validation loss at that step, or None.
       path: the checkpoint's folder.
-      warnings: what was not as one might expect: newer checkpoints that are damaged, leaves that were cast or dropped.
+      warnings: newer checkpoints that are damaged, leaves that were cast or dropped.
     """
 
     state: TrainState
@@ -75,7 +74,7 @@ def restore(
     log: Callable[[str], None] | None = None,
     accept: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Restored:
-    """Reloads a checkpoint; the mesh, stage, precision and number of processes may differ from those that saved it.
+    """Restores a checkpoint; mesh, stage, precision and number of processes may differ from those that saved it.
 
     Args:
       directory: the folder that a `Checkpointer` saved into, or a run's folder with that in it.
@@ -84,16 +83,16 @@ def restore(
       tx: the optimizer.
       mesh: the mesh.
       config: stage, precision and rules.
-      step: the checkpoint to take, and no other. None takes the newest that is whole.
+      step: the checkpoint to take, and no other. None takes the newest that is undamaged.
       params_only: take the params and the model state that `init_fn` has, and begin anew with everything else, as with
         `init_state`.
       key: the key of the new state with `params_only`; None stands for `jax.random.key(0)`.
-      log: is told of every warning as it comes up.
-      accept: raises a `CheckpointError` for what the run itself had recorded (`extra`) where that cannot be gone on
-        from: the checkpoint is then passed over like a damaged one.
+      log: called with each warning.
+      accept: raises a `CheckpointError` for what the run itself had recorded (`extra`) where it cannot be resumed from;
+        the checkpoint is then passed over like a damaged one.
 
     Raises:
-      CheckpointError: there is no whole checkpoint.
+      CheckpointError: there is no undamaged checkpoint.
       ValueError: the checkpoint is of another model or optimizer.
     """
     directory = steps_folder(directory)
@@ -107,7 +106,7 @@ def restore(
         if log:
             log(line)
 
-    task = _Task(
+    attempt = _Restore(
         init_fn=init_fn,
         tx=tx,
         mesh=mesh,
@@ -120,27 +119,27 @@ def restore(
     problems = []
     for candidate in reversed(steps) if step is None else [step]:
         try:
-            record, state = task.load(step_path(directory, candidate))
+            record, state = attempt.load_step(step_path(directory, candidate))
         except CheckpointError as error:
             problems.append(str(error))
             if step is None:
                 warn(f"checkpoint of step {candidate} passed over: {error}")
             continue
-        found = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
-        return Restored(state=state, warnings=tuple(warnings), **found)
+        fields = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
+        return Restored(state=state, warnings=tuple(warnings), **fields)
     if step is not None:
         raise CheckpointError(f"{problems[0]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
     raise CheckpointError(all_damaged_message(directory, problems))
 
 
 def _agreed_steps(directory: epath.Path) -> list[int]:
-    """Returns the steps there are, as the first process sees them."""
+    """Returns the steps that the first process sees."""
     return [int(step) for step in from_first_process(lambda: " ".join(map(str, list_step_folders(directory)))).split()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What is to be restored, whichever checkpoint it comes from."""
+class _Restore:
+    """The arguments of a restore, tried on one checkpoint after the other."""
 
     init_fn: Callable[[Array], PyTree] | PyTree
     tx: optax.GradientTransformation
@@ -151,8 +150,8 @@ class _Task:
     warn: Callable[[str], None]
     accept: Callable[[Mapping[str, Any]], None]
 
-    def load(self, path: epath.Path) -> tuple[Record, TrainState]:
-        """Loads a step's folder, all of it or nothing."""
+    def load_step(self, path: epath.Path) -> tuple[Record, TrainState]:
+        """Loads a step's folder, in all processes or in none."""
         with Agreement(failed_elsewhere):
             record = read_record(path)
             try:
@@ -177,14 +176,14 @@ class _Task:
         leaves = {name: _cast(arrays.pop(name), x) for name, x in present.items()}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
-            found = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
+            variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
             key = jax.random.key(0) if self.key is None else self.key
-            return record, init_state(Variables(**found), self.tx, key, mesh=self.mesh, config=self.config)
-        self.tell_of_casts(record, present)
+            return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
+        self.warn_of_casts(record, present)
         if missing_scale:
             leaves |= self.fresh_loss_scale()
         ordered = [leaves[name] for name in wanted]
-        return record, self.place(_rebuild(sharded, ordered), record)
+        return record, self.to_stage(_rebuild(sharded, ordered), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
         """Returns the shapes and shardings of the state under a config."""
@@ -193,11 +192,11 @@ class _Task:
         return abstract_state(init_fn, self.tx, key, mesh=self.mesh, config=config)
 
     def sharded_shapes(self, record: Record) -> TrainState:
-        """Returns the saved form's shapes, lying as at stage 3: full-precision params and nothing derived."""
+        """Returns the shapes of the saved form with stage 3's shardings: full-precision params, nothing derived."""
         return self.shapes(dataclasses.replace(self.config, stage=3), _key_shape(record.leaves.get("key")))
 
-    def place(self, sharded: TrainState, record: Record) -> TrainState:
-        """Makes the state of the stage asked for: low-precision copies, and whole what that stage keeps whole."""
+    def to_stage(self, sharded: TrainState, record: Record) -> TrainState:
+        """Makes the state of the stage asked for: low-precision copies, and that stage's shardings."""
         target = self.shapes(self.config, _key_shape(record.leaves.get("key")))
         masters = sharded.params
         rest = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
@@ -208,13 +207,13 @@ class _Task:
         """Returns the first loss scale, for a state that was saved without one."""
         self.warn("the checkpoint has no loss scale: starting with the first one")
         scale = init_loss_scale(resolve_precision(self.config.precision).loss_scale)
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         assert scale is not None
         fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
-        return {f"loss_scale/{name}": put_global(np.asarray(x), whole) for name, x in fields.items()}
+        return {f"loss_scale/{name}": put_global(np.asarray(x), replicated) for name, x in fields.items()}
 
-    def tell_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
-        """Tells of leaves that were saved and are not needed, and of those whose dtype is another now."""
+    def warn_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
+        """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
         if any(_group(name) == "loss_scale" for name in record.leaves.keys() - wanted.keys()):
             self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
         casts = collections.Counter(
@@ -227,7 +226,7 @@ class _Task:
 
 
 def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
-    """Refuses a checkpoint of another model or optimizer, with all that differs in one error."""
+    """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
     groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {"loss_scale"}
     saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
     absent = [name for name in wanted if name not in record.leaves]
@@ -274,12 +273,12 @@ def _group(name: str) -> str:
 
 
 def _cast(x: Array, like: Any) -> Array:
-    """Casts an array where it lies."""
+    """Casts an array, keeping its sharding."""
     return x if x.dtype == like.dtype else jax.jit(_astype, static_argnums=1, out_shardings=x.sharding)(x, like.dtype)
 
 
 def _move(x: Array, like: Any) -> Array:
-    """Casts an array and then moves it to where a leaf of the target lies."""
+    """Casts an array and then reshards it, to the dtype and sharding of a leaf."""
     return reshard_array(_cast(x, like), like.sharding)
 
 
@@ -303,6 +302,6 @@ def _key_shape(leaf: SavedLeaf | None) -> Any:
 
 
 def _rebuild(shapes: TrainState, leaves: list[Array]) -> TrainState:
-    """Puts leaves in the order of `saved_leaves` into a state of stage 3."""
+    """Makes a state of stage 3 from leaves in the order of `saved_leaves`."""
     tree = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes) if field.name != "master"}
     return TrainState(master=None, **jax.tree.unflatten(jax.tree.structure(tree), leaves))

@@ -1,7 +1,7 @@
-"""The saved form of a train state: the same leaves for every stage, mesh and precision.
+"""Encodes a train state for saving: the same leaves for every stage, mesh and precision.
 
-Saved are the full-precision params, the optimizer's state, the model state, the key, the loss scale and the counters,
-by name. What is derived from them (low-precision copies) is not. A leaf that files have no dtype for is saved as its
+These are the full-precision params, the optimizer's state, the model state, the key, the loss scale and the counters,
+by name, but not what is derived from them (low-precision copies). A leaf whose dtype files do not have is saved as its
 bits.
 """
 
@@ -24,7 +24,7 @@ from zero_jax.training import TrainState
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:
-    """Returns the leaves to save by name, of a state of arrays or of `ShapeDtypeStruct`s, in their order."""
+    """Returns the leaves to save by name and in order, of a state of arrays or of `ShapeDtypeStruct`s."""
     tree = {
         "params": state.masters,
         "opt_state": state.opt_state,
@@ -38,7 +38,7 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
 
 
 def unique_names(tree: PyTree) -> list[str]:
-    """Returns the paths of a tree's leaves, those that several leaves have numbered (`a/b` and `a/b~2`).
+    """Returns the paths of a tree's leaves, with numbers where several have the same (`a/b` and `a/b~2`).
 
     A Haiku module name holds slashes of its own, so that `{"a/b": x}` and `{"a": {"b": y}}` have the same path.
     """
@@ -51,7 +51,7 @@ def unique_names(tree: PyTree) -> list[str]:
 
 
 def dtype_name(x: Any) -> str:
-    """Returns the name of a leaf's dtype; those of PRNG keys say which kind."""
+    """Returns the name of a leaf's dtype, such as `float32` or `key<threefry2x32>`."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         # Not `key_impl`, which takes no `ShapeDtypeStruct`.
         return f"key<{x.dtype._impl.name}>"
@@ -59,7 +59,7 @@ def dtype_name(x: Any) -> str:
 
 
 def encode(x: Array) -> Array:
-    """Returns what is stored for a leaf: keys as their words, elements of a byte that files may not know as bits."""
+    """Encodes a leaf: PRNG keys as their words, one-byte dtypes such as float8 and int4 as their bits."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if not is_bits(dtype_name(x)):
@@ -81,14 +81,14 @@ def decode(x: Array, leaf: SavedLeaf) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A state as it is stored: arrays (those without elements left out), and what is known of every leaf."""
+    """An encoded state: arrays (those without elements left out), and the record of every leaf."""
 
     arrays: dict[str, Array]
     leaves: dict[str, SavedLeaf]
 
 
 def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
-    """Brings a state into the saved form, with fingerprints that the devices compute.
+    """Encodes a state, with fingerprints that the devices compute.
 
     Waits for the state to be ready.
     """
@@ -113,7 +113,7 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
 
 
 def encode_leaf(x: Array) -> Array:
-    """Encodes a leaf where it lies; most are stored as they are."""
+    """Encodes a leaf on its devices; most are stored as they are."""
     name = dtype_name(x)
     return _encode(x) if name.startswith("key<") or is_bits(name) else x
 
@@ -122,13 +122,13 @@ _encode = jax.jit(encode)
 
 
 def fingerprints(arrays: list[Array], *, mesh: Mesh) -> list[int]:
-    """Returns the fingerprints of arrays in the stored form, computed by one program that gathers nothing."""
+    """Returns the fingerprints of encoded arrays, computed by one program that gathers nothing."""
     return np.asarray(fingerprint_program(mesh)(arrays)).tolist() if arrays else []
 
 
 @functools.cache
 def fingerprint_program(mesh: Mesh) -> Any:
-    """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, whole on every device."""
+    """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, replicated."""
 
     def run(arrays: list[Array]) -> Array:
         return jnp.stack([fingerprint(x) for x in arrays])

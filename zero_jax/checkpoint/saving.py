@@ -1,4 +1,4 @@
-"""Saving checkpoints: sharded, atomic, in the background, and never at the cost of an older one."""
+"""Saves checkpoints: sharded, atomic, in the background; a failed save leaves older ones as they are."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CheckpointConfig:
     Attributes:
       save_every: steps between two checkpoints; 0 saves at the end only.
       keep_last: newest checkpoints to keep.
-      keep_best: checkpoints of the lowest validation loss to keep besides.
+      keep_best: checkpoints of lowest validation loss to keep in addition.
     """
 
     save_every: int = 200
@@ -68,11 +68,11 @@ class Checkpointer:
     """Saves train states into a folder; every process of a run makes one, for the same folder.
 
     A save returns once the state has been copied to the host. The files are written in the background, and a folder of
-    the step's name appears when all of them are. After that, and only then, are older checkpoints deleted. A save that
-    fails is told to `log` and counted, and leaves everything as it was.
+    the step's name appears when all of them are complete. Only then are older checkpoints deleted. A save that fails is
+    logged and counted, and changes nothing else.
 
-    From the first save on the folder is this run's alone, until `close` or the end of the process. Only what a
-    `Checkpointer` has written there is ever replaced or deleted, and nothing before the first save.
+    The first save locks the folder for this run, until `close` or the end of the process. Only what a `Checkpointer`
+    has written there is ever replaced or deleted, and nothing before the first save.
 
     Attributes:
       directory: the folder.
@@ -93,12 +93,12 @@ class Checkpointer:
 
         Args:
           directory: the folder, or the URL of one in a bucket.
-          config: what to keep.
-          log: takes a line for each save that fails, and for what is removed.
-          run: what to call this run to others that want to save into the folder.
+          config: when to save and what to keep.
+          log: called with a line for each save that fails, and for what is removed.
+          run: the name of this run, for the error of other runs that want to save into the folder.
 
         Raises:
-          ValueError: the folder cannot be made, or is none.
+          ValueError: the folder cannot be made, or is not a folder.
         """
         self.directory = resolve_folder(directory)
         self.num_saved = self.num_failed = 0
@@ -123,26 +123,24 @@ class Checkpointer:
         self.close()
 
     def is_due(self, step: int) -> bool:
-        """Tells whether a checkpoint is to be saved after so many steps."""
+        """Tells whether to save a checkpoint after so many steps."""
         every = self._config.save_every
         return every > 0 and step > 0 and step % every == 0
 
     def steps(self) -> list[int]:
-        """Returns the steps that there are whole checkpoints of, in order."""
+        """Returns the steps of complete checkpoints, in order."""
         return list_steps(self.directory)
 
     def take(self) -> None:
-        """Takes the folder for this run, as the first save does.
-
-        All processes call it.
+        """Locks the folder for this run, as the first save does; all processes call it.
 
         Raises:
-          ValueError: another run has it; the message names that run and what to do.
+          ValueError: another run has locked it; the message names that run and a remedy.
         """
         if self._barrier is None:
             with Agreement(lambda _: FolderInUse(f"{self.directory} cannot be used by this run (see process 0's log)")):
                 if _is_primary():
-                    with contextlib.suppress(OSError):  # told by the save that it makes fail
+                    with contextlib.suppress(OSError):  # the save will fail of it, and log it
                         self._lock.take()
             self._barrier = Barrier(from_first_process(secrets.token_hex(8)))
 
@@ -155,20 +153,20 @@ class Checkpointer:
         loss: float | None = None,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Saves a state; returns when it is on the host, and a step may be given it.
+        """Saves a state; returns when it is copied to the host, so that the next step may donate it.
 
-        A save that is still being written is waited for.
+        Waits for the save before if that is still being written.
 
         Args:
           step: steps done.
-          state: the state, whole and not donated.
-          extra: what else is to be found with it; anything that JSON can hold.
-          loss: its validation loss, if known.
+          state: the state, not donated.
+          extra: what else to record; anything that JSON has a form for.
+          loss: its validation loss, or None.
           allow_nonfinite: save a state whose params hold NaN or infinities, and record their paths in `extra` as
             `nonfinite_leaves`.
 
         Raises:
-          ValueError: no step or loss, the state was donated or is no `TrainState`, or another run has the folder.
+          ValueError: an invalid step or loss, a state that was donated or is no `TrainState`, or a folder in use.
           NonfiniteState: params hold NaN or infinities, and that is not allowed; a `ValueError` too.
           RuntimeError: the background thread of the save before died of a bug.
         """
@@ -206,10 +204,10 @@ class Checkpointer:
             self.blocked_seconds = time.perf_counter() - started
 
     def wait(self) -> None:
-        """Waits until the last save is whole, or has failed.
+        """Waits until the last save is complete, or has failed.
 
         Raises:
-          RuntimeError: its background thread died of a bug; says of which.
+          RuntimeError: its background thread died of a bug, which the message has.
         """
         if self._thread:
             self._thread.join()
@@ -221,7 +219,7 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """Waits for the last save and lets go of the folder.
+        """Waits for the last save and unlocks the folder.
 
         Raises:
           RuntimeError: see `wait`.
@@ -233,7 +231,7 @@ class Checkpointer:
             self._barrier = None
 
     def _finish(self, step: int, loss: float | None, record: bytes, writes: ArrayWrites) -> None:
-        """Writes a save in the background, and then deletes what need not be kept."""
+        """Writes a save, and then deletes older checkpoints; runs in the background thread."""
         try:
             try:
                 self._write(step, record, writes)
@@ -261,12 +259,12 @@ class Checkpointer:
         try:
             self._lock.take()
             own = self._folder.own_steps()
-            for old in set(own) - self._kept(own) - {step}:
+            for old in set(own) - self._steps_to_keep(own) - {step}:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:
             self._log(f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {_explain(error)}")
 
-    def _kept(self, steps: list[int]) -> set[int]:
+    def _steps_to_keep(self, steps: list[int]) -> set[int]:
         losses = {step: self._loss_of(step) for step in steps}
         ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
         best = [-step for _, step in ranked[: self._config.keep_best]]
@@ -278,21 +276,21 @@ class Checkpointer:
         return self._losses[step]
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Tells that a save has failed, and removes the part of it that was written."""
+        """Logs that a save has failed, and removes its files."""
         self.num_failed += 1
         why = _explain(error)
         try:
             if _is_primary():
                 self._folder.abandon()
-            there = self.steps()
+            complete = self.steps()
         except (OSError, CheckpointError) as second:
-            there, why = [], f"{why}, and the folder cannot be read or tidied ({second})"
-        kept = f"whole and kept: step {', '.join(map(str, there))}" if there else "there is no other checkpoint"
-        self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {kept}")
+            complete, why = [], f"{why}, and the folder cannot be read or tidied ({second})"
+        others = f"whole and kept: step {', '.join(map(str, complete))}" if complete else "there is no other checkpoint"
+        self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {others}")
 
 
 def checked_loss(loss: Any) -> float | None:
-    """Returns a loss as a number of Python; raises `ValueError` for what is none."""
+    """Returns a loss as a float or None; raises `ValueError` for anything that is not a number."""
     if loss is None or (isinstance(loss, numbers.Real) and not isinstance(loss, bool)):
         return None if loss is None else float(loss)
     if getattr(loss, "shape", None) == () and jnp.dtype(loss.dtype).kind in "iufV":  # V: bfloat16 and its like

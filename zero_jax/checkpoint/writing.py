@@ -1,4 +1,4 @@
-"""Writing the arrays of a checkpoint: orbax does, in threads of its own."""
+"""Writes the arrays of a checkpoint by orbax, in its threads."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from etils import epath
 from jax import Array
 from orbax.checkpoint.future import Future
 
-# Chunks are read whole: another mesh should not have to read much more than its shards.
+# A chunk is read completely: another mesh should not have to read much more than its shards.
 _CHUNK_BYTES = 1 << 24
 _LEAST_CHUNK_BYTES = 1 << 13
 _UNDER_WAY: weakref.WeakSet[ArrayWrites] = weakref.WeakSet()
 
 
 class ArrayWrites:
-    """Arrays that are being written to a folder; every process makes one for the same arrays and folder.
+    """Asynchronous writes of arrays to a folder; every process makes one for the same arrays and folder.
 
-    What cannot be started is raised by `wait`, not here: of several processes each has to come to the barrier after it.
+    Errors are raised by `wait`, not here: every process has to reach the barrier after it.
     """
 
     def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
         """Copies the shards of this process to the host and begins to write them; the arrays may be donated then.
 
         Args:
-          arrays: arrays by name, none without elements.
-          folder: a folder that is there.
+          arrays: arrays by name, each with elements.
+          folder: an existing folder.
         """
         self._folder, self._handler = folder, _handler()
         save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}
@@ -46,22 +46,22 @@ class ArrayWrites:
         _UNDER_WAY.add(self)
 
     def wait(self) -> None:
-        """Waits until this process has written its part, or will not write any more of it.
+        """Waits until this process has written its part, or has stopped after an error.
 
         Raises:
-          Exception: what orbax could not do; the first of several.
+          Exception: the first error of orbax.
         """
         failed = [error for write in self._started.result() if (error := _error_of(write))]
         if failed:
             raise failed[0]
 
     def finalize(self) -> None:
-        """Makes one index of what all processes have written; the first one does, when they have."""
+        """Merges the indices of all processes; called by the first process when all have written."""
         self._handler.finalize(self._folder)
 
 
 class _Arrays(ocp.type_handlers.ArrayHandler):
-    """Writes the arrays alone, and has orbax read them as numpy arrays: nothing is to be known of the devices here."""
+    """Writes arrays without their shardings, so that orbax restores them as numpy arrays on any devices."""
 
     def __init__(self) -> None:
         super().__init__(enable_write_sharding_file=False, array_metadata_store=None)
@@ -71,9 +71,9 @@ class _Arrays(ocp.type_handlers.ArrayHandler):
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Returns what writes all arrays of a process in one transaction, so that a write that fails abandons no other.
+    """Returns a handler that writes all arrays in one transaction, so that a failed write abandons no other.
 
-    By default orbax limits the bytes under way, for which it gives the transaction up.
+    Orbax does without a transaction where it limits the bytes in flight, as it does by default.
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
     unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
@@ -81,10 +81,10 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _chunk_bytes(x: Array) -> int:
-    """Returns how large the chunks of an array may be.
+    """Returns the largest size of an array's chunks.
 
-    Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. By a large one it would come
-    far below: to chunks of one element, if there is a prime number of them.
+    Orbax divides a shard by prime factors of its sizes until a chunk is below the limit. A large prime factor would
+    make chunks far smaller than that: of one element, if the size is a prime number.
     """
     factors = map(_largest_prime_factor, x.sharding.shard_shape(x.shape))
     return max(_CHUNK_BYTES, _LEAST_CHUNK_BYTES * max(factors, default=1))

@@ -98,7 +98,7 @@ def test_the_status_is_that_of_the_first_to_fail(who, status):
     assert launched.result.status == status
     assert launched.result.first_failure.process_index == who
     assert launched.result.first_failure.last_lines == ("bye",)
-    assert not launched.result.first_failure.was_told
+    assert not launched.result.first_failure.was_asked
     assert f"process {who} of 2 " in str(launched.result).splitlines()[0]
     assert -signal.SIGKILL not in [one.returncode for one in launched.result.endings]
 

@@ -72,14 +72,14 @@ class Ending:
       process_index: which process.
       returncode: its exit status, or the negative number of the signal that ended it.
       seconds: when, since the launch.
-      was_told: whether it was told to end before.
+      was_asked: whether it was asked to end before.
       last_lines: the last lines of its stderr.
     """
 
     process_index: int
     returncode: int
     seconds: float
-    was_told: bool
+    was_asked: bool
     last_lines: tuple[str, ...]
 
     @property
@@ -92,7 +92,7 @@ class Ending:
             return "saved and stopped (status 75)"
         if self.returncode >= 0:
             return f"ended with status {self.returncode}"
-        hint = ": out of memory?" if self.returncode == -signal.SIGKILL and not self.was_told else ""
+        hint = ": out of memory?" if self.returncode == -signal.SIGKILL and not self.was_asked else ""
         return f"was ended by {signal.Signals(-self.returncode).name}{hint}"
 
 
@@ -106,11 +106,11 @@ class LaunchResult:
     @property
     def first_failure(self) -> Ending | None:
         """The process that failed first."""
-        return next((one for one in self.endings if one.returncode != 0), None)
+        return next((ending for ending in self.endings if ending.returncode != 0), None)
 
     @property
     def status(self) -> int:
-        """The exit status of the whole: that of the process that failed first, or 0."""
+        """The exit status of the launch: that of the process that failed first, or 0."""
         return self.first_failure.status if self.first_failure else 0
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class LaunchResult:
         elif first.last_lines:
             lines.append("the last lines of its stderr:")
             lines += [f"  {line}" for line in first.last_lines]
-        others = [f"process {one.process_index} {one}" for one in self.endings if one is not first]
+        others = [f"process {ending.process_index} {ending}" for ending in self.endings if ending is not first]
         return "\n".join([*lines, *(["then " + ", ".join(others)] if others else [])])
 
 
@@ -201,14 +201,14 @@ class _Processes:
         """Tells when a process has ended, with a time of its own: the first to fail is the reason."""
         returncode = process.wait()
         now = time.monotonic()
-        was_told = self._told_at is not None and now > self._told_at
+        was_asked = self._told_at is not None and now > self._told_at
         reader.join(timeout=1)  # its last words; what it has started may keep the pipe open
         self._events.put(
             Ending(
                 process_index=index,
                 returncode=returncode,
                 seconds=now - self._started_at,
-                was_told=was_told,
+                was_asked=was_asked,
                 last_lines=tuple(last),
             )
         )
@@ -237,7 +237,7 @@ class _Processes:
                 num_asked += 1
                 self._merger.say(f"{event.name} is passed on; once more kills" if num_asked == 1 else "killed")
                 self._signal(event if num_asked == 1 else signal.SIGKILL)
-        return tuple(sorted(endings, key=lambda one: one.seconds))
+        return tuple(sorted(endings, key=lambda ending: ending.seconds))
 
     def _signal(self, number: signal.Signals) -> None:
         self._told_at = self._told_at or time.monotonic()
@@ -299,14 +299,14 @@ def _environment(base: Mapping[str, str], config: LaunchConfig, index: int, port
     JAX reads the coordinator's address from it, but neither the number of processes nor their own: it takes these from
     SLURM's variables. With them, `jax.distributed.initialize()` without arguments does as well as `join()`.
     """
-    kept = {name: value for name, value in base.items() if not name.startswith(("OMPI_", "SLURM_"))}
+    inherited = {name: value for name, value in base.items() if not name.startswith(("OMPI_", "SLURM_"))}
     for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PARTITION_INDEX", "JAX_COORDINATOR_PORT"):
-        kept.pop(name, None)
-    flags = [flag for flag in kept.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in flag]
+        inherited.pop(name, None)
+    flags = [flag for flag in inherited.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in flag]
     address = f"127.0.0.1:{port}"
     slurm = dict(zip(SLURM, ("0", "127.0.0.1", str(config.num_processes), str(index), str(index)), strict=True))
     return {
-        **kept,
+        **inherited,
         **slurm,
         COORDINATOR: address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # not to be reached from other machines

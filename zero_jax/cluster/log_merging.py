@@ -1,4 +1,4 @@
-"""The output of several processes as one log."""
+"""Merges the output of several processes into one log, line by line."""
 
 import collections
 import contextlib
@@ -19,7 +19,7 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 
 
 class Merger:
-    """Writes the lines of several processes, whole and one at a time.
+    """Writes the lines of several processes, one complete line at a time.
 
     What process 0 writes to stdout goes to `out` as it is; all else to `err`, after the process's number.
     """

@@ -1,4 +1,4 @@
-"""Notices a run that hangs, tells where every process and thread is, and ends the process for it to start again."""
+"""Watchdog for hangs: prints where every process and thread is, and ends the process so that it can be restarted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Hang:
     """A process that makes no progress.
 
     Attributes:
-      process_index: the process that tells.
+      process_index: the process that reports.
       phase: what it was doing.
       step: the step it was at, or None.
       age_seconds: time since its last beat.
@@ -122,8 +122,8 @@ class Watchdog:
           folder: where the processes of a run leave word; it is made if need be.
           process_index: this process.
           num_processes: how many there are.
-          log: takes what is to be told; by default it goes to stderr.
-          on_hang: called with what was found, once for each hang, from the watchdog's thread.
+          log: takes the reports; by default they go to stderr.
+          on_hang: called with the report, once for each hang, from the watchdog's thread.
           allowances: for phases that may take longer, how many times `seconds`.
           clock: seconds that never go back.
           exit: ends the process.
@@ -221,16 +221,16 @@ class Watchdog:
 
     def _tell(self, beat: _Beat, age: float, allowed: float) -> None:
         self._told, self._is_told = beat, True
-        stacks, found = _stacks(), []
+        stacks, process_places = _stacks(), []
         _within(5, self._leave_word)
-        _within(5, lambda: found.extend(places(self._folder, self._num_processes)))
+        _within(5, lambda: process_places.extend(places(self._folder, self._num_processes)))
         hang = Hang(
             process_index=self._process_index,
             phase=beat.phase,
             step=beat.step,
             age_seconds=age,
             allowed_seconds=allowed,
-            processes=tuple(found),
+            processes=tuple(process_places),
             stacks=stacks,
         )
         _within(5, self._write_hang, hang)

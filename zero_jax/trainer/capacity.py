@@ -1,4 +1,4 @@
-"""Whether a run has room on its machine: what it holds at the least, before any of it is allocated."""
+"""Checks memory before anything is allocated: refuses a run whose batches or params cannot fit, however sharded."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ def check_capacity(
     Raises:
       ValueError: the batches are larger than this machine's memory, or the params than that of all devices.
     """
-    host = _host_bytes()
+    host_bytes = _host_bytes()
     batches = batch_size * seq_len * _BYTES_A_TOKEN // jax.process_count() * (1 + prefetch_batches)
-    if batches > host:
+    if batches > host_bytes:
         raise ValueError(
             f"batch_size={batch_size}: this and prefetch_batches={prefetch_batches} more of {seq_len:,} tokens a "
-            f"sequence take {_gb(batches)}, and this machine has {_gb(host)}: give smaller ones"
+            f"sequence take {_gb(batches)}, and this machine has {_gb(host_bytes)}: give smaller ones"
         )
     params = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     size = tree_bytes(params)
-    here = _device_bytes(mesh)
-    held = size * len(mesh.local_devices) / mesh.size
-    if held > here:
+    device_bytes = _device_bytes(mesh)
+    if size * len(mesh.local_devices) / mesh.size > device_bytes:
         raise ValueError(
             f"the params take {_gb(size)} in all, and the {len(mesh.local_devices)} devices of this machine have "
-            f"{_gb(here)}: give a smaller model, or more machines"
+            f"{_gb(device_bytes)}: give a smaller model, or more machines"
         )
 
 
@@ -54,7 +53,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def _host_bytes() -> int:
-    """The memory of this machine; without end where the system does not say."""
+    """Returns the memory of this machine; 2**62 where the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
@@ -62,7 +61,7 @@ def _host_bytes() -> int:
 
 
 def _device_bytes(mesh: Mesh) -> int:
-    """The memory of this process's devices, where they say; simulated ones share the machine's."""
+    """Returns the memory of this process's devices; simulated ones share the machine's."""
     devices: list[Any] = list(mesh.local_devices)
     if devices[0].platform == "cpu":
         return _host_bytes()

@@ -43,7 +43,7 @@ def train(
       config: what to train on, how, and for how long.
       model: the model.
       tx: any optax optimizer, instead of the one that `config.optimizer` names.
-      log: takes the lines that tell how it goes; with several processes the first one's alone are told.
+      log: takes progress lines; with several processes, those of process 0 alone.
 
     Returns:
       The figures of the run; curve, log, checkpoints and config are in its folder.
@@ -59,7 +59,7 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
 
     Args:
       run: the run.
-      log: takes the lines that tell how it goes; with several processes the first one's alone are told.
+      log: takes progress lines; with several processes, those of process 0 alone.
       terminal: where a live bar is drawn instead, if it is a terminal.
 
     Raises:

@@ -42,7 +42,7 @@ class OptimizerConfig:
       epsilon: what keeps a division by zero away (adamw, adafactor, muon); None takes the usual.
       momentum: decay of the momentum (sgd, muon, adafactor); None takes the usual, for adafactor none at all.
       weight_decay: share of a matrix that each step takes away, times the learning rate.
-      no_decay: regular expression of whole leaf paths (`.*/embedding`) that weight decay leaves alone, besides vectors,
+      no_decay: regular expression of full leaf paths (`.*/embedding`) that weight decay leaves alone, besides vectors,
         scales, biases and norms.
       ema_decay: decay of an average of the params that is kept beside them for evaluation and export, such as 0.999;
         None keeps none.
@@ -133,8 +133,8 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
     optimizer = _OPTIMIZERS[config.optimizer]
-    given = {name: getattr(config, name) for name in optimizer.options}
-    options = {name: optimizer.options[name] if value is None else value for name, value in given.items()}
+    values = {name: getattr(config, name) for name in optimizer.options}
+    options = {name: optimizer.options[name] if value is None else value for name, value in values.items()}
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
     tx = optimizer.make(make_schedule(config, num_steps=num_steps), config.weight_decay, mask, options)
     if config.ema_decay is not None:
@@ -164,7 +164,7 @@ def decay_mask(params: Any, *, no_decay: str | None = None) -> Any:
 
     Args:
       params: the params.
-      no_decay: regular expression of whole leaf paths that it does not apply to either, or None.
+      no_decay: regular expression of full leaf paths that it does not apply to either, or None.
     """
 
     def is_decayed(path: Any, x: Any) -> bool:

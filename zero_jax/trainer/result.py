@@ -86,7 +86,8 @@ def run_losses(folder: pathlib.Path, own: tuple[Losses, Losses]) -> tuple[Losses
     except (OSError, ValueError):  # another process's file, or one that could not be written
         return own
     train, validation = (
-        {one["step"]: math.nan if one["loss"] is None else one["loss"] for one in kind} | dict(of_this_process)
+        {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in kind}
+        | dict(of_this_process)
         for kind, of_this_process in zip((records.train, records.validation), own, strict=True)
     )
     return sorted(train.items()), sorted(validation.items())
@@ -103,11 +104,11 @@ def draw_losses(
     """Draws the losses of a run that is over, in a thread that is not waited for long.
 
     Args:
-      path: where the picture goes; it appears when it is whole.
+      path: where the picture goes; it appears when it is complete.
       train: step and loss of every training step.
       validation: step and loss of every evaluation.
       title: what the run is.
-      is_hurried: whether the process was told to stop: seconds later it may be killed, whatever it had to report.
+      is_hurried: whether the process was asked to stop: it may be killed seconds later.
 
     Returns:
       Why there is no picture, or None.

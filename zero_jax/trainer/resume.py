@@ -1,4 +1,4 @@
-"""Where a run begins: anew, from another run's params, or where a checkpoint of its own left it."""
+"""The first state of a run: initialized, from another run's params, or restored from its own checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Start:
       position: examples that were taken before.
       noise: the record of the gradient noise scale, if any.
       is_evaluated: whether the validation loss of that state is known.
-      lines: what to tell of it.
+      lines: what the log says of it.
     """
 
     state: TrainState
@@ -50,15 +50,15 @@ def begin(run: Run) -> Start:
     """
     config, key = run.config, jax.random.key(run.config.seed)
     lines: list[str] = []
-    given = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
+    options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
     try:
         if has_own:
-            return _checked(run, restore(run.checkpoints, accept=_accept, **given), lines)
+            return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
-            found = restore(folder, step=step, params_only=True, key=key, **given)
-            return Start(state=found.state, lines=(f"params of step {found.step} of {config.init_from}", *lines))
+            restored = restore(folder, step=step, params_only=True, key=key, **options)
+            return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
     return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
@@ -82,24 +82,28 @@ def _accept(extra: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _checked(run: Run, found: Restored, lines: list[str]) -> Start:
+def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
     """Returns where a checkpoint of the run's own left it, if it was trained on the same data."""
-    saved = found.extra["data"]
+    saved = restored.extra["data"]
     changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
     if changed:
         raise ValueError(
             f"{run.folder} was trained on other data ({'; '.join(changed)}): give it the data, seed and seq_len of "
             "before, or begin another run (another name) from its params with init_from"
         )
-    changed = differences({**found.extra["config"], "model": None}, {**as_json(run.config), "model": None})
-    told = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
+    changed = differences({**restored.extra["config"], "model": None}, {**as_json(run.config), "model": None})
+    config_changes = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
     return Start(
-        state=found.state,
-        step=found.step,
+        state=restored.state,
+        step=restored.step,
         position=saved["position"],
-        noise=found.extra["noise_scale"],
-        is_evaluated=found.extra["is_evaluated"],
-        lines=(f"resuming after step {found.step} of {run.folder}", *lines, *(f"changed since: {one}" for one in told)),
+        noise=restored.extra["noise_scale"],
+        is_evaluated=restored.extra["is_evaluated"],
+        lines=(
+            f"resuming after step {restored.step} of {run.folder}",
+            *lines,
+            *(f"changed since: {line}" for line in config_changes),
+        ),
     )
 
 

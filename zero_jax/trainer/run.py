@@ -90,7 +90,7 @@ class TrainConfig:
       checkpoint: when the state is saved, and what is kept.
       log: where figures go.
       devices: number of devices to use, the first ones there are; None takes all. A CPU stands in for as many as asked,
-        8 if not told.
+        8 by default.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism.
       steps: optimizer updates.
@@ -103,7 +103,7 @@ class TrainConfig:
       name: name of the run's folder in `out`; None makes one up from model and stage.
       checkpoints: where checkpoints go, in a folder of the run's name: a folder or a URL such as gs://bucket/runs; None
         keeps them in the run's folder.
-      resume: `auto` goes on from the newest whole checkpoint of the run of that name, or begins if there is none;
+      resume: `auto` goes on from the newest complete checkpoint of the run of that name, or begins if there is none;
         `never` begins, in a folder of its own.
       init_from: a checkpoint (or a run's folder) to take the params from, with a fresh optimizer; not where the run is
         resumed.
@@ -204,8 +204,8 @@ class Run:
     @property
     def checkpoints(self) -> str:
         """The folder of the checkpoints, or its URL."""
-        kept = self.config.checkpoints
-        return str(self.folder / "checkpoints") if kept is None else f"{kept.rstrip('/')}/{self.folder.name}"
+        parent = self.config.checkpoints
+        return str(self.folder / "checkpoints") if parent is None else f"{parent.rstrip('/')}/{self.folder.name}"
 
 
 def prepare(
@@ -221,7 +221,7 @@ def prepare(
       config: what to train on, how, and for how long.
       model: the model.
       tx: any optax optimizer, instead of `config.optimizer`.
-      log: takes lines that tell how far reading the data is.
+      log: takes progress lines while the data is read.
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
@@ -315,8 +315,8 @@ def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sam
 
 
 def _param_specs(config: TrainConfig, model: Model) -> Any:
-    given = config.zero.param_specs
-    return model.param_specs if given is None and config.model_axis > 1 else given
+    specs = config.zero.param_specs
+    return model.param_specs if specs is None and config.model_axis > 1 else specs
 
 
 def _check_processes(mesh: Mesh) -> None:

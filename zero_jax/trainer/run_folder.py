@@ -1,4 +1,4 @@
-"""The folder of a run: made, found again, and agreed on by all processes."""
+"""The folder of a run: its name, its lock and its config; all processes agree on it."""
 
 from __future__ import annotations
 
@@ -64,18 +64,20 @@ def _make(
     if name is None and not resume:
         names += [f"{made_up}-{i}" for i in range(2, 10_000)]
     taken = out / names[-1]
-    for one in names:
+    for candidate in names:
         try:
-            check(one)
-            (out / one).mkdir(parents=True, exist_ok=resume)
-            return out / one
+            check(candidate)
+            (out / candidate).mkdir(parents=True, exist_ok=resume)
+            return out / candidate
         except FolderInUse:
             if len(names) == 1:
                 raise
         except FileExistsError as error:
             taken = error.filename or taken
         except OSError as error:
-            raise ValueError(f"cannot make the folder {out / one} ({error.strerror}): choose another out") from error
+            raise ValueError(
+                f"cannot make the folder {out / candidate} ({error.strerror}): choose another out"
+            ) from error
     raise ValueError(
         f"{taken} holds a run already: choose another name, remove that folder, or go on with that run by "
         "resume='auto' (--resume auto)"
@@ -109,7 +111,7 @@ def hold(folder: pathlib.Path) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # a folder that cannot be written to, which is told elsewhere
+            with contextlib.suppress(OSError):  # a folder that cannot be written to, which another check reports
                 stack.enter_context(FolderLock(epath.Path(folder) / "lock", run=str(folder)))
     return stack
 
@@ -122,14 +124,14 @@ def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """Returns the keys in which two configs differ, such as `zero.stage: 3 -> 2`."""
-    found = []
+    changes = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += differences(before, after, f"{prefix}{key}.")
+            changes += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            found.append(f"{prefix}{key}: {before} -> {after}")
-    return found
+            changes.append(f"{prefix}{key}: {before} -> {after}")
+    return changes
 
 
 def as_json(config: Any) -> Any:

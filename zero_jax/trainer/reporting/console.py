@@ -143,7 +143,7 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
     stopping anyway: a terminal that is closed takes the reader along, and what is done is still to be saved.
     """
 
-    def told(line: str) -> None:
+    def log_line(line: str) -> None:
         try:
             log(line)
         except BrokenPipeError:
@@ -153,7 +153,7 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
         except OSError:
             pass
 
-    return told
+    return log_line
 
 
 def figures(record: Mapping[str, Any]) -> str:

@@ -116,10 +116,10 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
     Raises:
       ValueError: no such run, or one that has no records.
     """
-    given = pathlib.Path(path)
-    file = given / RECORDS if given.is_dir() else given
+    path = pathlib.Path(path)
+    file = path / RECORDS if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(_no_run(given))
+        raise ValueError(_no_run(path))
     kinds: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
     for record in read_records(file):
         kinds.setdefault(record.get("kind", "train"), {})[record["step"]] = record
@@ -133,8 +133,8 @@ def _no_run(path: pathlib.Path) -> str:
     """Returns what to say of a path that is no run: the nearest runs, or what the folder has instead."""
     what = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
     places = [path, path.parent, pathlib.Path("runs")]
-    found = [file.parent for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))]
-    by_name = {run.name: str(run) for run in reversed(found)}  # of one name, the one of the first place
+    runs = [file.parent for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))]
+    by_name = {run.name: str(run) for run in reversed(runs)}  # of one name, the one of the first place
     near = [by_name[name] for name in difflib.get_close_matches(path.name, by_name, n=3, cutoff=0)]
     return f"{what}; the nearest are {', '.join(near)}" if near else f"{what}, and there is none beside it"
 

@@ -1,4 +1,4 @@
-"""The figures of a run: read back from the devices, put together, and handed to whoever shows or keeps them."""
+"""Metrics of a training run: read from the devices, combined with speed and memory, passed to console and writers."""
 
 import dataclasses
 import math

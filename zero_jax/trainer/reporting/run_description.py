@@ -1,4 +1,4 @@
-"""What a run begins with: devices, mesh, model, data, dtypes, and what lies on a device."""
+"""What a run begins with: devices, mesh, model, data, dtypes, and the bytes of each group on a device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
     dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
     floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
     dtypes["optimizer"] = "+".join(sorted(floating)) or "none"
-    held = [
+    group_bytes = [
         f"{name} {format_bytes(per_device_bytes(tree))} of {format_bytes(sum(x.nbytes for x in jax.tree.leaves(tree)))}"
         for name, tree in groups(state).items()
         if jax.tree.leaves(tree)
@@ -52,7 +52,7 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
         "stage": str(zero.stage),
         **rows,
         "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
-        "a device holds": ", ".join(held),
+        "a device holds": ", ".join(group_bytes),
         "left whole": _left_whole(state, mesh=mesh, zero=zero),
     }
     return header(table)

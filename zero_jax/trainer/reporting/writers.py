@@ -113,15 +113,17 @@ class WandbWriter:
 
         Args:
           project: the project.
-          folder: folder of the run; its id is kept in `wandb-id` in it.
+          folder: folder of the run; the file `wandb-id` in it has its id.
           name: what to call the run.
           config: the run's config, shown beside its figures.
           is_resumed: whether to go on with the run of that id.
         """
         wandb: Any = importlib.import_module("wandb")
-        kept = pathlib.Path(folder) / "wandb-id"
-        run_id = kept.read_text(encoding="utf-8").strip() if is_resumed and kept.exists() else secrets.token_hex(8)
-        kept.write_text(run_id + "\n", encoding="utf-8")
+        id_file = pathlib.Path(folder) / "wandb-id"
+        run_id = (
+            id_file.read_text(encoding="utf-8").strip() if is_resumed and id_file.exists() else secrets.token_hex(8)
+        )
+        id_file.write_text(run_id + "\n", encoding="utf-8")
         settings = {"project": project, "id": run_id, "resume": "allow", "name": name, "dir": str(folder)}
         self._run = wandb.init(**settings, config=dict(config or {}))
         # Against a figure of our own: W&B's own count only ever grows, and would drop what a resumed run repeats.
@@ -145,7 +147,7 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 class Writers:
-    """Several writers as one: one that fails is set aside or tries again by itself. It is said, and the run goes on."""
+    """Several writers as one: one that fails is dropped or tries again, a line says so, and the run goes on."""
 
     def __init__(self, factories: Mapping[str, Callable[[], Writer]], *, log: Callable[[str], None] = print):
         """Opens the writers.

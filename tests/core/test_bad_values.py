@@ -74,7 +74,7 @@ def no_work(monkeypatch, tmp_path):
     for module, name in (
         (training_run, "load_dataset"),
         (training_run, "make_folder"),
-        (cli_request, "plan"),
+        (cli_request, "compile_plan"),
         (cli_request, "trace_loss"),
         (cli_data, "find_source"),
         (cli_checkpoint, "describe"),

@@ -134,9 +134,9 @@ def test_settings_of_jax_are_in_the_key_and_reach_the_compiler(lowered):
         finally:
             jax.config.update(name, before)
         assert changed != first, name
-        plan_worker._take_over(settings)
+        plan_worker._copy_settings(settings)
         assert jax.config.values[name] == value
-        plan_worker._take_over({name: before})
+        plan_worker._copy_settings({name: before})
         assert jax.config.values[name] == before
     assert "jax_platforms" not in compile_key.program_settings()
 

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from zero_jax.core import user_cache
 from zero_jax.core.user_cache import cache_folder
 from zero_jax.planning import job as compile_job
 from zero_jax.planning import process as compile_process
+from zero_jax.planning.process import CompileOptions
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -117,6 +119,9 @@ def test_without_a_cache_nothing_is_kept(tmp_path, monkeypatch):
     assert not plan(None, own_process=False).from_cache
     assert not list(tmp_path.iterdir())
     assert cache_folder("programs") == tmp_path / "zero_jax" / "programs"
+    default = [CompileOptions(cache=cache).cache_path for cache in ("default", "")]
+    assert default == [cache_folder("programs")] * 2
+    assert CompileOptions(cache=pathlib.Path("default")).cache_path == pathlib.Path("default")
 
 
 def test_a_process_of_its_own_reports_the_same(cache, report):
@@ -229,8 +234,8 @@ def test_layouts_are_compiled_and_ranked(cache):
     ],
 )
 def test_which_layouts_are_tried(topology, data, layouts):
-    module = importlib.import_module("zero_jax.planning.layouts")  # the package's own name is the function
-    assert set(module._merged(topology, data)) == layouts
+    module = importlib.import_module("zero_jax.planning.plans")  # the package's own name is the function
+    assert set(module._merged_dims(topology, data)) == layouts
 
 
 def run(command, capsys, cache, *arguments):

@@ -13,32 +13,31 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
-from zero_jax.planning import guess as plan_guess
-from zero_jax.planning import ranking
+from zero_jax.planning import estimates, plans, ranking
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
-plan_auto = importlib.import_module("zero_jax.planning.auto")  # the package's own name is the function
 TOPOLOGY = "v5e:2x2"
 CONFIG = zero.ZeroConfig(precision="bf16")
 PSI = planned.DEPTH * planned.WIDTH**2
 
 
-def guess(config=CONFIG, tx=None, **options):
-    policies = {"own": plan_guess.Policy(loss_fn=planned.loss_fn, remat="own")}
-    return plan_guess.Guess(
-        policies, planned.init_fn, tx or optax.adamw(1e-3), batch=planned.batch(16), name=TOPOLOGY, config=config,
-        **options,
+def estimator(config=CONFIG, tx=None):
+    policies = {"own": estimates.Policy(loss_fn=planned.loss_fn, remat="own")}
+    job = plans.make_job(
+        loss_fn=planned.loss_fn, init_fn=planned.init_fn, tx=tx or optax.adamw(1e-3), batch=planned.batch(16),
+        topology=TOPOLOGY, config=config,
     )  # fmt: skip
+    return estimates.Estimator(job, policies)
 
 
 def setting(stage, data=4, **fields):
-    return ranking.Setting(**{"stage": stage, "data": data, "batch_size": 16, "remat": "own", **fields})
+    return ranking.Candidate(**{"stage": stage, "data": data, "batch_size": 16, "remat": "own", **fields})
 
 
 @pytest.mark.parametrize(("stage", "per_param"), [(0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 12 / 4)])
 def test_state_bytes_are_those_of_the_state(stage, per_param):
-    assert guess().state_bytes(setting(stage)) == pytest.approx(per_param * PSI, rel=0.001)
+    assert estimator().state_bytes(setting(stage)) == pytest.approx(per_param * PSI, rel=0.001)
     mesh = zero.make_mesh(topology=TOPOLOGY)
     config = dataclasses.replace(CONFIG, stage=stage)
     state = zero.abstract_state(planned.init_fn, optax.adamw(1e-3), mesh=mesh, config=config)
@@ -46,12 +45,12 @@ def test_state_bytes_are_those_of_the_state(stage, per_param):
         x.size // (4 if not x.sharding.is_fully_replicated else 1) * x.dtype.itemsize
         for x in jax.tree.leaves((state.params, state.master, state.opt_state))
     )
-    assert guess().state_bytes(setting(stage)) == pytest.approx(held, rel=0.001)
+    assert estimator().state_bytes(setting(stage)) == pytest.approx(held, rel=0.001)
 
 
 def test_state_bytes_without_master_params():
     """float32 with momentum: 4 bytes of params and 4 of momentum."""
-    found = guess(config=zero.ZeroConfig(), tx=optax.sgd(0.1, momentum=0.9))
+    found = estimator(config=zero.ZeroConfig(), tx=optax.sgd(0.1, momentum=0.9))
     assert [found.state_bytes(setting(stage)) / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
 
 
@@ -59,11 +58,11 @@ def test_state_bytes_without_master_params():
     ("stage", "microbatches", "per_param"), [(0, 1, 2), (1, 1, 0.5), (2, 1, 0.5), (1, 2, 6), (2, 2, 1.5), (3, 2, 1.5)]
 )
 def test_gradients_and_their_sums(stage, microbatches, per_param):
-    assert guess().grad_bytes(setting(stage, num_microbatches=microbatches)) == per_param * PSI
+    assert estimator().grad_bytes(setting(stage, num_microbatches=microbatches)) == per_param * PSI
 
 
 def test_more_traffic_takes_longer():
-    seconds = guess().seconds
+    seconds = estimator().seconds
     assert seconds(setting(3)) > seconds(setting(2))
     assert seconds(setting(3, num_microbatches=4)) > seconds(setting(3))
     assert seconds(setting(3, keep_gathered=True)) < seconds(setting(3))
@@ -109,11 +108,11 @@ SPECS = {"layers/0": P(None, "model"), "layers/1": P("model", None)}
     ],
 )
 def test_the_model_axis_stays_within_a_host_or_dims_of_the_torus(topology, sizes):
-    assert plan_guess.model_sizes(topology) == sizes
+    assert estimates.model_sizes(topology) == sizes
 
 
 def test_a_share_of_the_model_holds_and_moves_less():
-    found = guess(config=dataclasses.replace(CONFIG, param_specs=SPECS))
+    found = estimator(config=dataclasses.replace(CONFIG, param_specs=SPECS))
     for of in (found.state_bytes, found.grad_bytes):
         assert of(setting(0, data=2, model=2)) == pytest.approx(of(setting(0)) / 2)
     (forward,) = found.trace("own", 2).moves  # the products' sum; the batch has no gradient
@@ -180,11 +179,17 @@ def test_remat_policies_can_be_given_or_kept():
         by_estimate(scanned, stack, remats=("ful",))
 
 
+def test_keep_gathered_of_the_config_is_kept():
+    config = dataclasses.replace(CONFIG, keep_gathered=True)
+    assert tried(by_estimate(stages=(3,), config=config), "keep_gathered") == {True}
+    assert tried(by_estimate(stages=(2,), config=config), "keep_gathered") == {False}
+
+
 def test_a_crash_of_the_compiler_is_a_reason(monkeypatch):
     def crash(*arguments, **options):
         raise zero.CompilerCrash("the compiler's process was ended by SIGSEGV")
 
-    monkeypatch.setattr(plan_auto, "plan", crash)
+    monkeypatch.setattr(importlib.import_module("zero_jax.planning.auto"), "compile_plan", crash)
     found = auto(stages=(3,), max_compiles=1)
     assert found.best is None
     assert "SIGSEGV" in str(found)

@@ -22,10 +22,10 @@ from zero_jax.planning import (
     CompilerCrash,
     ModelError,
     PlanReport,
+    compile_layouts,
     explain,
     model_sizes,
     plan_auto,
-    plan_layouts,
 )
 from zero_jax.trainer import OptimizerConfig, TrainConfig
 from zero_jax.training import ZeroConfig
@@ -131,7 +131,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
-        plans = plan_layouts(**request.plan_options(request.zero, without=("data_layout",)))
+        plans = compile_layouts(request.job(request.zero), request.compiling)
         _show(options, str(plans), plans.to_json())
         return 0 if plans.plans[plans.best].fits else 1
     report = request.compile(request.zero)
@@ -157,10 +157,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         models=(request.config.model_axis,) if "PlanConfig.model_axis" in kept else sizes,
         remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in kept else None,
         max_compiles=options.max_compiles,
-        name=model.name,
-        cache=request.cache,
-        timeout_seconds=request.config.timeout,
-        log=log_line,
+        **vars(request.compiling),
     )
     _show(options, str(found), found.to_json())
     if options.write_config and found.best:

@@ -2,10 +2,8 @@
 
 import argparse
 import dataclasses
-import pathlib
 import re
 import sys
-from collections.abc import Collection
 from typing import Any
 
 import optax
@@ -16,8 +14,7 @@ from zero_jax.cli.options import given
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
-from zero_jax.core.user_cache import cache_folder
-from zero_jax.planning import Job, PlanReport, plan
+from zero_jax.planning import CompileOptions, Job, PlanReport, compile_plan
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
 from zero_jax.sharding.topology import Hardware, parse
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
@@ -114,25 +111,13 @@ class Request:
 
     def compile(self, zero: ZeroConfig) -> PlanReport:
         """Compiles for one config."""
-        return plan(**self.plan_options(zero))
-
-    def plan_options(self, zero: ZeroConfig, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """Returns the arguments of `plan`."""
-        job = self.job(zero)
-        fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-        fields |= {
-            "name": self.model.name,
-            "cache": self.cache,
-            "timeout_seconds": self.config.timeout,
-            "log": log_line,
-        }
-        return {name: value for name, value in fields.items() if name not in without}
+        return compile_plan(self.job(zero), self.compiling)
 
     @property
-    def cache(self) -> pathlib.Path | None:
-        """The folder of compiled programs."""
-        given = self.config.cache
-        return cache_folder("programs") if given == "default" else None if given is None else pathlib.Path(given)
+    def compiling(self) -> CompileOptions:
+        """How to compile the plans."""
+        config = self.config
+        return CompileOptions(name=self.model.name, cache=config.cache, timeout_seconds=config.timeout, log=log_line)
 
 
 def read_request(options: argparse.Namespace) -> Request:

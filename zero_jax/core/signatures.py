@@ -142,7 +142,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         _optional(_has("data", "replica", "model", "batch")),
         "leave it out, or give what `axes_of(mesh)` returns",
     ),
-    "cache": (_optional(_is(str, os.PathLike)), "give a folder, '' for the user's cache folder, or None for none"),
+    "cache": (
+        _optional(_is(str, os.PathLike)),
+        "give a folder, 'default' for the user's cache folder, or None for none",
+    ),
     "compiler_options": (_optional(_is(Mapping)), "give a dict of compiler options, or None"),
     "config": (_has("stage", "num_microbatches", "axes_of"), "give a zero.ZeroConfig, as zero.ZeroConfig(stage=3)"),
     "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),

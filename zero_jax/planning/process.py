@@ -1,6 +1,6 @@
-"""Compiling in processes of their own: a compiler that crashes or eats the machine's memory takes nothing with it.
+"""Compiles a job in another process, so that a compiler that crashes or runs out of memory does not end this one.
 
-Like every launcher, this module reads the environment and hands a changed one to the processes that it starts.
+Like every launcher, this module reads the environment and passes a changed one to the processes that it starts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import cloudpickle
 
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.user_cache import cache_folder
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings
@@ -28,9 +30,9 @@ from zero_jax.planning.report import PlanReport
 from zero_jax.sharding.topology import missing_compiler, parse
 
 _SECONDS_BETWEEN_LINES = 15
-# What libtpu adds when its process crashes, whatever the reason.
+# Lines that libtpu prints whenever its process crashes, whatever the reason.
 _NOISE = re.compile(r"^\s*(?:PC: )?@ |\bRAW: |^https://symbolize|^=== Source Location|^WARNING: ")
-# What keeps JAX and libtpu from looking for devices, and libtpu from locking itself for one process.
+# Keeps JAX and libtpu from looking for devices, and libtpu from taking the lock that only one process can have.
 COMPILE_ONLY: Mapping[str, str] = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -40,44 +42,61 @@ COMPILE_ONLY: Mapping[str, str] = {
 }
 
 
-def compile_apart(
-    job: Job,
-    *,
-    name: str,
-    cache: pathlib.Path | None,
-    timeout_seconds: float | None = None,
-    log: Callable[[str], None] = lambda line: None,
-) -> PlanReport:
-    """Makes the report of a job in a process of its own.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """How a plan is compiled: its name, cache, process, time limit and log.
+
+    Attributes:
+      name: name of the plan, for the report and the log.
+      cache: folder of compiled programs; "default" (or "") is the user's cache folder, None disables the cache.
+      own_process: whether to compile in another process.
+      timeout_seconds: time after which that process is killed; None is no limit.
+      log: called with each line of progress.
+    """
+
+    name: str = "plan"
+    cache: str | os.PathLike[str] | None = "default"
+    own_process: bool = True
+    timeout_seconds: float | None = None
+    log: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a field of another kind."""
+        check_arguments(**vars(self))
+
+    @property
+    def cache_path(self) -> pathlib.Path | None:
+        """The folder of compiled programs, None without a cache."""
+        if self.cache is None:
+            return None
+        return cache_folder("programs") if self.cache in ("default", "") else pathlib.Path(self.cache)
+
+
+def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
+    """Compiles a job in another process and returns its report.
 
     Args:
-      job: the job; its functions are sent by value where they cannot be imported.
-      name: what to call it.
-      cache: folder of compiled programs, or None.
-      timeout_seconds: ends the process after that time.
-      log: takes lines that tell how it goes.
+      job: the job; functions that cannot be imported are pickled by value.
+      options: how to compile.
 
     Raises:
-      ValueError: what `make_report` raises.
-      ModelError: a function of the job's raised.
+      ValueError: as `make_report` does, or the compiler is not installed.
+      ModelError: a function of the model raised.
       CompilerCrash: the process ended without a result.
-      KeyboardInterrupt: as it came; the process is ended first.
+      KeyboardInterrupt: raised again after the process was killed.
     """
-    if timeout_seconds is not None and not (isinstance(timeout_seconds, int | float) and timeout_seconds > 0):
-        raise ValueError(
-            f"timeout_seconds={timeout_seconds!r}: give a positive number of seconds, or None for no limit"
-        )
     hardware = parse(job.topology).hardware
     missing = missing_compiler(hardware)
     if missing:
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
         files = _Files(pathlib.Path(folder))
-        options = {"name": name, "cache": cache, "settings": program_settings()}
-        files.job.write_bytes(cloudpickle.dumps((job, options)))
-        status = _run(files, _environment(hardware.platform, folder), f"{name} on {job.topology}", timeout_seconds, log)
+        arguments = {"name": options.name, "cache": options.cache_path, "settings": program_settings()}
+        files.job.write_bytes(cloudpickle.dumps((job, arguments)))
+        where = f"{options.name} on {job.topology}"
+        status = _run(files, _environment(hardware.platform, folder), where=where, options=options)
         if not files.result.exists():
-            raise CompilerCrash(_why(status, files, name, timeout_seconds))
+            raise CompilerCrash(_why_no_result(status, files, options))
         outcome = cloudpickle.loads(files.result.read_bytes())
     if isinstance(outcome, Exception):
         raise outcome
@@ -105,42 +124,36 @@ class _Files:
         return self.folder / "errors"
 
     def phase(self) -> str:
-        """Returns what the process said last that it is doing."""
+        """Returns what the process is doing: the last line that it printed."""
         lines = self.phases.read_text(errors="replace").splitlines()
         return lines[-1] if lines else "starting"
 
 
-def _run(
-    files: _Files,
-    environment: Mapping[str, str],
-    what: str,
-    timeout_seconds: float | None,
-    log: Callable[[str], None],
-) -> int | None:
-    """Runs the process to its end; returns its exit status, or None if its time was up."""
-    started = told_at = time.monotonic()
-    told = ""
+def _run(files: _Files, environment: Mapping[str, str], *, where: str, options: CompileOptions) -> int | None:
+    """Runs the process to its end and logs its phases; returns its exit status, None after the time limit."""
+    started = logged_at = time.monotonic()
+    logged, limit = "", options.timeout_seconds
     with _process(files, environment) as process:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=0.2)
             now, phase = time.monotonic(), files.phase()
-            if phase != told or now - told_at > _SECONDS_BETWEEN_LINES:
-                log(f"{what}: {phase} ({now - started:.0f} s)")
-                told, told_at = phase, now
-            if timeout_seconds is not None and now - started > timeout_seconds:
+            if phase != logged or now - logged_at > _SECONDS_BETWEEN_LINES:
+                options.log(f"{where}: {phase} ({now - started:.0f} s)")
+                logged, logged_at = phase, now
+            if limit is not None and now - started > limit:
                 return None
 
 
 @contextlib.contextmanager
 def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Starts the process, and sees to it that it is gone afterwards, whatever happens meanwhile."""
+    """Starts the process, and kills it on exit if it still runs."""
     paths = [str(files.job), str(files.result)]
     command = [sys.executable, "-m", "zero_jax.planning.worker", *paths, str(os.getpid())]
     with files.phases.open("wb") as phases, files.errors.open("wb") as errors:
         process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=phases, stderr=errors,
-            start_new_session=True,  # Ctrl-C comes to this process, which ends that one
+            start_new_session=True,  # Ctrl-C reaches this process alone, which kills that one
         )  # fmt: skip
         try:
             yield process
@@ -151,36 +164,32 @@ def _process(files: _Files, environment: Mapping[str, str]) -> Iterator[subproce
 
 
 def _environment(platform: str, folder: str) -> dict[str, str]:
-    """Returns the environment in which a compiler finds neither a TPU nor a GPU, and does not look for one.
-
-    What it leaves in temporary files goes with the folder.
-    """
-    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": folder, **COMPILE_ONLY}
+    """Returns an environment in which a compiler does not look for TPUs or GPUs, with temporary files in `folder`."""
+    changes = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TMPDIR": folder, **COMPILE_ONLY}
     if platform == "cuda":
-        told["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]  # nothing to time kernels on
+        changes["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]  # no device to time kernels on
         for toolkit in _cuda_toolkits():
-            told["PATH"] = os.pathsep.join([f"{toolkit}/bin", os.environ.get("PATH", "")])
+            changes["PATH"] = os.pathsep.join([f"{toolkit}/bin", os.environ.get("PATH", "")])
             flags.append(f"--xla_gpu_cuda_data_dir={toolkit}")
-        told["XLA_FLAGS"] = " ".join(flags).strip()
-    return {**os.environ, **told}
+        changes["XLA_FLAGS"] = " ".join(flags).strip()
+    return {**os.environ, **changes}
 
 
 def _cuda_toolkits() -> list[str]:
-    """Returns the folder that NVIDIA's wheels share, if they are installed."""
+    """Returns the newest folder of NVIDIA's wheels as a list, empty if they are not installed."""
     spec = importlib.util.find_spec("nvidia")
     roots = list(spec.submodule_search_locations or ()) if spec else []
     return [folder for root in roots for folder in sorted(glob.glob(f"{root}/cu1[0-9]"))][-1:]
 
 
-def _why(status: int | None, files: _Files, name: str, timeout_seconds: float | None) -> str:
-    """Says why there is no result."""
-    phase = files.phase()
+def _why_no_result(status: int | None, files: _Files, options: CompileOptions) -> str:
+    """Returns the error message for a process that ended without a result."""
+    name, phase = options.name, files.phase()
     if status is None:
-        return f"{name}: still {phase} after {timeout_seconds:.0f} s, which is all the time it was given"
+        return f"{name}: still {phase} after {options.timeout_seconds:.0f} s, which is all the time it was given"
     lines = [line for line in files.errors.read_text(errors="replace").splitlines() if line.strip()]
-    said = [line for line in lines if not _NOISE.search(line)] or lines
-    last = "\n  ".join(said[-12:])
+    last = "\n  ".join(([line for line in lines if not _NOISE.search(line)] or lines)[-12:])
     if status == -signal.SIGKILL:
         return (
             f"{name}: the process was killed while {phase}; most likely this machine ran out of memory: compile fewer "

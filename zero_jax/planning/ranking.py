@@ -1,4 +1,4 @@
-"""What a search for settings has found: the settings, how they rank, why the others are out; prints as a table."""
+"""The result of a search for settings: the ranking, and why each other setting was rejected; prints as a table."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _MAX_LINES = 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One way to train a model on some devices.
+class Candidate:
+    """Settings of a train step that a search may choose: stage, mesh axes, microbatches, remat policy.
 
     Attributes:
       stage: the ZeRO stage.
-      replica: size of the `replica` axis.
-      data: devices that the stage shards over.
-      model: size of the `model` axis.
+      replica: size of the axis `replica`.
+      data: size of the axis `data`, which the stage shards over.
+      model: size of the axis `model`.
       batch_size: examples of a step.
-      num_microbatches: forward passes of a step.
-      remat: name of the remat policy, which says too where residuals lie between the passes.
+      num_microbatches: microbatches of a step.
+      remat: name of the remat policy.
       keep_gathered: whether gathered params are kept for the backward pass.
     """
 
@@ -35,19 +35,19 @@ class Setting:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole mesh."""
+        """Devices of the mesh."""
         return self.replica * self.data * self.model
 
     @property
     def per_device_microbatch_size(self) -> int:
-        """Examples of one device in one forward pass."""
+        """Examples of a microbatch on a device."""
         return self.batch_size // (self.replica * self.data * self.num_microbatches)
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
 
     def describe(self, num_microbatches: str) -> str:
-        """Returns the setting in words, with the microbatches as given."""
+        """Returns the setting as a line of text, with another text for the number of microbatches."""
         axes = {"replica": self.replica, "data": self.data, "model": self.model}
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
@@ -57,12 +57,12 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """What a setting needs by formula.
+    """Estimated memory and time of a setting.
 
     Attributes:
-      bytes: bytes on each device.
+      bytes: bytes per device.
       seconds: seconds of a step.
-      note: what the bytes are made of, such as `31.2 GB of model state`.
+      note: what the bytes consist of, such as `31.2 GB of model state`.
     """
 
     bytes: float
@@ -72,13 +72,13 @@ class Estimated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the compiler says of a setting.
+    """The result of compiling a setting.
 
     Attributes:
       fits: whether the program fits on a device.
-      bytes: bytes on each device, if known.
+      bytes: bytes per device, if known.
       seconds: seconds of a step, estimated from the compiled program, if known.
-      error: why there is no program, or none that fits.
+      error: why compiling failed, or why the program does not fit.
     """
 
     fits: bool
@@ -89,17 +89,17 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A setting and what became of it.
+    """A setting with its estimate, its compiled program, and why it was rejected.
 
     Attributes:
       setting: the setting.
-      estimated: by formula, None where that was refused.
-      outcome: by the compiler, None where it was not compiled.
-      kind: why it was rejected, in a word: `invalid`, `estimate`, `compiled`, `failed` or `passed over`.
-      reason: why it was rejected, in a line; empty where it was not.
+      estimated: the estimate; None if the setting is invalid.
+      outcome: the result of compiling; None if it was not compiled.
+      kind: kind of rejection: `invalid`, `estimate`, `compiled`, `failed` or `passed over`; empty if not rejected.
+      reason: why it was rejected, as a line; empty if not rejected.
     """
 
-    setting: Setting
+    setting: Candidate
     estimated: Estimated | None = None
     outcome: Outcome | None = None
     kind: str = ""
@@ -107,28 +107,30 @@ class Ranked:
 
     @property
     def bytes(self) -> float:
-        """Bytes on each device, by the compiler where it told."""
-        told = self.outcome.bytes if self.outcome else None
-        return told if told is not None else self.estimated.bytes if self.estimated else float("inf")
+        """Bytes per device, of the compiled program if known, else estimated."""
+        return self._figure("bytes")
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, from the compiled program where there is one."""
-        told = self.outcome.seconds if self.outcome else None
-        return told if told is not None else self.estimated.seconds if self.estimated else float("inf")
+        """Seconds of a step, of the compiled program if known, else estimated."""
+        return self._figure("seconds")
+
+    def _figure(self, name: str) -> float:
+        figures = [getattr(source, name) for source in (self.outcome, self.estimated) if source]
+        return next((figure for figure in figures if figure is not None), float("inf"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Miss:
-    """The setting that is nearest to fitting, and what would make it fit.
+    """The setting that comes closest to fitting, and changes that make it fit.
 
     Attributes:
       setting: the setting.
-      missing_bytes: bytes by which a device is too small.
-      remedies: changes, each of which is enough by estimate.
+      missing_bytes: bytes by which it exceeds the memory of a device.
+      remedies: changes, each sufficient by estimate.
     """
 
-    setting: Setting
+    setting: Candidate
     missing_bytes: float
     remedies: tuple[str, ...]
 
@@ -144,17 +146,17 @@ class Ranking:
     """The result of a search.
 
     Attributes:
-      ranked: settings that fit: those compiled, fastest first, then those that fit by estimate only.
-      rejected: settings that are out, each with its reason.
-      best: the fastest setting that compiled and fits (by estimate, if nothing was to be compiled), or None.
-      nearest: where none fits, the one that misses by least.
+      ranked: settings that fit: compiled ones first, then those that fit by estimate, each sorted by time.
+      rejected: the other settings, each with its reason.
+      best: the fastest compiled setting that fits (by estimate if `max_compiles` is 0), or None.
+      nearest: the setting that comes closest, if none fits.
       capacity_bytes: usable memory of a device.
-      num_compiled: settings compiled.
+      num_compiled: number of settings that were compiled.
     """
 
     ranked: tuple[Ranked, ...]
     rejected: tuple[Ranked, ...]
-    best: Setting | None
+    best: Candidate | None
     nearest: Miss | None
     capacity_bytes: float
     num_compiled: int
@@ -191,7 +193,7 @@ class Ranking:
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
-    """Returns a line for each rejected setting; those that differ in microbatches only, or in nothing said, share."""
+    """Returns a line for each rejected setting; settings that differ in microbatches only share a line."""
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:
         alike = dataclasses.replace(entry.setting, num_microbatches=1)
@@ -219,7 +221,7 @@ def _shared_reason(entries: Sequence[Ranked], capacity_bytes: float) -> str:
 
 
 def shortage(needed_bytes: float, capacity_bytes: float, *, most: float | None = None, note: str = "") -> str:
-    """Returns the line that says how much a setting lacks; `most` makes it one for settings up to that size."""
+    """Returns a line on how much memory is missing; with `most`, for settings of `needed_bytes` to `most` bytes."""
     upto = f" to {show_gb(most)}" if most is not None else ""
     least = " at least" if most is not None else ""
     made_of = f" ({note})" if note else ""
@@ -230,7 +232,7 @@ def shortage(needed_bytes: float, capacity_bytes: float, *, most: float | None =
 
 
 def show_gb(num_bytes: float) -> str:
-    """Returns a size in GB of 1e9 bytes, in smaller units where that would be nothing."""
+    """Formats a size in GB (1e9 bytes), MB, KB or bytes."""
     units = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
     unit, scale = next(((unit, scale) for unit, scale in units if abs(num_bytes) >= scale / 10), ("bytes", 1))
     return f"{num_bytes / scale:,.{0 if scale == 1 else 1}f} {unit}"

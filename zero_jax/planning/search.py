@@ -1,6 +1,6 @@
-"""The search for the best setting of a train step: estimate all, compile the few best, say why each other is out.
+"""Searches the settings of a train step: estimates all, compiles the best few, gives the reason for each rejection.
 
-Nothing here knows of compilers or of memory: `estimate` and `compile` are given by the caller.
+The caller passes the functions that estimate and compile a setting.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from zero_jax.planning.ranking import Estimated, Miss, Outcome, Ranked, Ranking, Setting, shortage, show_gb
+from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, shortage, show_gb
 from zero_jax.sharding.stages import sharded_groups
 
-Estimate = Callable[[Setting], Estimated]
-Compile = Callable[[Setting], Outcome]
+Estimate = Callable[[Candidate], Estimated]
+Compile = Callable[[Candidate], Outcome]
 Log = Callable[[str], None]
 
-# How many times as many devices a near miss is tried with, by estimate.
+# Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
 _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
 
 
@@ -29,28 +29,24 @@ def candidates(
     remats: Sequence[str] = ("full",),
     needs_model: Collection[str] = (),
     models: Sequence[int] = (1,),
-    num_heads: int | None = None,
-    d_model: int | None = None,
     replicas: Sequence[int] | None = None,
-    keep_gathered: Sequence[bool] = (False,),
+    keep_gathered: bool = False,
     max_num_microbatches: int = 64,
-) -> tuple[Setting, ...]:
-    """Returns all settings that are valid for a number of devices and a batch.
+) -> tuple[Candidate, ...]:
+    """Returns all valid settings for a number of devices and a batch size.
 
-    Settings that are the same program under another name are left out: replicas where nothing is sharded, a stage that
-    shards over one device of several, `keep_gathered` where params are not sharded.
+    Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
+    shards over 1 of several devices, `keep_gathered` where params are not sharded.
 
     Args:
-      num_devices: devices.
+      num_devices: number of devices.
       batch_size: examples of a step.
       stages: the stages to try.
-      remats: names of remat policies to try.
-      needs_model: those of them that are another one's program where there is no `model` axis.
-      models: sizes of the `model` axis to try; more than 1 needs a model whose params have specs for it.
-      num_heads: attention heads, which `model` has to divide.
-      d_model: width of the model, which `model` has to divide.
-      replicas: sizes of the `replica` axis to try; None tries all that divide.
-      keep_gathered: the values to try where params are sharded.
+      remats: names of the remat policies to try.
+      needs_model: those of them that equal another policy where the axis `model` has size 1.
+      models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
+      replicas: sizes of the axis `replica` to try; None tries all that divide.
+      keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
       max_num_microbatches: the most microbatches.
 
     Raises:
@@ -58,38 +54,34 @@ def candidates(
     """
     if num_devices < 1 or batch_size < 1:
         raise ValueError(f"num_devices={num_devices}, batch_size={batch_size}: give positive numbers")
-    fitting = [m for m in models if not any(size % m for size in (num_devices, num_heads or m, d_model or m))]
+    fitting = [model for model in models if num_devices % model == 0]
     if not fitting:
-        raise ValueError(
-            f"model={', '.join(map(str, models))} divides not all of num_devices={num_devices}, "
-            f"num_heads={num_heads}, d_model={d_model}: try model=1"
-        )
-    found = []
+        raise ValueError(f"model={', '.join(map(str, models))} does not divide num_devices={num_devices}: try model=1")
+    settings = []
     for model, stage in itertools.product(fitting, stages):
         groups = sharded_groups(stage)
         copies = num_devices // model
-        for replica in _divisors(copies):
+        for replica in divisors(copies):
             data = copies // replica
             same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
             if (replicas is not None and replica not in replicas) or same_as_unsharded or batch_size % copies:
                 continue
-            counts = [k for k in _divisors(batch_size // copies) if k <= max_num_microbatches]
-            kept = keep_gathered if "params" in groups else (False,)
+            counts = [k for k in divisors(batch_size // copies) if k <= max_num_microbatches]
             policies = [remat for remat in remats if model > 1 or remat not in needs_model]
-            for k, remat, keep in itertools.product(counts, policies, kept):
-                found.append(
-                    Setting(
-                        stage=stage,
-                        replica=replica,
-                        data=data,
-                        model=model,
-                        batch_size=batch_size,
-                        num_microbatches=k,
-                        remat=remat,
-                        keep_gathered=keep,
-                    )
+            settings += [
+                Candidate(
+                    stage=stage,
+                    replica=replica,
+                    data=data,
+                    model=model,
+                    batch_size=batch_size,
+                    num_microbatches=k,
+                    remat=remat,
+                    keep_gathered=keep_gathered and "params" in groups,
                 )
-    if not found:
+                for k, remat in itertools.product(counts, policies)
+            ]
+    if not settings:
         ways = sorted({num_devices // model for model in fitting})
         below, above = batch_size // ways[0] * ways[0], -(-batch_size // ways[0]) * ways[0]
         raise ValueError(
@@ -98,61 +90,61 @@ def candidates(
             + (f" with replica in {tuple(replicas)}" if replicas is not None else "")
             + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
         )
-    return tuple(found)
+    return tuple(settings)
 
 
 def search(
-    candidates: Iterable[Setting],
+    candidates: Iterable[Candidate],
     *,
     estimate: Estimate,
     compile: Compile,
     capacity_bytes: float,
     max_compiles: int = 6,
-    log: Log | None = None,
+    log: Log = lambda line: None,
 ) -> Ranking:
-    """Finds the fastest setting that fits, by estimate first and by compiling the few best.
+    """Finds the fastest setting that fits: ranks all by estimate, compiles the best few.
 
-    Settings are compiled from the fastest by estimate on. Where the compiler finds one too large, those that need no
-    less by estimate are passed over; and if none has fitted, the last compile goes to the one that needs least.
+    Settings are compiled in the order of their estimated time. If the program of a setting is too large, the settings
+    that need no less by estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
 
     Args:
       candidates: the settings.
-      estimate: estimates bytes per device and seconds a step; a `ValueError` rejects the setting.
-      compile: compiles; what it raises, other than `KeyboardInterrupt` and the like, is an outcome too.
+      estimate: estimates bytes per device and seconds of a step; a `ValueError` rejects the setting.
+      compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
       max_compiles: the most settings to compile; 0 ranks by estimate alone.
-      log: is told how it goes.
+      log: called with each line of progress.
 
     Raises:
       ValueError: no candidates, or an estimate that is not a number.
     """
-    say = log or (lambda _: None)
     settings = tuple(dict.fromkeys(candidates))
     if not settings or max_compiles < 0:
         raise ValueError(
             f"search: {len(settings)} candidates, max_compiles={max_compiles}: give settings, see candidates()"
         )
-    ranked = [_estimated(setting, estimate, capacity_bytes) for setting in settings]
-    open_ = sorted((entry for entry in ranked if not entry.reason), key=_order)
-    out = [entry for entry in ranked if entry.reason]
-    say(f"{len(settings)} settings: {len(open_)} may fit by estimate, {len(out)} do not")
-    compiled, passed_over = _compile_best(open_, compile, capacity_bytes, max_compiles, say)
-    out += [entry for entry in compiled if entry.reason] + passed_over
-    left = {entry.setting for entry in (*compiled, *passed_over)}
-    kept = sorted((entry for entry in compiled if not entry.reason), key=_order)
-    kept += [entry for entry in open_ if entry.setting not in left]
-    best = kept[0] if kept and (kept[0].outcome or max_compiles == 0) else None
+    entries = [_estimated(setting, estimate, capacity_bytes) for setting in settings]
+    fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
+    rejected = [entry for entry in entries if entry.reason]
+    log(f"{len(settings)} settings: {len(fitting)} may fit by estimate, {len(rejected)} do not")
+    compiled, skipped = _compile_best(fitting, compile, capacity_bytes, max_compiles=max_compiles, log=log)
+    rejected += [entry for entry in compiled if entry.reason] + skipped
+    decided = {entry.setting for entry in (*compiled, *skipped)}
+    ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+    ranked += [entry for entry in fitting if entry.setting not in decided]
+    best = ranked[0] if ranked and (ranked[0].outcome or max_compiles == 0) else None
     return Ranking(
-        ranked=tuple(kept),
-        rejected=tuple(out),
+        ranked=tuple(ranked),
+        rejected=tuple(rejected),
         best=best.setting if best else None,
-        nearest=None if kept else _nearest(out, estimate, capacity_bytes),
+        nearest=None if ranked else _nearest(rejected, estimate, capacity_bytes),
         capacity_bytes=capacity_bytes,
         num_compiled=len(compiled),
     )
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Returns the divisors of a number in ascending order."""
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
@@ -160,7 +152,7 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
     return (entry.seconds, entry.bytes, str(entry.setting))
 
 
-def _estimated(setting: Setting, estimate: Estimate, capacity_bytes: float) -> Ranked:
+def _estimated(setting: Candidate, estimate: Estimate, capacity_bytes: float) -> Ranked:
     try:
         estimated = estimate(setting)
     except ValueError as error:
@@ -176,32 +168,32 @@ def _estimated(setting: Setting, estimate: Estimate, capacity_bytes: float) -> R
 
 
 def _compile_best(
-    entries: Sequence[Ranked], compile: Compile, capacity_bytes: float, max_compiles: int, say: Log
+    entries: Sequence[Ranked], compile: Compile, capacity_bytes: float, *, max_compiles: int, log: Log
 ) -> tuple[list[Ranked], list[Ranked]]:
-    """Compiles up to `max_compiles` of the entries, in their order; returns those, and those passed over."""
-    waiting, compiled, passed_over = list(entries), [], []
+    """Compiles up to `max_compiles` of the entries in their order; returns the compiled and the skipped entries."""
+    waiting, compiled, skipped = list(entries), [], []
     while waiting and len(compiled) < max_compiles:
         is_last_try = len(compiled) == max_compiles - 1 and not any(not entry.reason for entry in compiled)
         chosen = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else waiting[0]
         waiting.remove(chosen)
-        say(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}")
+        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}")
         done = _compiled(chosen, compile, capacity_bytes)
         compiled.append(done)
-        say(f"  {done.reason or f'fits: {show_gb(done.bytes)}, {done.seconds:.4g} s a step'}")
+        log(f"  {done.reason or f'fits: {show_gb(done.bytes)}, {done.seconds:.4g} s a step'}")
         if done.kind != "compiled":
             continue
-        # What needs no less by the same estimate does not fit either: another one is the better use of a compile.
-        hopeless = [entry for entry in waiting if entry.bytes >= chosen.bytes]
+        # A setting that needs no less by the same estimate would not fit either.
+        too_large = [entry for entry in waiting if entry.bytes >= chosen.bytes]
         waiting = [entry for entry in waiting if entry.bytes < chosen.bytes]
         reason = f"not compiled: needs no less by estimate than {chosen.setting}, which the compiler found too large"
-        passed_over += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in hopeless]
-    return compiled, passed_over
+        skipped += [dataclasses.replace(entry, kind="passed over", reason=reason) for entry in too_large]
+    return compiled, skipped
 
 
 def _compiled(entry: Ranked, compile: Compile, capacity_bytes: float) -> Ranked:
     try:
         outcome = compile(entry.setting)
-    except Exception as error:  # a compiler may raise anything, and a search goes on
+    except Exception as error:  # a compiler may raise anything; the search continues
         outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
     if outcome.fits:
         return dataclasses.replace(entry, outcome=outcome)
@@ -213,25 +205,25 @@ def _compiled(entry: Ranked, compile: Compile, capacity_bytes: float) -> Ranked:
 
 
 def _nearest(rejected: Sequence[Ranked], estimate: Estimate, capacity_bytes: float) -> Miss | None:
-    """Returns the setting that misses by the fewest bytes, and what would make it fit."""
-    # Sizes by the compiler and by estimate do not compare; what was compiled needs less than the rest by estimate.
-    kinds = ([entry for entry in rejected if entry.kind == kind] for kind in ("compiled", "estimate"))
-    too_large = next((entries for entries in kinds if entries), [])
+    """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
+    # Sizes of programs and estimates do not compare; compiled settings need less than the others by estimate.
+    by_kind = ([entry for entry in rejected if entry.kind == kind] for kind in ("compiled", "estimate"))
+    too_large = next((entries for entries in by_kind if entries), [])
     if not too_large:
         return None
     entry = min(too_large, key=lambda entry: (entry.bytes, entry.seconds))
     assert entry.estimated is not None
-    # Where it was compiled, other settings are taken to be off by as much as its own estimate was.
-    known_off = max(entry.bytes - entry.estimated.bytes, 0)
+    # The estimates of other settings are taken to be too low by as much as the estimate of a compiled one was.
+    error_bytes = max(entry.bytes - entry.estimated.bytes, 0)
 
-    def fits(setting: Setting) -> bool:
+    def fits(setting: Candidate) -> bool:
         try:
-            return estimate(setting).bytes + known_off <= capacity_bytes
+            return estimate(setting).bytes + error_bytes <= capacity_bytes
         except ValueError:
             return False
 
     changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
-    remedies = [next((remedy for setting, remedy in tried if fits(setting)), None) for tried in changes]
+    remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
     return Miss(
         setting=entry.setting,
         missing_bytes=entry.bytes - capacity_bytes,
@@ -242,7 +234,7 @@ def _nearest(rejected: Sequence[Ranked], estimate: Estimate, capacity_bytes: flo
     )
 
 
-def _more_devices(setting: Setting) -> Iterable[tuple[Setting, str]]:
+def _more_devices(setting: Candidate) -> Iterable[tuple[Candidate, str]]:
     for times in _MORE_DEVICES:
         data, parts = setting.data * times, setting.replica * setting.data * times
         batch_size = setting.batch_size if setting.batch_size % parts == 0 else setting.batch_size * times
@@ -253,21 +245,21 @@ def _more_devices(setting: Setting) -> Iterable[tuple[Setting, str]]:
         yield changed, f"{more} devices more ({changed.num_devices} in all{batch})"
 
 
-def _fewer_microbatches(setting: Setting, per_device_batch_size: int) -> int:
-    """Returns the number of microbatches that a smaller batch takes: as many as the setting has, or the next fewer."""
-    return max(k for k in _divisors(per_device_batch_size) if k <= setting.num_microbatches)
+def _fewer_microbatches(setting: Candidate, per_device_batch_size: int) -> int:
+    """Returns the largest number of microbatches that divides the batch, at most as many as the setting has."""
+    return max(k for k in divisors(per_device_batch_size) if k <= setting.num_microbatches)
 
 
-def _smaller_microbatches(setting: Setting) -> Iterable[tuple[Setting, str]]:
+def _smaller_microbatches(setting: Candidate) -> Iterable[tuple[Candidate, str]]:
     per_device = setting.batch_size // (setting.replica * setting.data)
-    for k in _divisors(per_device):
+    for k in divisors(per_device):
         if k > setting.num_microbatches:
             yield dataclasses.replace(setting, num_microbatches=k), f"{k} microbatches"
 
 
-def _smaller_batches(setting: Setting) -> Iterable[tuple[Setting, str]]:
+def _smaller_batches(setting: Candidate) -> Iterable[tuple[Candidate, str]]:
     parts = setting.replica * setting.data
-    for per_device in reversed(_divisors(setting.batch_size // parts)[:-1]):
+    for per_device in reversed(divisors(setting.batch_size // parts)[:-1]):
         size = per_device * parts
         k = _fewer_microbatches(setting, per_device)
         changed = dataclasses.replace(setting, batch_size=size, num_microbatches=k)

@@ -1,7 +1,7 @@
 """The process that compiles one job for `zero_jax.plan`: `python -m zero_jax.planning.worker JOB RESULT [PARENT]`.
 
-A compiler that crashes or runs out of the machine's memory ends this process, and nothing else. What it does is told on
-standard output, a line each. However the process that wants the result ends, this one does not go on without it.
+A compiler that crashes or runs out of memory ends this process alone. Each phase is printed to standard output. This
+process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from zero_jax.planning.errors import explain
 from zero_jax.planning.report import make_report
 from zero_jax.planning.user_modules import install
 
-_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def main(job_path: str, result_path: str, parent: str | None = None) -> int:
-    """Compiles the job in one file and leaves the report, or what went wrong, in another.
+    """Compiles the job of a file, and writes the report or the error to another.
 
-    With the number of its parent process it ends when that does, and takes the folder of the job with it.
+    With the id of its parent process it ends when the parent does, and removes the job's folder.
     """
     if parent is not None:
         folder = pathlib.Path(job_path).parent
-        threading.Thread(target=_end_with, args=(int(parent), folder), daemon=True).start()
-    # Topologies are compile-only: the one backend that runs anything is the CPU.
+        threading.Thread(target=_exit_with_parent, args=(int(parent), folder), daemon=True).start()
+    # Devices of topologies only compile; the CPU is the only backend that runs anything.
     jax.config.update("jax_platforms", "cpu")
     install()
     try:
-        job, options = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
-        _take_over(options.pop("settings", {}))
-        outcome = make_report(job, **options, on_phase=lambda phase: print(phase, flush=True))
+        job, arguments = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
+        _copy_settings(arguments.pop("settings", {}))
+        outcome = make_report(job, **arguments, on_phase=lambda phase: print(phase, flush=True))
     except Exception as error:
         outcome = explain(error)
     path = pathlib.Path(result_path)
@@ -49,16 +49,16 @@ def main(job_path: str, result_path: str, parent: str | None = None) -> int:
     return 0
 
 
-def _take_over(settings: Mapping[str, Any]) -> None:
-    """Sets what the process that wants the result has set of JAX, so that the program is the one it would run."""
+def _copy_settings(settings: Mapping[str, Any]) -> None:
+    """Sets JAX's settings to those of the parent process, so that both would compile the same program."""
     for name, value in settings.items():
         if name in jax.config.values and jax.config.values[name] != value:
             jax.config.update(name, value)
 
 
-def _end_with(parent: int, folder: pathlib.Path) -> None:
+def _exit_with_parent(parent: int, folder: pathlib.Path) -> None:
     while os.getppid() == parent:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_SECONDS_BETWEEN_CHECKS)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

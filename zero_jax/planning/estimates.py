@@ -1,0 +1,210 @@
+"""Estimates bytes per device and seconds of a step for settings, by formula and from a trace of the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zero_jax.analysis import LossTrace, memory, trace_loss
+from zero_jax.planning.job import Job
+from zero_jax.planning.ranking import Candidate, Estimated
+from zero_jax.planning.search import divisors
+from zero_jax.sharding import topology
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.stages import sharded_groups
+from zero_jax.training import MeshLoss, abstract_state
+from zero_jax.transforms import Remat
+
+# Rough figures, good enough to rank settings: the share of the peak FLOPs that matrix products reach, the share of the
+# collectives over `data` that computation hides, the links of a TPU's torus that a group of `model` (one dim, both
+# directions) and of `data` (two dims) uses, and a device's share of the bandwidth to its host.
+_EFFICIENCY = 0.5
+_HIDDEN = 0.5
+_MODEL_LINKS, _DATA_LINKS = 2, 4
+_HOST_BYTES_PER_SECOND = 1.2e10
+_MAX_MODEL = 16
+_SECONDS_BETWEEN_LINES = 2
+_SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A remat policy to try, with the loss function that it applies to."""
+
+    loss_fn: Callable[..., Any] | MeshLoss
+    remat: str | Remat
+
+
+def model_sizes(name: str) -> tuple[int, ...]:
+    """Returns the sizes of the axis `model` that use fast links only: within a host of GPUs, or along dims of a torus.
+
+    Args:
+      name: a topology's name.
+    """
+    parsed = topology.parse(name)
+    if parsed.hardware.platform != "tpu":
+        return tuple(divisors(parsed.shape[0]))
+    shape = [size for size in parsed.shape if size > 1]
+    sizes = {1} | {size for extent in shape for size in divisors(extent)}
+    sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
+    return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
+
+
+class Estimator:
+    """Estimates memory and time of settings for a job.
+
+    Args:
+      job: the model, its optimizer, batch and topology; its stage, mesh axes, microbatches and remat are not used.
+      policies: the remat policies by name.
+      temporaries: bytes per device of activations and gathered params; None estimates them.
+      log: called with each line of progress.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        policies: Mapping[str, Policy],
+        *,
+        temporaries: Callable[[Candidate], float] | None = None,
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self.job, self.policies, self.temporaries, self.log = job, policies, temporaries, log
+        self.logged_at = -math.inf
+        parsed = topology.parse(job.topology)
+        self.hardware, self.num_slices = parsed.hardware, parsed.num_slices
+        self.devices = topology.devices(job.topology)
+        self.num_devices = len(self.devices)
+        self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
+        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
+        self.has_master = resolve_precision(self.config.precision).has_master
+        # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
+        self.sizes = functools.cache(self._sizes)
+        self.trace = functools.cache(self._trace)
+
+    def mesh(self, model: int) -> Any:
+        """Returns a mesh of `model` devices, all of them on the axis `model`."""
+        return make_mesh(devices=self.devices[:model], model=model)
+
+    def _sizes(self, model: int) -> tuple[memory.MemoryEstimate, float]:
+        """Returns the memory estimate on `model` devices, and the number of params per device."""
+        mesh = self.mesh(model)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=self.config)
+        sizes = memory.estimate(state, mesh=mesh, config=self.config, tx=self.job.tx)
+        return sizes, sizes.by_group["params"] / sizes.param_bytes
+
+    def _trace(self, remat: str, model: int) -> LossTrace:
+        """Traces the loss of the global batch on `model` devices."""
+        if time.monotonic() > self.logged_at + _SECONDS_BETWEEN_LINES:
+            self.log(f"tracing the loss with remat={remat}, model={model}")
+            self.logged_at = time.monotonic()
+        policy, mesh = self.policies[remat], self.mesh(model)
+        config = dataclasses.replace(self.config, remat=policy.remat)
+        params = jax.eval_shape(self.job.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+        return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
+
+    def has_model_specs(self) -> bool:
+        """Returns whether the params have specs for the axis `model`."""
+        if self.num_devices == 1:
+            return False
+        try:
+            (_, num_sharded), (_, num_params) = self.sizes(2), self.sizes(1)
+        except ValueError:  # there are specs, but they do not divide by 2
+            return True
+        return num_sharded < num_params
+
+    def refusal(self, model: int) -> str:
+        """Returns why the params cannot be sharded over an axis `model` of this size; empty if they can."""
+        try:
+            self.sizes(model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def same_policies(self, model: int) -> dict[str, str]:
+        """Returns the policies whose memory and traffic equal those of an earlier one, each with that one's name."""
+        figures: dict[str, tuple[float, ...]] = {}
+        same: dict[str, str] = {}
+        for name in self.policies:
+            try:
+                traced = self.trace(name, model)
+            except ValueError:
+                continue
+            sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
+            residuals = traced.residuals
+            own = (sent_bytes, traced.flops, residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
+            equal = [other for other in figures if np.allclose(own, figures[other], rtol=_SAME_TOLERANCE, atol=0)]
+            if equal:
+                same[name] = equal[0]
+            else:
+                figures[name] = own
+        return same
+
+    def estimate(self, setting: Candidate) -> Estimated:
+        """Estimates bytes per device and seconds of a step.
+
+        Raises:
+          ValueError: the model cannot be trained with this setting.
+        """
+        state, grads, others = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
+        note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
+        return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note)
+
+    def state_bytes(self, setting: Candidate) -> float:
+        """Returns bytes per device of the train state."""
+        groups, (sizes, num_params) = sharded_groups(setting.stage), self.sizes(setting.model)
+        optimizer = sizes.optimizer_bytes / (setting.data if "opt_state" in groups else 1)
+        # Where master params are sharded as the params would be, there is no low-precision copy of them.
+        param_bytes = 0.0 if self.has_master and "params" in groups else sizes.param_bytes
+        model_state = sizes.by_group.get("model_state", 0.0) / (setting.data if "model_state" in groups else 1)
+        return num_params * (optimizer + param_bytes / (setting.data if "params" in groups else 1)) + model_state
+
+    def grad_bytes(self, setting: Candidate) -> float:
+        """Returns bytes per device of gradients, and of their float32 sums over microbatches."""
+        (sizes, num_params), share = self.sizes(setting.model), 1 / setting.data
+        accumulates = setting.num_microbatches > 1
+        is_sharded = "grads" in sharded_groups(setting.stage) or (
+            "opt_state" in sharded_groups(setting.stage) and not accumulates
+        )
+        return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if is_sharded else 1)
+
+    def other_bytes(self, setting: Candidate) -> float:
+        """Returns bytes per device of activations and gathered params."""
+        if self.temporaries is not None:
+            return self.temporaries(setting)
+        traced = self.trace(setting.remat, setting.model)
+        parts = setting.replica * setting.data * setting.num_microbatches
+        gathered = traced.param_bytes if "params" in sharded_groups(setting.stage) else 0.0
+        return traced.peak_bytes / parts + gathered
+
+    def seconds(self, setting: Candidate) -> float:
+        """Returns the approximate seconds of a step."""
+        hardware, (sizes, num_params), k = self.hardware, self.sizes(setting.model), setting.num_microbatches
+        traced = self.trace(setting.remat, setting.model)
+        compute = traced.flops / setting.num_devices / (hardware.flops_per_second * _EFFICIENCY)
+        groups = sharded_groups(setting.stage)
+        reduces = k if "grads" in groups else 1
+        gathers = k * (1 if setting.keep_gathered else 2) if "params" in groups else 1
+        moved = num_params * sizes.param_bytes * (reduces + gathers) * (setting.data - 1) / setting.data
+        copies = num_params * sizes.grad_bytes * 2 * (setting.replica - 1) / setting.replica / setting.data
+        links = lambda number: number if hardware.platform == "tpu" else 1  # noqa: E731
+        inside = links(_DATA_LINKS) * hardware.link_bytes_per_second
+        spans_slices = setting.data * setting.model > self.num_devices // self.num_slices
+        # With hierarchical collectives the network carries 1 / (devices of a slice) of the bytes.
+        network = moved * self.num_slices / self.num_devices * setting.model if spans_slices else 0.0
+        outside = (copies if self.num_slices > 1 else 0.0) + network
+        comms = (moved + (0 if self.num_slices > 1 else copies)) / inside + outside / hardware.network_bytes_per_second
+        # Nothing hides the collectives over `model`: each block waits for its sums.
+        parts = setting.replica * setting.data
+        sent = sum(move.sent_bytes * move.times for move in traced.moves) / parts
+        waits = sent / (links(_MODEL_LINKS) * hardware.link_bytes_per_second)
+        host = 2 * traced.residuals.host_bytes / parts / _HOST_BYTES_PER_SECOND
+        return max(max(compute, comms) + (1 - _HIDDEN) * min(compute, comms) + waits, host)

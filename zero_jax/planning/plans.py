@@ -1,0 +1,235 @@
+"""Compiles a train step for a topology that need not be here, and for each layout of `data` over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import PyTree
+from zero_jax.planning.job import Job, batch_shapes
+from zero_jax.planning.process import CompileOptions, compile_apart
+from zero_jax.planning.report import PlanReport, make_report
+from zero_jax.sharding.mesh import axes_of, make_mesh
+from zero_jax.sharding.topology import parse
+from zero_jax.training import MeshLoss, ZeroConfig
+
+Layout = tuple[int, ...]
+
+
+def plan(
+    loss_fn: Callable[..., Any] | MeshLoss,
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    *,
+    batch: PyTree,
+    topology: str,
+    config: ZeroConfig,
+    replica: int = 1,
+    model: int = 1,
+    data_layout: Sequence[int] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    name: str = "plan",
+    cache: str | pathlib.Path | None = "default",
+    own_process: bool = True,
+    timeout_seconds: float | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> PlanReport:
+    """Compiles the train step for a topology; reports whether it fits, its memory, its traffic and its time.
+
+    Nothing is run and no accelerator is needed: only the compiler of the hardware, which `pip install "jax[tpu]"` or
+    `pip install "zero-jax[gpu-compiler]"` brings.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      init_fn: as for `init_state`.
+      tx: the optimizer.
+      batch: the global batch of a step: arrays or `ShapeDtypeStruct`s.
+      topology: such as `v5p:8x8x16` (a TPU slice in chips), `2xv5e:16x16` (two slices) or `h100:2x8` (hosts x GPUs).
+      config: stage, precision, microbatches.
+      replica: size of the mesh axis `replica`.
+      model: size of the mesh axis `model`.
+      data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
+      compiler_options: passed to the compiler.
+      name: name of the plan, for the report and the log.
+      cache: folder of compiled programs; "default" is the user's cache folder, None disables the cache.
+      own_process: whether to compile in another process, so that a crash of the compiler does not end this one.
+      timeout_seconds: time after which that process is killed; None is no limit.
+      log: called with each line of progress.
+
+    Raises:
+      ValueError: an unknown topology, a compiler that is not installed, a mesh or batch that does not divide.
+      ModelError: a function of the model raised in the compiler's process; the message names its lines.
+      CompilerCrash: the compiler's process ended without a result.
+    """
+    options = CompileOptions(name=name, cache=cache, own_process=own_process, timeout_seconds=timeout_seconds, log=log)
+    job = make_job(
+        loss_fn=loss_fn,
+        init_fn=init_fn,
+        tx=tx,
+        batch=batch,
+        topology=topology,
+        config=config,
+        replica=replica,
+        model=model,
+        data_layout=data_layout,
+        compiler_options=compiler_options,
+    )
+    return compile_plan(job, options)
+
+
+def make_job(*, topology: str, batch: PyTree, **fields: Any) -> Job:
+    """Checks the arguments that describe a train step, and returns it as a `Job`; the fields are those of `Job`.
+
+    Raises:
+      ValueError: an argument of another kind, an unknown topology, or a batch without arrays.
+    """
+    check_arguments(**fields)
+    parse(topology)
+    return Job(topology=topology, batch=batch_shapes(batch), **fields)
+
+
+def compile_plan(job: Job, options: CompileOptions) -> PlanReport:
+    """Compiles a job, in another process if the options say so, and reports on the program."""
+    if options.own_process:
+        return compile_apart(job, options)
+    where = f"{options.name} on {job.topology}"
+    return make_report(
+        job, name=options.name, cache=options.cache_path, on_phase=lambda phase: options.log(f"{where}: {phase}")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutPlans:
+    """The plans of several layouts, fastest first; prints as a table.
+
+    Attributes:
+      plans: the plans by the sizes of the mesh axes that carry `data`.
+      chosen: the layout that `make_mesh` chooses.
+    """
+
+    plans: Mapping[Layout, PlanReport]
+    chosen: Layout
+
+    @property
+    def best(self) -> Layout:
+        """The layout of the least estimated time among those that fit; the first if none does."""
+        return next(iter(self.plans))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        plans = [{"layout": list(layout), **report.to_json()} for layout, report in self.plans.items()]
+        return {"best": list(self.best), "chosen": list(self.chosen), "plans": plans}
+
+    def __str__(self) -> str:
+        rows = [f"{'layout of data':<20}{'of ideal':>10}{'GB':>10}{'s/step':>12}"]
+        for layout, report in self.plans.items():
+            ratio = "" if report.traffic_ratio is None else f"{report.traffic_ratio:.3f}"
+            needed = "" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.2f}"
+            seconds = f"{report.time.step_seconds:.4g}" if report.time else "does not fit"
+            mark = "  what make_mesh chooses" if layout == self.chosen else ""
+            rows.append(f"{' x '.join(map(str, layout)):<20}{ratio:>10}{needed:>10}{seconds:>12}{mark}")
+        return "\n".join(rows)
+
+
+def plan_layouts(
+    loss_fn: Callable[..., Any] | MeshLoss,
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    *,
+    batch: PyTree,
+    topology: str,
+    config: ZeroConfig,
+    replica: int = 1,
+    model: int = 1,
+    layouts: Sequence[Layout] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    **compiling: Any,
+) -> LayoutPlans:
+    """Compiles the train step for several layouts of `data` over the topology, and ranks them by estimated time.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      init_fn: as for `init_state`.
+      tx: the optimizer.
+      batch: as for `plan`.
+      topology: as for `plan`.
+      config: stage, precision, microbatches.
+      replica: size of the mesh axis `replica`.
+      model: size of the mesh axis `model`.
+      layouts: sizes of the mesh axes that carry `data`, major first; None tries what `make_mesh` chooses, a single
+        axis, and the dims of the torus with neighbours merged.
+      compiler_options: passed to the compiler.
+      **compiling: `name`, `cache`, `own_process`, `timeout_seconds` and `log`, as for `plan`.
+
+    Raises:
+      ValueError: as `plan` does.
+    """
+    check_arguments(layouts=layouts)
+    options = CompileOptions(**compiling)
+    job = make_job(
+        loss_fn=loss_fn,
+        init_fn=init_fn,
+        tx=tx,
+        batch=batch,
+        topology=topology,
+        config=config,
+        replica=replica,
+        model=model,
+        compiler_options=compiler_options,
+    )
+    return compile_layouts(job, options, layouts=layouts)
+
+
+def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layout] | None = None) -> LayoutPlans:
+    """Compiles a job for several layouts of `data`; `layouts` is as for `plan_layouts`."""
+    default_mesh = make_mesh(topology=job.topology, replica=job.replica, model=job.model)
+    chosen = _layout_of(default_mesh, job.config)
+    layouts = tuple(_merged_dims(job.topology, math.prod(chosen))) if layouts is None else layouts
+    plans = {}
+    for layout in dict.fromkeys([chosen, *layouts]):
+        # make_mesh also takes slices and hosts into account, which a layout given by its sizes does not.
+        data_layout = None if layout == chosen else layout
+        plans[layout] = compile_plan(dataclasses.replace(job, data_layout=data_layout), options)
+
+    def order(item: tuple[Layout, PlanReport]) -> tuple[bool, float]:
+        report = item[1]
+        return not report.fits, report.time.step_seconds if report.time else math.inf
+
+    return LayoutPlans(plans=dict(sorted(plans.items(), key=order)), chosen=chosen)
+
+
+def _layout_of(mesh: Mesh, config: ZeroConfig) -> Layout:
+    return tuple(mesh.shape[axis] for axis in axes_of(mesh, data=config.data_axes).data)
+
+
+def _merged_dims(topology: str, data: int) -> Iterator[Layout]:
+    """Yields the layouts with neighbouring dims of the torus merged, from a single axis to an axis for each dim.
+
+    There are none over several slices or hosts: the sizes do not say which axis crosses the network.
+    """
+    parsed = parse(topology)
+    if parsed.num_slices > 1:
+        return
+    dims = [size for size in parsed.shape if size > 1]
+    cores = data // math.prod(dims)
+    dims += [cores] if cores > 1 else []
+    if math.prod(dims) != data:  # `replica` or `model` take up the rest
+        yield (data,)
+        return
+    for cuts in itertools.product((False, True), repeat=max(len(dims) - 1, 0)):
+        layout = [dims[0]] if dims else [1]
+        for size, cut in zip(dims[1:], cuts, strict=True):
+            if cut:
+                layout.append(size)
+            else:
+                layout[-1] *= size
+        yield tuple(layout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +27,7 @@ from zero_jax.checkpoint.reading import failed_elsewhere, read_arrays
 from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
@@ -257,8 +257,7 @@ def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: boo
 
 
 def _absent_line(name: str, x: Any, extra: list[str]) -> str:
-    near = difflib.get_close_matches(name, extra, n=1)
-    hint = f" (it has {near[0]})" if near else ""
+    hint = did_you_mean(name, extra, " (it has {})")
     return f"{name}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
 
 

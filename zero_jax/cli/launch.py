@@ -1,7 +1,6 @@
 """The command `zero-jax launch`: several processes on this machine."""
 
 import argparse
-import difflib
 import os
 import shutil
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 from zero_jax.cli.options import add_fields, given, reader
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
+from zero_jax.core.close_match import did_you_mean
 
 _PYTHONS = ("python", "python3")
 
@@ -69,8 +69,7 @@ def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
         return [sys.executable, *arguments]  # the one that has zero_jax
     found = shutil.which(name)
     if found is None:
-        near = difflib.get_close_matches(name, [*known, *_PYTHONS], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, [*known, *_PYTHONS])
         commands = ", ".join(sorted(set(known) - {"launch"}))
         raise ValueError(f"{name!r} is no command of zero-jax and no program: {hint}Commands are {commands}")
     return [found, *arguments]

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree
@@ -112,8 +112,8 @@ def preset_config(options: argparse.Namespace) -> gpt.GPTConfig:
     """
     name = options.preset
     if name not in gpt.PRESETS:
-        near = difflib.get_close_matches(str(name), gpt.PRESETS, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown model {name!r}: did you mean {near!r}? Choose one of {', '.join(gpt.PRESETS)}")
+        hint = did_you_mean(name, gpt.PRESETS, cutoff=0)
+        raise ValueError(f"unknown model {name!r}: {hint}Choose one of {', '.join(gpt.PRESETS)}")
     changes = {name: value for name, value in given(gpt.GPTConfig, options).items() if value is not None}
     return dataclasses.replace(gpt.PRESETS[name], **changes)
 

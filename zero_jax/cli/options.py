@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -16,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from zero_jax.cli.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.json_lines import write_text
 
 
@@ -33,8 +33,7 @@ class Parser(argparse.ArgumentParser):
         setattr(parsed, _EXPLICIT, explicit(parsed) | own)
         if rest:
             options = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(rest[0].split("=")[0], options, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(rest[0].split("=")[0], options, "did you mean {}? ")
             self.error(f"unknown argument {rest[0]!r}: {hint}`{self.prog} --help` lists the options")
         return parsed, rest
 
@@ -42,8 +41,7 @@ class Parser(argparse.ArgumentParser):
         """Prints the error alone, without the long list of options, and ends the program."""
         known = [name for action in self._actions for name in action.choices or () if action.nargs == argparse.PARSER]
         wrong = re.search(r"invalid choice: '([^']*)'", message)
-        near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
-        message += f": did you mean {near[0]!r}?" if near else ""
+        message += did_you_mean(wrong[1], known, ": did you mean {!r}?") if wrong else ""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -249,9 +247,7 @@ def read_file(
 
 def _check_known(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{what} {name!r} is unknown: {hint}Known are {', '.join(known)}")
+        raise ValueError(f"{what} {name!r} is unknown: {did_you_mean(name, known)}Known are {', '.join(known)}")
 
 
 def _checked(what: str, value: Any, kind: Kind, limits: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import numbers
@@ -13,6 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 
 _SIMPLE = (bool, int, float, str, type(None))
@@ -78,12 +78,7 @@ def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ..
         if taken is not None:
             return taken
     wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
-    near = (
-        difflib.get_close_matches(value, [word for word in words if isinstance(word, str)], n=1)
-        if isinstance(value, str)
-        else []
-    )
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(value, words) if isinstance(value, str) else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
     wanted += ["None"] if type(None) in allowed else []
     if isinstance(value, int) and int in allowed:

@@ -8,7 +8,6 @@ looked up beside it first; `sys.path` stays as it is, and nothing of the standar
 from __future__ import annotations
 
 import builtins
-import difflib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -20,6 +19,8 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from zero_jax.core.close_match import did_you_mean
 
 _PREFIX = "zero_jax_user_"  # and the folder's path in hexadecimal
 _FILE = "file_"  # and the name in hexadecimal, of a file whose name is no Python name
@@ -51,9 +52,8 @@ def resolve(option: str, reference: str) -> Any:
     except OSError as error:
         raise ValueError(f"{what}: cannot read {where!r} ({error.strerror})") from error
     if not hasattr(module, name):
-        names = [one for one in vars(module) if not one.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        names = [other for other in vars(module) if not other.startswith("_")]
+        hint = did_you_mean(name, names, "; did you mean {!r}?")
         raise ValueError(f"{what}: {where!r} has no function {name!r}{hint}")
     return getattr(module, name)
 
@@ -63,9 +63,8 @@ def _from_file(what: str, path: pathlib.Path) -> types.ModuleType:
     if path.is_dir():
         raise ValueError(f"{what}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
     if not path.is_file():
-        files = [str(one) for one in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(str(path), files, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        files = path.parent.glob("*.py") if path.parent.is_dir() else ()
+        hint = did_you_mean(path, files, "; did you mean {!r}?")
         kind = "is no regular file" if path.exists() else "does not exist"
         raise ValueError(f"{what}: cannot import {str(path)!r}: it {kind}{hint}")
     if path.suffix != ".py":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.sharding.topology import devices as topology_devices
@@ -73,8 +73,7 @@ def axes_of(
     data, replica, model = (by_name[role] if axes is None else axes for role, axes in told.items())
     for name in (*data, *replica, *model):
         if name not in names:
-            near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, names, "; did you mean {!r}?")
             raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
         if mesh.axis_types[names.index(name)] != AxisType.Auto:
             raise ValueError(

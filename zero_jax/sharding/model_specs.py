@@ -6,13 +6,13 @@ logical one (`embed`, `heads`) that rules turn into one.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import PyTree, leaf_names, path_name
 from zero_jax.sharding.spec import Dims, dims_of
 
@@ -180,9 +180,9 @@ def _axes(
         return (name,)
     if not others:
         return ()  # there is nothing that the model could be cut over
-    near = [*difflib.get_close_matches(name, others, n=1), *others]
+    near = did_you_mean(name, others, "{}") or others[0]
     raise ValueError(
         f"param {path!r} names a dim {name!r}, which is neither an axis of the mesh {mesh.axis_names} nor in "
-        f"axis_rules: say what it is cut over with ZeroConfig(axis_rules={{{name!r}: {near[0]!r}}}), "
+        f"axis_rules: say what it is cut over with ZeroConfig(axis_rules={{{name!r}: {near!r}}}), "
         f"or that it stays whole with {{{name!r}: None}}"
     )

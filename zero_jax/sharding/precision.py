@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 
@@ -105,8 +105,7 @@ def resolve_precision(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
     if precision not in _NAMED:
-        near = difflib.get_close_matches(str(precision), _NAMED, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(precision, _NAMED)
         raise ValueError(
             f"unknown precision {precision!r}: {hint}choose one of {', '.join(_NAMED)} or a zero.Precision"
         )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.metadata
 import importlib.util
 import math
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.experimental import topologies
+
+from zero_jax.core.close_match import did_you_mean
 
 _GIB = 2**30
 MAX_DEVICES = 2**17  # the largest TPU slice has 9,216 chips
@@ -153,8 +154,8 @@ def parse(name: str) -> Topology:
     match = _NAME.fullmatch(name.strip().lower())
     kind = match[2] if match else re.split(r"[:\d-]", name.strip().lower().lstrip("0123456789"))[0]
     if not match or match[2] not in HARDWARE:
-        near = difflib.get_close_matches(match[2] if match else name.lower(), HARDWARE, n=1, cutoff=0.5)
-        hint = f"did you mean {HARDWARE[near[0]].example!r}? " if near else ""
+        near = did_you_mean(match[2] if match else name.lower(), HARDWARE, "{}", cutoff=0.5)
+        hint = f"did you mean {HARDWARE[near].example!r}? " if near else ""
         raise ValueError(
             f"unknown topology {name!r}: {hint}a TPU slice is named by its shape in chips, as in v5p:2x2x4 or "
             f"2xv5e:16x16 (two slices), GPUs by hosts x GPUs, as in h100:2x8; known are {', '.join(HARDWARE)}"

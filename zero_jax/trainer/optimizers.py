@@ -1,7 +1,6 @@
 """Optimizers by name, with a learning-rate schedule and an average of the params, for those who bring no own."""
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.rules import check_matched
@@ -144,8 +144,9 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
 
 def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown {what} {name!r}: did you mean {near!r}? Choose one of {', '.join(known)}")
+        raise ValueError(
+            f"unknown {what} {name!r}: {did_you_mean(name, known, cutoff=0)}Choose one of {', '.join(known)}"
+        )
 
 
 def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> optax.GradientTransformation:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
@@ -46,8 +47,7 @@ class RunRecords:
           ValueError: no such figure in the records.
         """
         if x not in X_LABELS:
-            near = difflib.get_close_matches(x, X_LABELS, n=1, cutoff=0)[0]
-            raise ValueError(f"x={x!r}: did you mean {near!r}? Choose one of {', '.join(X_LABELS)}")
+            raise ValueError(f"x={x!r}: {did_you_mean(x, X_LABELS, cutoff=0)}Choose one of {', '.join(X_LABELS)}")
         if not any(metric in record for record in (*self.train, *self.validation)):
             raise ValueError(self._no_such(metric))
         steps = np.array([record["step"] for record in self.train], float)
@@ -74,8 +74,7 @@ class RunRecords:
     def _no_such(self, metric: str) -> str:
         names = {name for record in (*self.train, *self.validation) for name in record if _is_number(record[name])}
         names -= {"step"}
-        near = difflib.get_close_matches(metric, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(metric, names)
         return f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
 
 

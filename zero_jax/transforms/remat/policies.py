@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
+
+from zero_jax.core.close_match import did_you_mean
 
 _KEPT: Mapping[str, str] = {
     "own": "what the model's own jax.checkpoint keeps",
@@ -106,5 +107,4 @@ def resolve_remat(remat: str | Remat) -> Remat:
 
 
 def _nearest(value: str, table: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(str(value), table, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"choose one of {', '.join(table)}"
+    return f"{did_you_mean(value, table)}choose one of {', '.join(table)}"

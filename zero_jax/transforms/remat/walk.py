@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
+from zero_jax.core.close_match import did_you_mean
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
 from zero_jax.transforms.remat.regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
@@ -55,8 +55,7 @@ class Walk:
         known = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
         for name in self.setting.remat.names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = did_you_mean(name, known)
                 raise ValueError(
                     f"remat={self.setting.remat.name!r} keeps values named {name!r}, but {place} names none so: "
                     f"{hint}it names {sorted(known) or 'nothing'} (with jax.ad_checkpoint.checkpoint_name)"

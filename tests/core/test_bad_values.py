@@ -20,7 +20,7 @@ from zero_jax.cli import options
 from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import request as cli_request
 from zero_jax.cli import train as cli_train
-from zero_jax.cli.option_values import check_value
+from zero_jax.cli.options import check_value
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.trainer import run as training_run
 

@@ -1,7 +1,8 @@
 """The command line `zero-jax`: the only importer of `zero_jax.models`, the only place with process-wide settings.
 
-`main` parses the arguments (`options`: the fields of the config dataclasses are the options) and calls one module for
-each command: `train`, `plan`, `data`, `checkpoint`, `plot`, `launch`. `model` makes the model that a command is about.
+`main` parses the arguments and runs a command, which has its own module: `train`, `plan` (with `memory` and `comms`),
+`data`, `checkpoint`, `plot`, `launch`. `options` makes the options from the fields of the config dataclasses,
+`config_file` reads the same fields from TOML, `model` makes the model of a command.
 """
 
 from zero_jax.cli.commands import build_parser, main

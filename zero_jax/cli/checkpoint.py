@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 from zero_jax.checkpoint import describe, export, parse_size
-from zero_jax.cli.options import add_fields, given, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.core.field_checks import check_fields
 
 
@@ -59,21 +58,21 @@ def _check_step(config: InspectConfig | ExportConfig) -> None:
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subparsers."""
-    one = _command(
+    inspect = _command(
         commands, "inspect", _inspect, help="what does a checkpoint hold, and is it whole?",
         description="Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position "
         "in the data of the run that saved it.",
     )  # fmt: skip
-    add_fields(one, InspectConfig, default_of=InspectConfig())
-    two = _command(
+    add_fields(inspect, InspectConfig, default_of=InspectConfig())
+    export_parser = _command(
         commands, "export", _export, help="write a checkpoint's params as safetensors files",
         description="Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded "
         "memory.",
     )  # fmt: skip
-    two.add_argument(
+    export_parser.add_argument(
         "--out", type=reader(str, place="local"), required=True, metavar="FOLDER", help="folder to write into"
     )
-    add_fields(two, ExportConfig, default_of=ExportConfig())
+    add_fields(export_parser, ExportConfig, default_of=ExportConfig())
 
 
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
@@ -84,28 +83,21 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
         metavar="PATH",
         help="a run's folder, its checkpoints, or the folder of one step",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.set_defaults(run=functools.partial(_guarded, run), parser=parser)
+    add_json(parser)
+    parser.set_defaults(run=one_line_errors(run), parser=parser)
     return parser
 
 
-def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    try:
-        return run(options)
-    except ValueError as error:
-        return options.parser.error(str(error))
-
-
 def _inspect(options: argparse.Namespace) -> int:
-    config = InspectConfig(**given(InspectConfig, options))
-    found = describe(options.path, step=config.step, verify_leaves=config.verify)
-    print(json.dumps(found.to_json()) if options.json else str(found))
-    return 1 if found.problems else 0
+    config = InspectConfig(**field_values(InspectConfig, options))
+    description = describe(options.path, step=config.step, verify_leaves=config.verify)
+    print(json.dumps(description.to_json()) if options.json else str(description))
+    return 1 if description.problems else 0
 
 
 def _export(options: argparse.Namespace) -> int:
-    config = ExportConfig(**given(ExportConfig, options))
-    done = export(
+    config = ExportConfig(**field_values(ExportConfig, options))
+    result = export(
         options.path,
         options.out,
         step=config.step,
@@ -114,5 +106,5 @@ def _export(options: argparse.Namespace) -> int:
         ema=config.ema,
         force=config.force,
     )
-    print(json.dumps(dataclasses.asdict(done)) if options.json else str(done))
+    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
     return 0

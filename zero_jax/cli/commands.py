@@ -1,6 +1,6 @@
 """The command line `zero-jax`; its options are the fields of the config dataclasses.
 
-The `cli` modules are the only ones that touch process-wide settings: which platform, how many devices.
+The `cli` modules are the only ones that change process-wide settings, such as the platform and the number of devices.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import train as cli_train
-from zero_jax.cli.options import Kind, Parser, read_file
+from zero_jax.cli.config_file import read_file
+from zero_jax.cli.options import Kind, Parser
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, ended
         _silence()
         return status or 141
     except OSError as error:
@@ -39,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _silence() -> None:
-    """Sees that what stdout did not take is not tried again at the exit."""
+    """Discards what is left in the buffer of stdout, which Python would write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options, those of a config file among them; a mistake ends the program."""
+    """Parses the command line and its config file; ends the program with a line on an error."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if getattr(options, "config", None):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zero_jax.cli.options import add_fields, given, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -26,7 +26,7 @@ from zero_jax.data import (
     train_bpe,
 )
 
-_SAMPLE_BYTES = 4_000_000  # of text, to tell how many tokens it makes
+_SAMPLE_BYTES = 4_000_000  # of text, for the tokens per byte
 _LOG_SECONDS = 2.0
 
 
@@ -94,15 +94,14 @@ def add_commands(commands: Any) -> None:
         metavar="FOLDER",
         help="write the tokens there; there must be no such folder yet",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+    add_json(parser)
     parser.set_defaults(run=_tokenize, parser=parser)
 
 
+@one_line_errors
 def _tokenize(options: argparse.Namespace) -> int:
     try:
-        result = _make(options, DataConfig(**given(DataConfig, options)))
-    except ValueError as error:
-        options.parser.error(str(error))
+        result = _make(options, DataConfig(**field_values(DataConfig, options)))
     except KeyboardInterrupt:
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
@@ -170,7 +169,7 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig
 
 
 def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
-    """Returns the number of tokens that the first megabytes of text make of a byte."""
+    """Returns the tokens per byte of the first megabytes of text."""
     num_bytes = num_tokens = 0
     for piece in pieces:
         num_bytes += len(piece.text.encode())
@@ -181,7 +180,7 @@ def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:
 
 
 def _counted(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Passes pieces on, and tells now and then how far it is."""
+    """Yields the pieces, and logs the progress now and then."""
     last, num_characters = time.monotonic(), 0
     for piece in pieces:
         num_characters += len(piece.text)

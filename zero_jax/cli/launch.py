@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.cli.options import add_fields, given, reader
+from zero_jax.cli.options import add_fields, field_values, one_line_errors, reader
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
 
@@ -33,15 +33,13 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     add_fields(group, LaunchConfig, default_of=defaults, without=("num_processes",))
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
-    parser.set_defaults(run=lambda options: _launch(options, commands.choices), parser=parser)
+    parser.set_defaults(run=_launch, parser=parser, known=commands.choices)
 
 
-def _launch(options: argparse.Namespace, known: Collection[str]) -> int:
-    try:
-        config = LaunchConfig(**given(LaunchConfig, options))
-        result = launch(command_line(options.command, known), config=config)
-    except ValueError as error:
-        return options.parser.error(str(error))
+@one_line_errors
+def _launch(options: argparse.Namespace) -> int:
+    config = LaunchConfig(**field_values(LaunchConfig, options))
+    result = launch(command_line(options.command, options.known), config=config)
     if result.status:
         print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
     return result.status

@@ -1,4 +1,4 @@
-"""The model that a command is about: a preset of the reference GPT, or functions of the user's own."""
+"""The model of a command: a preset of the reference GPT, or the user's own functions."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse
+from zero_jax.cli.options import add_fields, explicit, field_values, option_fields, reader, refuse
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.signatures import check_takes
@@ -24,7 +24,7 @@ from zero_jax.training import MeshLoss, sequence_parallel, softmax_cross_entropy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
-    """Says how a preset's activations are laid out.
+    """How the activations of a preset are sharded, and its loss is chunked.
 
     Attributes:
       sequence_parallel: shard the residual stream over the axis `model` along the sequence (Korthikanti et al. 2022).
@@ -42,16 +42,16 @@ class ActivationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """What a plan has to know of a model.
+    """A model to plan for.
 
     Attributes:
-      name: what to call it.
+      name: name of the model.
       init_fn: `init_fn(key) -> params`.
       loss_fn: the loss function.
-      batch_fn: the shapes of a batch of so many examples.
+      batch_fn: returns the shapes of a batch by its number of examples.
       config: the reference model's shape, or None for a model of the user's own.
       specs_fn: returns the params' specs for a size of the axis `model`; it raises where they do not split over that,
-        and returns None for params that have none, or carry them themselves.
+        and returns None for params without specs, or with specs of their own.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PlannedModel:
 
 
 def add_model_options(group: Any) -> None:
-    """Adds the options that say which preset, and what is changed in it."""
+    """Adds the options that choose a preset and change its shape."""
     presets = ", ".join(gpt.PRESETS)
     default = "gpt-tiny"
     group.add_argument(
@@ -105,7 +105,7 @@ def add_own_model_options(group: Any) -> None:
 
 
 def preset_config(options: argparse.Namespace) -> gpt.GPTConfig:
-    """Returns the shape of the preset that was chosen, with its changes.
+    """Returns the shape of the preset, with the changes by options.
 
     Raises:
       ValueError: there is no such preset, or the shape cannot be built.
@@ -114,7 +114,7 @@ def preset_config(options: argparse.Namespace) -> gpt.GPTConfig:
     if name not in gpt.PRESETS:
         hint = did_you_mean(name, gpt.PRESETS, cutoff=0)
         raise ValueError(f"unknown model {name!r}: {hint}Choose one of {', '.join(gpt.PRESETS)}")
-    changes = {name: value for name, value in given(gpt.GPTConfig, options).items() if value is not None}
+    changes = {name: value for name, value in field_values(gpt.GPTConfig, options).items() if value is not None}
     return dataclasses.replace(gpt.PRESETS[name], **changes)
 
 
@@ -134,7 +134,7 @@ def preset_model(options: argparse.Namespace) -> Model:
 
 
 def gpt_loss(config: gpt.GPTConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
-    """Returns the loss function of a reference GPT, with its activations laid out on whatever mesh it gets."""
+    """Returns the loss function of a reference GPT, a `MeshLoss` if its activations depend on the mesh."""
     if activations == ActivationConfig():
         return gpt.loss_fn(config)
     return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
@@ -151,14 +151,14 @@ def _loss_on_mesh(config: gpt.GPTConfig, activations: ActivationConfig, mesh: Me
 
 
 def _activations(options: argparse.Namespace) -> ActivationConfig:
-    return ActivationConfig(**given(ActivationConfig, options))
+    return ActivationConfig(**field_values(ActivationConfig, options))
 
 
 def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
-    """Returns the specs of a reference GPT's params; a vocabulary that does not split stays whole.
+    """Returns the specs of a reference GPT's params; a vocabulary that does not divide is not sharded.
 
     Raises:
-      ValueError: heads or hidden features that do not split, or no size.
+      ValueError: heads or hidden features that do not divide, or a size below 1.
     """
     if model < 1:
         raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
@@ -169,7 +169,7 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
     """Returns the model to plan for.
 
     Raises:
-      ValueError: a reference that leads nowhere, or one without the others.
+      ValueError: a reference that cannot be imported, or some of the references without the others.
     """
     own = {name: getattr(options, name) for name in ("loss", "init", "batch")}
     if any(own.values()):
@@ -196,7 +196,7 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
 
 
 def _refuse_presets(options: argparse.Namespace) -> None:
-    """Refuses what says something of a preset, where there is none."""
+    """Raises `ValueError` for options of the presets beside a model of the user's own."""
     reason = "is of the presets, and --loss stands for a model of your own: leave it out"
     if "preset" in explicit(options):
         raise ValueError(f"--model {options.preset}: that {reason}")
@@ -223,21 +223,21 @@ def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = 
 
 
 def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable[[int], PyTree]:
-    """Returns a function of the size of the axis `model` that makes the specs which `--param-specs` names."""
+    """Returns a function from the size of the axis `model` to the specs that `--param-specs` names."""
     if not reference:
         return lambda model: None
-    found = resolve("--param-specs", reference)
-    if not callable(found):
-        return lambda model: found
-    takes_params = bool(inspect.signature(found).parameters)
+    value = resolve("--param-specs", reference)
+    if not callable(value):
+        return lambda model: value
+    takes_params = bool(inspect.signature(value).parameters)
     shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0))) if takes_params else None
-    specs = found(shapes) if takes_params else found()
+    specs = value(shapes) if takes_params else value()
     return lambda model: specs
 
 
 def _function(option: str, reference: str) -> Callable[..., Any]:
     """Imports a function by `module:function`."""
-    found = resolve(option, reference)
-    if not callable(found):
-        raise ValueError(f"{option} {reference!r} is of type {type(found).__name__}: name a function")
-    return found
+    function = resolve(option, reference)
+    if not callable(function):
+        raise ValueError(f"{option} {reference!r} is of type {type(function).__name__}: name a function")
+    return function

@@ -1,26 +1,60 @@
-"""Command-line options made of the fields of config dataclasses, and config files of the same fields."""
+"""Command-line options made from the fields of config dataclasses.
+
+The options are argparse's. A field's type says how its text is read, its line in the class's docstring is the help, and
+its destination is `ClassName.field`. `config_file` reads the same fields from TOML.
+"""
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import inspect
-import json
-import pathlib
+import math
 import re
 import shutil
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from zero_jax.cli.option_values import LARGEST_COUNT, LARGEST_INTEGER, Place, check_value, read_toml
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.json_lines import write_text
+
+_LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_NUMBER = 3.4e38  # of float32
+_MAX_CHARACTERS = 4_000  # Python converts no more digits than 4,300
+# Where the path of a text option may be: on this machine, or also in a bucket.
+Place = Literal["local", "anywhere"]
+# The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
+# tensorstore, which both have to support the scheme.
+_SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
+# Fields without an option: the roles of mesh axes, which the commands choose, and fields that are no number or word or
+# have no use for the reference models. The `remat` of a command is the policy, for any model.
+_NOT_OPTIONS = frozenset(
+    "zero data_axes replica_axes model_axes param_specs axis_rules overrides loss_weight GPTConfig.remat".split()
+)
+# The text options that are paths.
+PLACES: Mapping[str, Place] = {
+    "DataConfig.data": "local",
+    "DataConfig.tokenizer": "local",
+    "DataConfig.token_cache": "local",
+    "TrainConfig.out": "local",
+    "TrainConfig.name": "local",
+    "TrainConfig.checkpoints": "anywhere",
+    "TrainConfig.init_from": "anywhere",
+    "PlanConfig.cache": "local",
+}
+# Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
+_WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
+_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
+_EXPLICIT = "explicit options"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors name the nearest valid option, and that takes no abbreviations."""
+    """An argument parser with errors of one line that name the closest option, and without abbreviations."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
@@ -32,113 +66,129 @@ class Parser(argparse.ArgumentParser):
         own = {action.dest for action in self._actions if words & set(action.option_strings)}
         setattr(parsed, _EXPLICIT, explicit(parsed) | own)
         if rest:
-            options = [name for action in self._actions for name in action.option_strings]
-            hint = did_you_mean(rest[0].split("=")[0], options, "did you mean {}? ")
+            known = [name for action in self._actions for name in action.option_strings]
+            hint = did_you_mean(rest[0].split("=")[0], known, "did you mean {}? ")
             self.error(f"unknown argument {rest[0]!r}: {hint}`{self.prog} --help` lists the options")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """Prints the error alone, without the long list of options, and ends the program."""
-        known = [name for action in self._actions for name in action.choices or () if action.nargs == argparse.PARSER]
+        """Prints the error without the usage, and ends the program."""
+        commands = [
+            name for action in self._actions for name in action.choices or () if action.nargs == argparse.PARSER
+        ]
         wrong = re.search(r"invalid choice: '([^']*)'", message)
-        message += did_you_mean(wrong[1], known, ": did you mean {!r}?") if wrong else ""
+        message += did_you_mean(wrong[1], commands, ": did you mean {!r}?") if wrong else ""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-_EXPLICIT = "options that were given"
-
-
-def explicit(options: argparse.Namespace) -> frozenset[str]:
-    """Returns where the options that the command line itself has were put, those of a config file left out."""
-    return getattr(options, _EXPLICIT, frozenset())
-
-
-def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
-    """Refuses options that would say nothing.
-
-    Args:
-      options: what was given.
-      names: names of options, with their dashes.
-      reason: why none of them has a meaning here.
-
-    Raises:
-      ValueError: one of them was given.
-    """
-    asked = explicit(options)
-    found = [name for name in names if any(one.split(".")[-1] == name[2:].replace("-", "_") for one in asked)]
-    if found:
-        raise ValueError(f"{' and '.join(found)}: {reason}")
-
-
 class _HelpFormatter(argparse.HelpFormatter):
-    """Gives the options' names room."""
+    """Formats the help with a wider column of option names."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(120, shutil.get_terminal_size().columns))
 
 
+def explicit(options: argparse.Namespace) -> frozenset[str]:
+    """Returns the destinations of the options on the command line itself, without those of a config file."""
+    return getattr(options, _EXPLICIT, frozenset())
+
+
+def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
+    """Raises `ValueError` if the command line has one of these options.
+
+    Args:
+      options: the parsed command line.
+      names: names of options, with their dashes.
+      reason: why they have no effect here.
+    """
+    fields = {destination.split(".")[-1] for destination in explicit(options)}
+    refused = [name for name in names if name[2:].replace("-", "_") in fields]
+    if refused:
+        raise ValueError(f"{' and '.join(refused)}: {reason}")
+
+
+def one_line_errors(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Wraps a command so that a `ValueError` ends the program with its message and status 2."""
+
+    @functools.wraps(run)
+    def guarded(options: argparse.Namespace) -> int:
+        try:
+            return run(options)
+        except ValueError as error:
+            return options.parser.error(str(error))
+
+    return guarded
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--json`."""
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+
+
 def add_fields(group: Any, config_class: type, *, default_of: Any, without: Collection[str] = ()) -> None:
-    """Adds an option for each field that is a number, a word or a switch; without `default_of`, None is not given."""
+    """Adds an option for each number, word or switch of a config; without `default_of`, None stands for not set."""
     for name, kind in option_fields(config_class).items():
         if name in without:
             continue
         default = None if default_of is None else getattr(default_of, name)
         shown = "the preset's" if default_of is None else "none" if default is None else default
         text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
-        option = "--" + name.replace("_", "-")
-        destination = f"{config_class.__name__}.{name}"
+        option, destination = "--" + name.replace("_", "-"), f"{config_class.__name__}.{name}"
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
-            parse = reader(kind.base, is_optional=kind.is_optional, **_limits(destination))
+            parse = reader(kind.base, is_optional=kind.is_optional, **limits_of(destination))
             group.add_argument(option, type=parse, metavar=_METAVARS[kind.base], **settings)
 
 
-# Fields that the command line does not offer: the roles of mesh axes, which the commands name themselves, and what is
-# no number or word or has no use for the shipped models. `remat` of a command is the policy, for any model.
-_NOT_OPTIONS = frozenset(
-    {
-        "zero",
-        "data_axes",
-        "replica_axes",
-        "model_axes",
-        "param_specs",
-        "axis_rules",
-        "overrides",
-        "loss_weight",
-        "GPTConfig.remat",
-    }
-)
-# The texts that are places of files; `checkpoints` may be in a bucket.
-PLACES: Mapping[str, Place] = {
-    "DataConfig.data": "local",
-    "DataConfig.tokenizer": "local",
-    "DataConfig.token_cache": "local",
-    "TrainConfig.out": "local",
-    "TrainConfig.name": "local",
-    "TrainConfig.checkpoints": "anywhere",
-    "TrainConfig.init_from": "anywhere",
-    "PlanConfig.cache": "local",
-}
-# Integers of 64 bits, or bounded by the machine; all others are counted in 32 bits on a device.
-_WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
-_METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
+def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[[str], Any]:
+    """Returns the function that reads the text of an option, for `add_argument(type=...)`.
+
+    Args:
+      base: `int`, `float` or `str`.
+      is_optional: whether `none` is a value.
+      **limits: the limits of `check_value`.
+    """
+
+    def parse(text: str) -> Any:
+        if is_optional and text.lower() == "none":
+            return None
+        check(text)
+        value = base(text)
+        check(value, **{"largest": _LARGEST_COUNT, **limits})
+        return value
+
+    def check(value: Any, **limits: Any) -> None:
+        try:
+            check_value(value, **limits)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error  # whose message argparse shows
+
+    parse.__name__ = base.__name__  # which argparse's own errors name
+    return parse
+
+
+def limits_of(destination: str) -> dict[str, Any]:
+    """Returns the limits of `check_value` for an option by its destination."""
+    is_wide = destination.rpartition(".")[2] in _WIDE
+    return {"place": PLACES.get(destination), "largest": _LARGEST_INTEGER if is_wide else _LARGEST_COUNT}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The type of an option: a base type, whether None is a value, and the words it is limited to."""
+    """The type of an option: a base type, whether None is a value, and the words that it is limited to."""
 
     base: type
     is_optional: bool
     choices: tuple[str, ...] = ()
 
 
+@functools.cache
 def option_fields(config_class: type) -> dict[str, Kind]:
-    """Returns the fields of a config that the command line offers."""
+    """Returns the fields of a config that have an option."""
     hints = typing.get_type_hints(config_class)
     kinds = {
         field.name: _kind(hints[field.name])
@@ -149,7 +199,7 @@ def option_fields(config_class: type) -> dict[str, Kind]:
 
 
 def _kind(hint: Any) -> Kind | None:
-    if typing.get_origin(hint) is typing.Literal:
+    if typing.get_origin(hint) is Literal:
         return Kind(base=str, is_optional=False, choices=typing.get_args(hint))
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
@@ -157,131 +207,77 @@ def _kind(hint: Any) -> Kind | None:
     return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
-def reader(
-    base: type,
-    *,
-    place: Place | None = None,
-    is_optional: bool = False,
-    lowest: int | None = None,
-    largest: int = LARGEST_COUNT,
-) -> Callable[[str], Any]:
-    """Returns what reads the text of an option, for `add_argument(type=...)`.
-
-    Args:
-      base: `int`, `float` or `str`.
-      place: where a text may lead, if it is the place of something.
-      is_optional: whether `none` is a value.
-      lowest: the smallest number that it takes.
-      largest: the largest integer that it takes.
-    """
-
-    def parse(text: str) -> Any:
-        if is_optional and text.lower() == "none":
-            return None
-        _check(text)
-        value = base(text)
-        _check(value, place=place, largest=largest)
-        if lowest is not None and value < lowest:
-            raise argparse.ArgumentTypeError(f"{value}: give at least {lowest}")
-        return value
-
-    parse.__name__ = base.__name__  # which argparse's own errors name
-    return parse
-
-
-def _limits(destination: str) -> dict[str, Any]:
-    """Returns what `check_value` has to know of an option."""
-    is_wide = destination.rpartition(".")[2] in _WIDE
-    return {"place": PLACES.get(destination), "largest": LARGEST_INTEGER if is_wide else LARGEST_COUNT}
-
-
-def _check(value: Any, **limits: Any) -> None:
-    try:
-        check_value(value, **limits)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 @functools.cache
 def _field_help(config_class: type) -> dict[str, str]:
-    """Reads what the `Attributes:` section of a config's docstring says of each field."""
+    """Returns the lines on the fields in the section `Attributes:` of a config's docstring."""
     section = inspect.cleandoc(config_class.__doc__ or "").partition("Attributes:\n")[2]
     entries = re.split(r"^  (\w+): ", section, flags=re.MULTILINE)[1:]
-    told = {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}
-    return {field.name: told.get(field.name, "") for field in dataclasses.fields(config_class)}
+    lines = {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[::2], entries[1::2], strict=True)}
+    return {field.name: lines.get(field.name, "") for field in dataclasses.fields(config_class)}
 
 
-def given(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of a config as they were given, those that the command does not offer left out."""
+def field_values(config_class: type, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values of a config's fields, without those that the command has no option for."""
     names = {name: f"{config_class.__name__}.{name}" for name in option_fields(config_class)}
     return {name: getattr(options, dest) for name, dest in names.items() if hasattr(options, dest)}
 
 
-def read_file(
-    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, Kind] = types.MappingProxyType({})
-) -> dict[str, Any]:
-    """Reads a config file in TOML; returns its values by the names that the options of the same fields have.
+def check_value(
+    value: Any, *, place: Place | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
+) -> None:
+    """Raises `ValueError` for a number that is not finite or out of range, and for a text or path that is not valid.
 
     Args:
-      path: the file.
-      sections: its sections, and the config class that each holds fields of.
-      extra: further keys of the section `model` and what they hold, returned by their own names.
-
-    Raises:
-      ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
+      value: the value; other types than int, float and str pass.
+      place: where the path may be, if the text is one.
+      lowest: the smallest number.
+      largest: the largest integer.
     """
-    found = read_toml(path)
-    values: dict[str, Any] = {}
-    for section, entries in found.items():
-        _check_known(f"{path}: section", section, sections)
-        if not isinstance(entries, dict):
-            raise ValueError(f"{path}: {section!r} is a value: write a section [{section}] of values")
-        own = extra if section == "model" else {}
-        kinds = {**option_fields(sections[section]), **own}
-        for name, value in entries.items():
-            _check_known(f"{path}: key of [{section}]", name, kinds)
-            destination = name if name in own else f"{sections[section].__name__}.{name}"
-            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[name], _limits(destination))
-    return values
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int) and abs(value) > largest:
+        raise ValueError(f"{_short(value)} is out of range: give an integer of at most {largest}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not finite: give a number")
+    if isinstance(value, float) and abs(value) > _LARGEST_NUMBER:
+        raise ValueError(f"{value} is out of range: give a number of float32, at most {_LARGEST_NUMBER}")
+    if isinstance(value, int | float) and lowest is not None and value < lowest:
+        raise ValueError(f"{value}: give at least {lowest}")
+    if isinstance(value, str):
+        _check_text(value)
+        if place is not None:
+            _check_path(value, place)
 
 
-def _check_known(what: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{what} {name!r} is unknown: {did_you_mean(name, known)}Known are {', '.join(known)}")
-
-
-def _checked(what: str, value: Any, kind: Kind, limits: Mapping[str, Any]) -> Any:
-    if kind.is_optional and value == "none":
-        return None
+def _check_text(value: str) -> None:
+    if "\0" in value:
+        raise ValueError(f"{_short(value)} holds a NUL character: leave it out")
+    if len(value) > _MAX_CHARACTERS:
+        raise ValueError(f"{_short(value)} has {len(value):,} characters: give at most {_MAX_CHARACTERS:,}")
     try:
-        check_value(value, **limits)
-        if kind.base is float and type(value) is int:
-            value = float(value)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-    if type(value) is not kind.base or (kind.choices and value not in kind.choices):
-        wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
-        raise ValueError(f"{what} = {_shown(value)}: give {wanted}")
-    return value
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{value!r} is no valid Unicode: give text in UTF-8") from error
 
 
-def _shown(value: Any) -> str:
+def _check_path(value: str, place: Place) -> None:
+    if not value.strip():
+        raise ValueError(f"{value!r} names nothing: give a path")
+    scheme, separator, rest = value.partition("://")
+    if not separator:
+        return
+    if place == "local":
+        raise ValueError(f"{value!r} is a URL: give a path of this machine")
+    known = " and ".join(f"{name}://" for name in _SCHEMES)
+    if scheme not in _SCHEMES:
+        raise ValueError(f"{value!r}: the scheme {scheme}:// is unknown: give a folder, or a URL of {known}")
+    if not rest.strip("/"):
+        raise ValueError(f"{value!r} names no bucket: give a URL such as {scheme}://bucket/folder")
+    packages = _SCHEMES[scheme]
+    if not any(map(importlib.util.find_spec, packages)):
+        raise ValueError(f"{value!r}: {scheme}:// needs `pip install {packages[0]}`, or give a folder")
+
+
+def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
-    """Writes a config file that `read_file` takes; None is written as "none"."""
-    lines = [f"# {title}"]
-    for section, entries in sections.items():
-        lines += ["", f"[{section}]"]
-        lines += [f"{name} = {json.dumps('none' if value is None else value)}" for name, value in entries.items()]
-    write_text(pathlib.Path(path), "\n".join(lines) + "\n")
-
-
-def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces what JSON has no number for by null."""
-    return {
-        name: None if isinstance(value, float) and not abs(value) < float("inf") else value
-        for name, value in record.items()
-    }
+    return text if len(text) <= 60 else f"{text[:60]}..."

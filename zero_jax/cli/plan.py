@@ -1,4 +1,4 @@
-"""The commands `zero-jax plan`, `memory` and `comms`: what a train step needs, before there is hardware for it."""
+"""The commands `zero-jax plan`, `memory` and `comms`: memory, traffic and time of a train step without its hardware."""
 
 import argparse
 import dataclasses
@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
+from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
-from zero_jax.cli.options import add_fields, explicit, given, option_fields, reader, refuse, write_file
+from zero_jax.cli.options import add_fields, add_json, explicit, field_values, option_fields, reader, refuse
 from zero_jax.cli.request import PlanConfig, Request, log_line, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (
     COMPILE_ONLY,
-    AutoPlan,
     CompilerCrash,
     ModelError,
     PlanReport,
@@ -32,17 +32,17 @@ from zero_jax.training import ZeroConfig
 from zero_jax.transforms import resolve_remat
 
 _STAGES = (0, 1, 2, 3)
-_CHOSEN = "--auto chooses that by itself: leave it out"
+_CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subparsers."""
     compiles = "Compiles the real train step with the hardware's own compiler, which needs no such hardware, and "
-    one = _command(
+    plan = _command(
         commands, "plan", _plan, help="does a model fit on hardware that is not here, and how fast may it be?",
         description=compiles + "tells whether it fits, what a device holds and sends, and how long a step may take.",
     )  # fmt: skip
-    auto = one.add_argument_group("search")
+    auto = plan.add_argument_group("search")
     auto.add_argument(
         "--auto",
         action="store_true",
@@ -58,23 +58,25 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="write the result as a config for `zero-jax train --config`",
     )
-    sizes = _command(
+    memory_parser = _command(
         commands, "memory", _memory, help="memory of a train step: by formula and measured",
         description=compiles + "shows the memory of a device by group, beside what the paper's formulas give.",
     )  # fmt: skip
-    sizes.add_argument("--paper", action="store_true", help="reprint the paper's tables from its formulas, and end")
-    sizes.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-    sizes.add_argument(
+    memory_parser.add_argument(
+        "--paper", action="store_true", help="reprint the paper's tables from its formulas, and end"
+    )
+    memory_parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
+    memory_parser.add_argument(
         "--plot",
         type=reader(str, place="local"),
         metavar="FILE",
         help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)",
     )
-    traffic = _command(
+    comms_parser = _command(
         commands, "comms", _comms, help="communication of a train step: by formula and measured",
         description=compiles + "lists what a device sends, by mesh axis, phase and param, beside the ideal.",
     )  # fmt: skip
-    traffic.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
+    comms_parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
 
 
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
@@ -91,7 +93,7 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
         default_of=defaults.optimizer,
         without=("warmup_steps",),
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+    add_json(parser)
     parser.set_defaults(run=functools.partial(_guarded, run), parser=parser)
     return parser
 
@@ -99,7 +101,7 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
 def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     for name, value in COMPILE_ONLY.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # nothing is run, and JAX has been imported
+    jax.config.update("jax_platforms", "cpu")  # JAX is imported already, and nothing is run
     try:
         return run(options)
     except KeyboardInterrupt:
@@ -108,9 +110,9 @@ def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespa
     except OSError:
         raise
     except Exception as error:
-        told = explain(error)
-        if isinstance(told, ValueError | CompilerCrash | ModelError):
-            return options.parser.error(str(told))
+        explained = explain(error)
+        if isinstance(explained, ValueError | CompilerCrash | ModelError):
+            return options.parser.error(str(explained))
         raise
 
 
@@ -123,7 +125,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError(f"--write-config {options.write_config}: there is no such folder, make it first")
     request = read_request(options)
     if options.auto:
-        refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN)
+        refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN_BY_AUTO)
         if not options.max_compiles:
             refuse(options, ("--write-config",), reason="it takes a plan that was compiled: leave out --max-compiles 0")
         return _auto(options, request)
@@ -144,31 +146,31 @@ def _plan(options: argparse.Namespace) -> int:
 def _auto(options: argparse.Namespace, request: Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
-    kept = explicit(options)
-    found = plan_auto(
+    fixed = explicit(options)
+    result = plan_auto(
         model.loss_fn,
         model.init_fn,
         request.tx,
         batch=request.job(zero).batch,
         topology=request.config.topology,
         config=dataclasses.replace(zero, param_specs=specs),
-        stages=(zero.stage,) if "ZeroConfig.stage" in kept or options.paper_config else _STAGES,
-        replicas=(request.config.replica,) if "PlanConfig.replica" in kept else None,
-        models=(request.config.model_axis,) if "PlanConfig.model_axis" in kept else sizes,
-        remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in kept else None,
+        stages=(zero.stage,) if "ZeroConfig.stage" in fixed or options.paper_config else _STAGES,
+        replicas=(request.config.replica,) if "PlanConfig.replica" in fixed else None,
+        models=(request.config.model_axis,) if "PlanConfig.model_axis" in fixed else sizes,
+        remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in fixed else None,
         max_compiles=options.max_compiles,
         **vars(request.compiling),
     )
-    _show(options, str(found), found.to_json())
-    if options.write_config and found.best:
-        _write_config(options, request, found.best, found=found)
+    _show(options, str(result), result.to_json())
+    if options.write_config and result.best:
+        _write_config(options, request, result.best, chosen=result.config)
     elif options.write_config:
         log_line(f"nothing fits: {options.write_config} was not written")
-    return 0 if found.ranking.best else 1
+    return 0 if result.ranking.best else 1
 
 
 def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
-    """Returns the sizes of the axis `model` that the model's specs admit, None for all, and the specs."""
+    """Returns the sizes of the axis `model` that the model's specs divide by, None for all, and the specs."""
     admitted: dict[int, Any] = {1: None}
     for size in model_sizes(request.config.topology)[1:]:
         try:
@@ -178,7 +180,7 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
     specs = list(admitted.values())[-1]
     if specs is None:
         return None, None
-    # One tree of specs serves all sizes: those that the largest admits, such as a vocabulary that splits, or not.
+    # The specs of the largest size serve all sizes: they say whether the vocabulary is sharded.
     return tuple(admitted), specs
 
 
@@ -187,12 +189,12 @@ def _write_config(
     request: Request,
     report: PlanReport,
     *,
-    found: AutoPlan | None = None,
+    chosen: ZeroConfig | None = None,
 ) -> None:
-    """Writes the sections of a config that make `zero-jax train` run what was planned."""
+    """Writes a config with which `zero-jax train` runs what was planned; `chosen` is the config of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
-    chosen = (found.config if found else None) or request.zero
+    chosen = chosen or request.zero
     shape = dataclasses.asdict(request.model.config)
     fields = (
         "stage",
@@ -206,9 +208,9 @@ def _write_config(
     )
     sections = {
         "model": {"preset": options.preset} | {name: shape[name] for name in option_fields(type(request.model.config))},
-        "activations": given(ActivationConfig, options),
+        "activations": field_values(ActivationConfig, options),
         "zero": {name: getattr(chosen, name) for name in fields} | {"remat": resolve_remat(chosen.remat).name},
-        "optimizer": given(OptimizerConfig, options),
+        "optimizer": field_values(OptimizerConfig, options),
         "run": {
             "batch_size": report.batch_size,
             "replica": report.mesh.get("replica", 1),
@@ -224,8 +226,8 @@ def _memory(options: argparse.Namespace) -> int:
         others = explicit(options) - {"paper", "json"}
         if others:
             names = sorted("model" if name == "preset" else name.split(".")[-1].replace("_", "-") for name in others)
-            said = " and ".join(f"--{name}" for name in names)
-            raise ValueError(f"{said}: --paper prints the paper's own tables: leave it out")
+            options_text = " and ".join(f"--{name}" for name in names)
+            raise ValueError(f"{options_text}: --paper prints the paper's own tables: leave it out")
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())
         return 0

@@ -1,4 +1,4 @@
-"""The command `zero-jax plot`: runs over one another."""
+"""The command `zero-jax plot`: the curves of several runs in a figure."""
 
 import argparse
 import collections
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.cli.options import reader
+from zero_jax.cli.options import one_line_errors, reader
 from zero_jax.trainer import X_LABELS, RunRecords, plot_runs, read_run
 
 
@@ -40,19 +40,18 @@ def add_commands(commands: Any) -> None:
 
 
 def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
-    """Returns the runs, those that share a name called by the path that was given."""
+    """Returns the runs, those with the same name under their paths."""
     counts = collections.Counter(run.name for run in runs)
     pairs = zip(paths, runs, strict=True)
     return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
 
 
+@one_line_errors
 def _plot(options: argparse.Namespace) -> int:
     try:
         runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
         plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
-    except ValueError as error:
-        return options.parser.error(str(error))
     except OSError as error:
-        return options.parser.error(f"cannot draw {options.out!r} ({error.strerror})")
+        raise ValueError(f"cannot draw {options.out!r} ({error.strerror})") from error
     print(f"drew {options.out}")
     return 0

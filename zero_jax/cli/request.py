@@ -1,4 +1,4 @@
-"""What a command of plans is asked: which model, on what hardware, with which optimizer and config."""
+"""The options of `zero-jax plan`, `memory` and `comms` as a request: model, optimizer, config, topology."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ import optax
 
 from zero_jax.analysis import LossTrace, trace_loss
 from zero_jax.cli.model import PlannedModel, planned_model
-from zero_jax.cli.options import given
+from zero_jax.cli.options import field_values
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
@@ -20,23 +20,22 @@ from zero_jax.sharding.topology import Hardware, parse
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
 from zero_jax.training import ZeroConfig
 
-_STEPS = 10_000  # of the schedule that the optimizer is made with: its length is not in the program
+_STEPS = 10_000  # of the optimizer's schedule, whose length is not part of the program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Says for what hardware to plan, and how.
+    """Hardware and mesh to compile for, and how to compile.
 
     Attributes:
       topology: hardware to compile for: a TPU slice in chips (`v5p:8x8x16`), several (`2xv5e:16x16`), or hosts x GPUs
         (`h100:2x8`).
-      batch_size: examples in a step, over all devices and microbatches; none takes one a device and microbatch.
+      batch_size: examples in a step, over all devices and microbatches; none takes 1 a device and microbatch.
       replica: size of the mesh axis `replica`, full copies of the sharded state; the axis `data` takes the rest.
       model_axis: size of the mesh axis `model`, tensor parallelism, for models whose params have specs for it.
       data_layout: sizes of the mesh axes that carry `data`, such as 8x8x16; none takes what fits the hardware.
-      cache: folder of programs that were compiled before; `default` is zero_jax in the user's cache folder, none
-        compiles anew and keeps nothing.
-      timeout: seconds that one compile may take.
+      cache: folder of compiled programs; `default` is zero_jax in the user's cache folder, none disables the cache.
+      timeout: seconds after which a compile is stopped.
     """
 
     topology: str = "v5p:2x2x4"
@@ -48,7 +47,7 @@ class PlanConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what no plan can be for, before a model is imported."""
+        """Checks the fields, before a model is imported."""
         check_fields(self)
         parse(self.topology)
         for name in ("batch_size", "replica", "model_axis"):
@@ -62,7 +61,7 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the options ask for."""
+    """A model, optimizer, config and hardware to plan for."""
 
     model: PlannedModel
     tx: optax.GradientTransformation
@@ -70,7 +69,7 @@ class Request:
     config: PlanConfig
 
     def job(self, zero: ZeroConfig) -> Job:
-        """Returns the job, which knows mesh and state, with a batch of the size asked for."""
+        """Returns the job of a config, with a batch of the size that was asked for."""
         axes: dict[str, Any] = {
             "topology": self.config.topology,
             "replica": self.config.replica,
@@ -97,7 +96,7 @@ class Request:
         )
 
     def with_specs(self, zero: ZeroConfig) -> ZeroConfig:
-        """Returns a config with the model's specs, where there is a model axis."""
+        """Returns a config with the model's specs, if the axis `model` is larger than 1."""
         size = self.config.model_axis
         if size == 1:
             return zero
@@ -121,30 +120,30 @@ class Request:
 
 
 def read_request(options: argparse.Namespace) -> Request:
-    """Returns what the options ask for."""
+    """Returns the request that the options make."""
     defaults = TrainConfig()
-    optimizer = dataclasses.replace(defaults.optimizer, **given(OptimizerConfig, options))
+    optimizer = dataclasses.replace(defaults.optimizer, **field_values(OptimizerConfig, options))
     return Request(
         model=planned_model(options),
         tx=make_optimizer(optimizer, num_steps=_STEPS),
         zero=read_zero(options, default=defaults.zero),
-        config=PlanConfig(**given(PlanConfig, options)),
+        config=PlanConfig(**field_values(PlanConfig, options)),
     )
 
 
 def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_parts: int) -> None:
-    """Refuses a batch that is too large by itself: a compiler may take hours to find that out."""
-    held = tree_bytes(batch) / num_parts
-    if held > hardware.usable_bytes:
+    """Raises `ValueError` for a batch that alone exceeds the memory, which a compiler may take hours to find out."""
+    per_device_bytes, usable_bytes = tree_bytes(batch) / num_parts, hardware.usable_bytes
+    if per_device_bytes > usable_bytes:
         raise ValueError(
-            f"batch_size={batch_size}: the batch alone takes {held / 1e9:,.0f} GB of a device, and a {hardware.name} "
-            f"has {hardware.usable_bytes / 1e9:,.0f} GB: give at most "
-            f"{int(batch_size * hardware.usable_bytes / held):,}"
+            f"batch_size={batch_size}: the batch alone takes {per_device_bytes / 1e9:,.0f} GB of a device, and a "
+            f"{hardware.name} has {usable_bytes / 1e9:,.0f} GB: give at most "
+            f"{int(batch_size * usable_bytes / per_device_bytes):,}"
         )
 
 
 def _sizes(layout: str | None) -> tuple[int, ...] | None:
-    """Reads the sizes of axes written as 8x8x16."""
+    """Parses sizes of axes such as 8x8x16."""
     if layout is None:
         return None
     sizes = layout.split("x")
@@ -154,5 +153,5 @@ def _sizes(layout: str | None) -> tuple[int, ...] | None:
 
 
 def log_line(line: str) -> None:
-    """Tells how it goes, beside what is printed as the result."""
+    """Prints a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
+from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
-from zero_jax.cli.options import add_fields, finite, given, reader, write_file
+from zero_jax.cli.options import add_fields, add_json, field_values, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
@@ -66,7 +67,7 @@ def add_commands(commands: Any) -> None:
         else:
             add_fields(group, type(part), default_of=part)
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
+    add_json(parser)
     parser.set_defaults(run=_train, parser=parser)
 
 
@@ -81,7 +82,7 @@ def _train(options: argparse.Namespace) -> int:
     stream = sys.stderr if options.json else sys.stdout
     log = functools.partial(print, file=stream, flush=True)
     try:
-        config = TrainConfig(**given(TrainConfig, options))
+        config = TrainConfig(**field_values(TrainConfig, options))
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
         model = preset_model(options)
         place = join()
@@ -114,23 +115,29 @@ def _train(options: argparse.Namespace) -> int:
     status = EXIT_STATUS[result.status]
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
-            log(json.dumps(finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
+            log(json.dumps(_finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
     return place.leave(status)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """Replaces numbers that JSON does not have by null."""
+    is_number = lambda value: not isinstance(value, float) or abs(value) < float("inf")  # noqa: E731
+    return {name: value if is_number(value) else None for name, value in record.items()}
 
 
 @contextlib.contextmanager
 def _failed_saves_in_a_line() -> Iterator[None]:
     """Keeps orbax from logging the traceback of a save that fails: a `Checkpointer` says in a line what failed."""
 
-    def is_to_be_seen(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
     logger = logging.getLogger("absl")
-    logger.addFilter(is_to_be_seen)
+    logger.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.removeFilter(is_to_be_seen)
+        logger.removeFilter(is_shown)
 
 
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
@@ -139,7 +146,7 @@ def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, stat
 
 
 def _says_what_to_do(error: Exception) -> bool:
-    """Tells whether an error needs no traceback: the system's, or one that zero_jax raised; others may be bugs."""
+    """Returns whether an error is shown without a traceback: one of the system or of zero_jax; others may be bugs."""
     if isinstance(error, OSError):
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -150,34 +157,34 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
     default = getattr(TrainConfig(), part)
     if isinstance(default, ZeroConfig):
         return read_zero(options, default=default)
-    return dataclasses.replace(default, **given(type(default), options))
+    return dataclasses.replace(default, **field_values(type(default), options))
 
 
 def _save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options as the config file that gives the same run."""
-    values = {name: given(config_class, options) for name, config_class in sections().items()}
+    values = {name: field_values(config_class, options) for name, config_class in sections().items()}
     shape = {name: value for name, value in values["model"].items() if value is not None}
     values["model"] = {"preset": options.preset, **shape}
     write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
 
 
 def _choose_platform(num_devices: int | None) -> None:
-    """Settles what JAX runs on before it looks: simulated devices in case of a CPU, and no search for what is absent.
+    """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
 
-    Where libtpu or a GPU plugin is installed for its compiler alone, JAX would look for a TPU or GPU that is not there.
+    Without it JAX would look for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
 
     Raises:
-      ValueError: more devices than a CPU can stand in for.
+      ValueError: more devices than a CPU can simulate.
     """
     settings = jax.config.values
     has_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     has_gpu = bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
-    plugins = [one.name for one in importlib.metadata.entry_points(group="jax_plugins")]
+    plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     other_plugins = [name for name in plugins if "cuda" not in name]
     if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
-    is_told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not is_told and settings["jax_num_cpu_devices"] < 1:
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not is_set and settings["jax_num_cpu_devices"] < 1:
         if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:
             raise ValueError(
                 f"devices={num_devices}: a CPU stands in for 1 to {_MAX_SIMULATED_DEVICES:,}; `zero-jax plan` "

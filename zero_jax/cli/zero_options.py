@@ -1,4 +1,4 @@
-"""The options that say what ZeRO does, and the paper's names for some of them."""
+"""The options of `ZeroConfig`, and `--paper-config`, which stands for several of them by the paper's name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import dataclasses
 from typing import Any
 
 from zero_jax.analysis import PAPER_CONFIGS
-from zero_jax.cli.options import add_fields, explicit, given
+from zero_jax.cli.options import add_fields, explicit, field_values
 from zero_jax.training import ZeroConfig
 
-# What the rows of the paper's Table 3 differ in; precision is left to its own option.
+# The fields that the rows of the paper's Table 3 set; precision keeps its own option.
 _PAPER_FIELDS = ("stage", "remat", "combine_bytes")
 
 
 def add_zero_options(group: Any, *, default: ZeroConfig) -> None:
-    """Adds an option for each field, and one for several of them by the paper's name."""
+    """Adds the options of `ZeroConfig`, and `--paper-config`."""
     add_fields(group, ZeroConfig, default_of=default)
     group.add_argument(
         "--paper-config",
@@ -25,18 +25,18 @@ def add_zero_options(group: Any, *, default: ZeroConfig) -> None:
 
 
 def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig:
-    """Returns what the options say; those that `--paper-config` stands for are set as if they had been given.
+    """Returns the config of the options, in which `--paper-config` sets the options that it stands for.
 
     Raises:
-      ValueError: one of them was given too, with another value, or a value is not valid.
+      ValueError: one of these has another value on the command line, or a value is not valid.
     """
     name = options.paper_config
     if name is not None:
         for field in _PAPER_FIELDS:
             destination, value = f"ZeroConfig.{field}", getattr(PAPER_CONFIGS[name], field)
-            told = getattr(options, destination)
-            if destination in explicit(options) and told != value:
+            chosen = getattr(options, destination)
+            if destination in explicit(options) and chosen != value:
                 option = f"--{field.replace('_', '-')}"
-                raise ValueError(f"--paper-config {name} is {option} {value}, not {told}: leave out one of the two")
+                raise ValueError(f"--paper-config {name} is {option} {value}, not {chosen}: leave out one of the two")
             setattr(options, destination, value)
-    return dataclasses.replace(default, **given(ZeroConfig, options))
+    return dataclasses.replace(default, **field_values(ZeroConfig, options))

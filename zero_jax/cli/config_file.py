@@ -1,0 +1,98 @@
+"""Config files in TOML, with a section for each config dataclass and a key for each of its fields."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tomllib
+import types
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from zero_jax.cli.options import Kind, check_value, limits_of, option_fields
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.json_lines import write_text
+
+_MAX_BYTES = 1 << 16
+
+
+def read_file(
+    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, Kind] = types.MappingProxyType({})
+) -> dict[str, Any]:
+    """Reads a config file; returns its values by the destinations of the options for the same fields.
+
+    Args:
+      path: the file.
+      sections: the config class of each section.
+      extra: further keys of the section `model`, which are their own destinations.
+
+    Raises:
+      ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for section, entries in _read_toml(path).items():
+        _check_known(f"{path}: section", section, sections)
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path}: {section!r} is a value: write a section [{section}] of values")
+        prefix = f"{sections[section].__name__}."
+        kinds = {prefix + name: kind for name, kind in option_fields(sections[section]).items()}
+        kinds |= extra if section == "model" else {}
+        by_name = {destination.removeprefix(prefix): destination for destination in kinds}
+        for name, value in entries.items():
+            _check_known(f"{path}: key of [{section}]", name, by_name)
+            destination = by_name[name]
+            values[destination] = _checked(f"{path}: {section}.{name}", value, kinds[destination], destination)
+    return values
+
+
+def _check_known(what: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{what} {name!r} is unknown: {did_you_mean(name, known)}Known are {', '.join(known)}")
+
+
+def _checked(what: str, value: Any, kind: Kind, destination: str) -> Any:
+    if kind.is_optional and value == "none":
+        return None
+    try:
+        check_value(value, **limits_of(destination))
+        if kind.base is float and type(value) is int:
+            value = float(value)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if type(value) is not kind.base or (kind.choices and value not in kind.choices):
+        wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
+        text = repr(value)
+        raise ValueError(f"{what} = {text if len(text) <= 100 else f'{text[:100]}...'}: give {wanted}")
+    return value
+
+
+def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
+    file, what = pathlib.Path(path), f"cannot read the config file {path}"
+    try:
+        if file.exists() and not file.is_file():
+            kind = "a folder" if file.is_dir() else "no regular file"
+            raise ValueError(f"{what} (it is {kind}): give a TOML file")
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{what} (it has {file.stat().st_size:,} bytes): a config has a few thousand at most")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the config file {path} is no TOML: it is no text in UTF-8 ({error})") from error
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"the config file {path} is nested too deeply: write sections of values") from error
+    except ValueError as error:  # an integer of too many digits raises no TOMLDecodeError
+        other = file.with_suffix(".toml")
+        hint = f"; did you mean {other}?" if other != file and other.is_file() else ""
+        raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}{hint}") from error
+
+
+def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
+    """Writes a config file that `read_file` reads; None is written as "none"."""
+    lines = [f"# {title}"]
+    for section, entries in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {json.dumps('none' if value is None else value)}" for name, value in entries.items()]
+    write_text(pathlib.Path(path), "\n".join(lines) + "\n")

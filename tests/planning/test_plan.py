@@ -105,7 +105,7 @@ def test_a_broken_cache_entry_is_as_good_as_none(report, tmp_path):
     whole = entry.read_bytes()
     mark = compile_job._MARK
     changed = bytes([*whole[:200], whole[200] ^ 1, *whole[201:]])
-    forged = mark + user_cache._proof(entry, gzip.compress(b"[]")) + gzip.compress(b"[]")
+    forged = mark + user_cache._checksum(entry, gzip.compress(b"[]")) + gzip.compress(b"[]")
     for broken in (whole[:100], b"", gzip.compress(b"[]"), mark, changed, forged):
         entry.write_bytes(broken)
         again = plan(tmp_path, own_process=False)

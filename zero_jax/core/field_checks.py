@@ -1,4 +1,4 @@
-"""Whether the values of a config's fields have their types, are finite and in range."""
+"""Checks the fields of a config: types, finite numbers, ranges, words."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", floa
 def check_fields(
     config: Any, *, lowest: Mapping[str, float] | None = None, highest: Mapping[str, float] | None = None
 ) -> None:
-    """Refuses fields of a frozen dataclass whose values are not of their type, not finite or out of range.
+    """Checks the fields of a frozen dataclass: types, finite numbers, ranges, words.
 
-    Fields of other types than bool, int, float, str, None and `Literal`s are left alone. Numbers of numpy become
-    Python's, and paths become text.
+    Only fields of bool, int, float, str, None and `Literal`s are checked. NumPy numbers are converted to Python's, and
+    paths to text.
 
     Args:
       config: an instance of a dataclass, in its `__post_init__`.
-      lowest: by the names of fields, the least value; None (where a field may be None) passes.
-      highest: the same for the largest value.
+      lowest: the smallest value by the name of a field; None passes where a field may be None.
+      highest: the largest value by the name of a field.
 
     Raises:
-      ValueError: names the first such field, its value, and what to give.
+      ValueError: the first wrong field, its value, and what to give.
     """
     lowest, highest = lowest or {}, highest or {}
     for name, kinds in _kinds(type(config)).items():
@@ -51,22 +51,23 @@ def check_fields(
 
 
 def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
-    """Raises `ValueError` for a value that is not a `kind` of bool, int, float or str, or not finite."""
+    """Raises `ValueError` for a value that is not of a type (bool, int, float or str), or not finite."""
     _checked(name, value, ((kind, type(None)) if is_optional else (kind,), ()))
 
 
 @functools.cache
 def _kinds(config_class: type) -> dict[str, tuple[tuple[type, ...], tuple[Any, ...]]]:
-    """Returns by field the types that it may have and the words that it is limited to."""
-    found = {}
+    """Returns the allowed types and words of each field."""
+    kinds = {}
     for name, hint in typing.get_type_hints(config_class).items():
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if is_union else (hint,)
-        words = [word for one in members if typing.get_origin(one) is typing.Literal for word in typing.get_args(one)]
-        rest = [one for one in members if typing.get_origin(one) is not typing.Literal]
-        if all(one in _SIMPLE for one in rest):
-            found[name] = tuple(rest), tuple(words)
-    return found
+        literals = [member for member in members if typing.get_origin(member) is typing.Literal]
+        words = [word for literal in literals for word in typing.get_args(literal)]
+        rest = [member for member in members if member not in literals]
+        if all(member in _SIMPLE for member in rest):
+            kinds[name] = tuple(rest), tuple(words)
+    return kinds
 
 
 def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ...]]) -> Any:
@@ -74,9 +75,9 @@ def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ..
     if (value is None and type(None) in allowed) or (isinstance(value, str) and value in words):
         return value
     for kind in allowed:
-        taken = _TAKES[kind](value) if kind in _TAKES else None
-        if taken is not None:
-            return taken
+        converted = _CONVERTERS[kind](value) if kind in _CONVERTERS else None
+        if converted is not None:
+            return converted
     wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
@@ -122,4 +123,4 @@ def _as_str(value: Any) -> str | None:
     return text
 
 
-_TAKES: Mapping[type, Any] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}
+_CONVERTERS: Mapping[type, Any] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_str}

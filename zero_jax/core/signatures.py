@@ -1,4 +1,4 @@
-"""Whether what a user gave is what the functions of zero_jax take."""
+"""Checks of arguments: functions by their signatures, and values by the kinds that public functions take."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zero_jax.core.tree import shown
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], *, keywords: Sequence[str] = (), remedy: str
 ) -> Callable[..., Any]:
-    """Returns a function; raises `ValueError` for what is none, or cannot be called with these arguments.
+    """Returns a function; raises `ValueError` if it is not callable, or not with these arguments.
 
     Args:
-      what: what to call it, such as the name of the parameter that it was given for.
+      what: name of the function in the error, such as that of its parameter.
       function: the function.
-      arguments: names of the positional arguments that it will get.
-      keywords: names of those that it will get by keyword.
+      arguments: names of the positional arguments of the call.
+      keywords: names of the keyword arguments of the call.
       remedy: what to give instead.
     """
     called = f"({', '.join([*arguments, *(f'{name}=...' for name in keywords)])})"
@@ -46,13 +46,13 @@ def check_takes(
 
 
 def check_callable(what: str, function: Any, *, remedy: str) -> None:
-    """Raises `ValueError` for what is no function."""
+    """Raises `ValueError` for a value that is not callable."""
     if not callable(function):
         raise ValueError(f"{what}={shown(function)} is no function: {remedy}")
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Returns `file:line (name)` of a function, or its name alone if it is not of Python."""
+    """Returns `file:line (name)` of a function, or its name alone if it is not written in Python."""
     inner: Any = function
     while inner is not None:
         function = inner
@@ -63,19 +63,19 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def check_methods(what: str, value: Any, names: Sequence[str], *, remedy: str) -> None:
-    """Raises `ValueError` for what does not have methods of these names."""
+    """Raises `ValueError` for a value without methods of these names."""
     missing = [name for name in names if not callable(getattr(value, name, None))]
     if missing:
         raise ValueError(f"{what}={shown(value)} has no {'() and no '.join(missing)}(): {remedy}")
 
 
-def check_arguments(**given: Any) -> None:
-    """Refuses arguments that cannot be what their parameter takes, which has one meaning in all public functions.
+def check_arguments(**arguments: Any) -> None:
+    """Checks arguments by the names of their parameters, which have the same meaning in all public functions.
 
     Raises:
-      ValueError: one of another kind; the message names it, and what to give.
+      ValueError: an argument of another kind; the message has its name, its value and what to give.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         is_right, remedy = _KINDS[name]
         if not is_right(value):
             raise ValueError(f"{name}={shown(value)}: {remedy}")

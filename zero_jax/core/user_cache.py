@@ -1,6 +1,6 @@
-"""The user's cache folder: where it is, entries that prove their content, and a bound on their size.
+"""The user's cache folder: its path, entries with checksums, and eviction of the least recently used.
 
-Several processes may use one folder at once. What is no entry of the cache's own is never touched.
+Several processes may use a folder at once. Files that are no entries of the cache are never touched.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import uuid
 from collections.abc import Callable, Iterator
 
 MAX_BYTES = 2 * 10**9
-_DISCARDED = ".zero_jax-discarded-"  # an entry on its way out, renamed so that nobody begins to read it
+_DISCARDED = ".zero_jax-discarded-"  # an entry that is being removed, renamed so that no process starts to read it
 _PARTIAL = ".zero_jax-partial-"
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
 def cache_folder(kind: str) -> pathlib.Path:
-    """Returns the folder for things of a kind (`programs`, `tokens`), below `zero_jax` in the user's cache folder.
+    """Returns the folder of a kind of entries (`programs`, `tokens`): `zero_jax/<kind>` in the user's cache folder.
 
     Raises:
       ValueError: the user has no home folder, and `XDG_CACHE_HOME` is not set.
@@ -37,11 +37,11 @@ def cache_folder(kind: str) -> pathlib.Path:
 
 
 def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
-    """Writes a file that `read_entry` believes, in one move: a process that ends in between leaves no entry.
+    """Writes an entry with its checksum atomically: a process that ends meanwhile leaves no entry.
 
     Args:
-      path: the file; its name becomes part of what is proved, so that no entry stands in for another.
-      content: what to keep.
+      path: the file; the checksum includes its name, so that no entry is taken for another.
+      content: the content.
       mark: the line that files of this kind and version begin with.
 
     Raises:
@@ -52,7 +52,7 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
     partial = pathlib.Path(name)
     try:
         with open(handle, "wb") as file:
-            file.write(mark + _proof(path, content) + content)
+            file.write(mark + _checksum(path, content) + content)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -60,15 +60,15 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
 
 
 def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
-    """Returns what `write_entry` wrote and counts it as used, or None; an entry that is damaged is removed."""
+    """Returns the content of an entry and marks it as used, or None; a damaged entry is removed."""
     try:
         written = path.read_bytes()
     except OSError:
         return None
     if not has_mark(path, mark):
-        return None  # of another version, or not of this cache: not ours to remove
-    proof, content = written[len(mark) :][:32], written[len(mark) + 32 :]
-    if proof != _proof(path, content):
+        return None  # of another version, or not of this cache: not removed
+    checksum, content = written[len(mark) :][:32], written[len(mark) + 32 :]
+    if checksum != _checksum(path, content):
         with contextlib.suppress(OSError):
             path.unlink()
         return None
@@ -76,12 +76,12 @@ def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
     return content
 
 
-def _proof(path: pathlib.Path, content: bytes) -> bytes:
+def _checksum(path: pathlib.Path, content: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 
 def has_mark(path: pathlib.Path, mark: bytes) -> bool:
-    """Whether a regular file begins with a mark."""
+    """Returns whether a regular file begins with a mark."""
     try:
         if path.is_symlink() or not path.is_file():
             return False
@@ -92,14 +92,14 @@ def has_mark(path: pathlib.Path, mark: bytes) -> bool:
 
 
 def touch(entry: pathlib.Path) -> None:
-    """Counts an entry, a file or a folder, as used now; `evict_oldest` goes by that."""
+    """Marks an entry, a file or a folder, as used now, for `evict_oldest`."""
     with contextlib.suppress(OSError):
         os.utime(entry)
 
 
 @contextlib.contextmanager
 def in_use(entry: pathlib.Path) -> Iterator[None]:
-    """Keeps an entry, a file or a folder, from being evicted while the context is open, by processes of this machine.
+    """Keeps processes of this machine from evicting an entry, a file or a folder, while the context is open.
 
     Raises:
       OSError: there is no such entry (any more).
@@ -130,24 +130,24 @@ def evict_oldest(
     max_bytes: int = MAX_BYTES,
     keep: pathlib.Path | None = None,
 ) -> list[pathlib.Path]:
-    """Removes the entries of a folder that were not used for longest, until the rest is within a size.
+    """Removes the least recently used entries of a folder until the rest is within a size.
 
     Args:
-      folder: the cache; only what is directly in it is looked at.
-      is_own: whether a path, a file or a folder, is an entry of this cache, by a mark that nothing else carries.
-      max_bytes: the size that all entries may have together.
-      keep: an entry to leave there however large it is: the one that is needed now.
+      folder: the cache; folders in it are not searched.
+      is_own: whether a path, a file or a folder, is an entry of this cache, by a mark that nothing else has.
+      max_bytes: total size of the entries that may stay.
+      keep: an entry that stays whatever its size, such as the newest.
 
     Returns:
-      What was removed. Entries that are `in_use`, and those that cannot be removed, stay.
+      The removed entries. Entries that are `in_use`, and those that cannot be removed, stay.
     """
     try:
         paths = list(folder.iterdir())
     except OSError:
         return []
     _remove_abandoned(paths)
-    whole = [path for path in paths if not path.name.startswith((_DISCARDED, _PARTIAL))]
-    entries = [entry for path in whole if is_own(path) and (entry := _entry(path))]
+    complete = [path for path in paths if not path.name.startswith((_DISCARDED, _PARTIAL))]
+    entries = [entry for path in complete if is_own(path) and (entry := _entry(path))]
     excess, removed = sum(entry.num_bytes for entry in entries) - max_bytes, []
     for entry in sorted(entries, key=lambda entry: entry.used):
         if excess <= 0:
@@ -159,10 +159,10 @@ def evict_oldest(
 
 
 def _entry(path: pathlib.Path) -> _Entry | None:
-    """Takes down an entry, or returns None if it vanished meanwhile."""
+    """Returns an entry with its size and last use, or None if it was removed meanwhile."""
     try:
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
-        # What it takes on the disk: a file with holes takes less than its size.
+        # The size on the disk: a sparse file takes less than its length.
         num_bytes = sum(file.lstat().st_blocks * 512 for file in files)
         return _Entry(path=path, num_bytes=num_bytes, used=path.lstat().st_mtime)
     except OSError:
@@ -170,7 +170,7 @@ def _entry(path: pathlib.Path) -> _Entry | None:
 
 
 def _remove(path: pathlib.Path) -> bool:
-    """Removes an entry that nobody uses, in one move; returns whether it is gone."""
+    """Removes an entry that is not in use; returns whether it is gone."""
     discarded = path.with_name(f"{_DISCARDED}{uuid.uuid4().hex}")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -200,7 +200,7 @@ def _discard(path: pathlib.Path) -> bool:
 
 
 def _remove_abandoned(paths: list[pathlib.Path]) -> None:
-    """Removes what processes left that ended while they wrote or removed an entry, a day ago or earlier."""
+    """Removes discarded entries, and partial ones that are older than a day."""
     for path in paths:
         with contextlib.suppress(OSError):
             is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS

@@ -1,4 +1,4 @@
-"""What ends a plan: an error of the model's own functions, or of the compiler, told so that a reader knows where."""
+"""Errors of a plan: of the model's functions, with the lines that raised them, and of the compiler."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ _MAX_LINES = 6
 
 
 class CompilerCrash(RuntimeError):
-    """The process that compiled ended without a result: it crashed, was killed, or took too long."""
+    """Raised if the compiling process ends without a result: it crashed, was killed, or took too long."""
 
 
 class ModelError(RuntimeError):
-    """A function of the model's own raised; the message tells what, and on which lines of the model."""
+    """Raised if a function of the model raises; the message has its error and the lines of the model."""
 
 
 def explain(error: Exception) -> Exception:
-    """Returns what to raise for an error that was caught around calls of a model's functions.
+    """Returns the exception to raise for an error that was caught around calls of a model's functions.
 
-    What came through lines of the user's own names them. A `ValueError` of zero_jax stays one. An error that neither
-    the model nor the compiler has made is a mistake of zero_jax's, and has its whole traceback.
+    A `ValueError` of zero_jax stays one. An error that came through lines of the model becomes a `ModelError` with
+    these lines, an error of the compiler a `CompilerCrash`. Any other is a bug of zero_jax: a `RuntimeError` with the
+    traceback.
     """
-    is_ours, lines = _came_through(error)
+    is_ours, lines = _user_lines(error)
     where = "".join(f"\n  {line}" for line in lines)
     if isinstance(error, ValueError) and (is_ours or not lines):
         return ValueError(f"{error}{where}")
@@ -40,20 +41,20 @@ def explain(error: Exception) -> Exception:
     return RuntimeError("".join(traceback.format_exception(error)))
 
 
-def _came_through(error: Exception) -> tuple[bool, list[str]]:
-    """Tells whether zero_jax raised an error, and the last lines of the user's own code that it came through.
+def _user_lines(error: Exception) -> tuple[bool, list[str]]:
+    """Returns whether zero_jax raised an error, and the last lines of the user's code in its traceback.
 
-    Of other packages (a Flax model's), the one line where the error was raised is told beside them.
+    If another package (such as Flax) raised it, the line there is the last.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_ours, own, last = False, [], ""
-    for frame, told in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
-        # Run as a script, a module of zero_jax has another name; the methods of a dataclass have no file.
+    for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
+        # A module of zero_jax that runs as a script has another name; methods of a dataclass have no file.
         package = frame.f_globals.get("__name__", "").split(".")[0]
-        is_ours = package == "zero_jax" or told.filename.startswith(_PACKAGE)
+        is_ours = package == "zero_jax" or summary.filename.startswith(_PACKAGE)
         if is_ours or package in _OTHERS:
             continue
-        line = last = f"{told.filename}:{told.lineno} in {told.name}: {told.line}"
-        if "site-packages" not in told.filename:
+        line = last = f"{summary.filename}:{summary.lineno} in {summary.name}: {summary.line}"
+        if "site-packages" not in summary.filename:
             own.append(line)
     return is_ours, [*own[-_MAX_LINES:], *([last] if last and last not in own else [])]

@@ -1,4 +1,4 @@
-"""Everything that a compiled program depends on, as one hash: the name of its entry in the cache."""
+"""The cache key of a compiled program: a hash of everything that it depends on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import jax
 
 from zero_jax.sharding.topology import compiler_target, parse
 
-# What changes with the entries' form: another number makes all older ones unknown.
+# The format of the cache's entries: entries of another number are ignored.
 SCHEMA = 2
-# Variables that XLA, its compilers and their libraries read. JAX's own are in `jax.config`, whoever has set them.
+# Environment variables that XLA, its compilers and their libraries read. JAX's own are in `jax.config`.
 COMPILER_VARIABLES = re.compile(
     r"(XLA|TF|LIBTPU|TPU|PJRT|MEGASCALE|CUDA|CUDNN|CUBLAS|NVIDIA|NVVM|PTXAS|LLVM|MLIR|TRITON|ROCM|HIP|HSA|AMD)_.*"
     r"|LD_LIBRARY_PATH|LD_PRELOAD"
 )
-# Of these, what says how to run, where to write and how much to say, and changes no program.
+# Of these, the ones on running, logging and output folders, which do not change the program.
 IRRELEVANT_VARIABLES = re.compile(
     r"XLA_PYTHON_CLIENT_.*|TF_CPP_(MIN|MAX)_.*LOG_LEVEL|(TPU|CUDA)_VISIBLE_.*|TPU_.*LOG.*"
 )
@@ -31,9 +31,9 @@ _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 IRRELEVANT_FLAGS = re.compile(
     r"--(\w+_)?(log|logging|vmodule|verbose|verbosity|stderrthreshold)(_\w+)?|--xla_force_host_platform_device_count"
 )
-# Where to is no matter; that a user dumps at all decides what the compiler reports of its heap.
+# The folder does not matter, but whether the user dumps at all: the compiler then reports no heap layout to us.
 _DUMP_FLAGS = re.compile(r"--xla_(\w+_)?dump(_\w+)?")
-# Settings of JAX that say where it runs, what it checks and prints, and what it keeps; all others are in the key.
+# Settings of JAX on where it runs, and what it checks, prints and caches; all others are part of the key.
 IRRELEVANT_SETTINGS = re.compile(
     r"jax_(platforms|platform_name|xla_backend|num_cpu_devices|default_device|\w*visible_devices|cpu_\w*|distributed_\w*"
     r"|enable_recoverability|enable_preemption_service|\w*compilation_cache\w*|\w*persistent_cache\w*"
@@ -53,7 +53,7 @@ def compile_key(lowered: Any, job: Any, mesh: Any) -> str:
 
 
 def digest(inputs: Mapping[str, Any]) -> str:
-    """Returns the hash of what `compile_inputs` returns."""
+    """Returns the hash of the values of `compile_inputs`."""
     return hashlib.sha256(repr(sorted(inputs.items())).encode()).hexdigest()[:32]
 
 
@@ -62,7 +62,7 @@ def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
 
     Args:
       lowered: the lowered step.
-      job: the job that it was made of, for what its text does not say.
+      job: the job of the step, for what the text of the step does not contain.
       mesh: the compile-only devices.
     """
     topology = parse(job.topology)
@@ -83,9 +83,9 @@ def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
 
 
 def program_names(debug_text: str) -> str:
-    """Returns a hash of the names and source lines that a program carries, which reports show.
+    """Returns a hash of the names and source lines of a program, which reports show.
 
-    Who called the step is left out: that is another line in each process.
+    The callers of the step are left out: they differ from process to process.
     """
     places = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", debug_text, re.MULTILINE))
 
@@ -101,7 +101,7 @@ def program_names(debug_text: str) -> str:
 
 
 def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Returns the variables that compilers read, flags as a list without those that change no program."""
+    """Returns the environment variables that change the program, with flags as lists."""
     return [
         (name, flags(value) if name in _FLAG_VARIABLES else value)
         for name, value in sorted(environment.items())
@@ -110,7 +110,7 @@ def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
 
 
 def flags(text: str) -> list[str]:
-    """Returns the flags of `XLA_FLAGS`, which may be the name of a file of them, in their order."""
+    """Returns the flags of `XLA_FLAGS`, a text or the name of a file, without those that do not change the program."""
     if text.strip() and not text.strip().startswith("-"):
         try:
             text = pathlib.Path(text.strip()).read_text(encoding="utf-8", errors="replace")
@@ -127,24 +127,24 @@ def flags(text: str) -> list[str]:
 
 
 def program_settings() -> dict[str, Any]:
-    """Returns the settings of JAX that may change a program, or what is compiled of it."""
+    """Returns the settings of JAX that may change the program."""
     values = sorted(jax.config.values.items())
     return {name: value for name, value in values if not IRRELEVANT_SETTINGS.fullmatch(name)}
 
 
 def packages() -> list[tuple[str, str, str]]:
-    """Returns the compilers' packages: name, version, and a hash of the list of their files, which has their hashes."""
-    found = set()
+    """Returns the installed packages of compilers: name, version, and a hash of their `RECORD`."""
+    compilers = set()
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"] or ""
         if _COMPILERS.fullmatch(name):
             record = hashlib.sha256((package.read_text("RECORD") or "").encode()).hexdigest()
-            found.add((name.lower(), package.version, record))
-    return sorted(found)
+            compilers.add((name.lower(), package.version, record))
+    return sorted(compilers)
 
 
 def tools(platform: str, environment: Mapping[str, str]) -> list[tuple[str, int, int]]:
-    """Returns the files that a compiler takes from elsewhere than its package: path, bytes and time of change."""
+    """Returns the files that a compiler reads from outside its package: path, size and time of change."""
     return sorted({file for path in _tool_paths(platform, environment) if (file := _fingerprint(path))})
 
 

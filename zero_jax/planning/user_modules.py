@@ -1,8 +1,8 @@
-"""Imports the user's own Python files by path, each as a module of its own, whatever else has its name.
+"""Imports the user's Python files by path, each as a module with a unique name.
 
-A file's module is called by the folder that its imports start from, so that two files of one name are two modules, and
-any process with `install()` can import it again: what is pickled by reference arrives. What such a file imports is
-looked up beside it first; `sys.path` stays as it is, and nothing of the standard library is replaced.
+The name contains the folder that the file's imports start from: two files of the same name are two modules, and any
+process after `install()` can import them again, so that functions can be pickled by reference. Imports in such a file
+look in its folder first. `sys.path` is not changed, and no module of the standard library is replaced.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
 
-_PREFIX = "zero_jax_user_"  # and the folder's path in hexadecimal
-_FILE = "file_"  # and the name in hexadecimal, of a file whose name is no Python name
+_PREFIX = "zero_jax_user_"  # followed by the folder's path in hexadecimal
+_FILE = "file_"  # followed by the file's name in hexadecimal, if that is no identifier
 
 
 def install() -> None:
-    """Lets this process import the modules of users' files, by the names that another process has given them."""
+    """Adds the finder of user modules to `sys.meta_path`, so that this process can import them by name."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def resolve(option: str, reference: str) -> Any:
-    """Imports what `module:name` or `path/to/file.py:name` names.
+    """Imports the value that `module:name` or `path/to/file.py:name` refers to.
 
     Args:
-      option: the option that gave it, for errors.
-      reference: the file or module, and the name in it; a module is looked up in the current folder first.
+      option: name of the option, for errors.
+      reference: the module or file, and the name in it; modules are looked up in the current folder first.
 
     Raises:
-      ValueError: a reference that leads nowhere, or a file that cannot be imported; it names the file's own line.
+      ValueError: there is no such file, module or name, or importing it failed; the message has the file's line.
     """
     where, _, name = reference.rpartition(":")
     if not where or not name:
@@ -73,18 +73,18 @@ def _from_file(what: str, path: pathlib.Path) -> types.ModuleType:
 
 
 def _from_name(what: str, name: str) -> types.ModuleType:
-    """Imports a module by its dotted name: of the current folder, or as Python finds it."""
+    """Imports a module by its dotted name, from the current folder first."""
     parts = name.split(".")
     if all(part.isidentifier() for part in parts):
         here = importlib.machinery.PathFinder.find_spec(parts[0], [str(pathlib.Path.cwd())])
         if here and not _is_same(here, _ordinary(parts[0])):
             own = f"{_root(pathlib.Path.cwd())}.{name}"
-            if here.loader or _is_there(own):
+            if here.loader or _exists(own):
                 return _import(what, name, own)
     return _import(what, name, name)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     install()
     try:
         return importlib.util.find_spec(name) is not None
@@ -99,22 +99,22 @@ def _import(what: str, where: str, name: str) -> types.ModuleType:
     except SystemExit as error:
         raise ValueError(f"{what}: {where!r} ends the program when it is imported{_at(error)}") from error
     except Exception as error:
-        told = f"{error}" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: {error}"
-        told = re.sub(rf"{_PREFIX}[0-9a-f]+\.?", "", told.splitlines()[0] if told else type(error).__name__)
-        raise ValueError(f"{what}: cannot import {where!r} ({told}){_at(error)}") from error
+        text = f"{error}" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: {error}"
+        text = re.sub(rf"{_PREFIX}[0-9a-f]+\.?", "", text.splitlines()[0] if text else type(error).__name__)
+        raise ValueError(f"{what}: cannot import {where!r} ({text}){_at(error)}") from error
 
 
 def _at(error: BaseException) -> str:
-    """Returns the last line of the user's own that an error came through, or ''."""
+    """Returns the last line of the user's code in the traceback, or ''."""
     if isinstance(error, SyntaxError):
-        return ""  # it names its own
+        return ""  # its message has the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not re.search(r"^<frozen|/importlib/|/site-packages/", frame.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def _module_name(path: pathlib.Path) -> str:
-    """Returns the name of a file's module: below the folder that holds its outermost package."""
+    """Returns the name of a file's module, relative to the folder of its outermost package."""
     stem = path.stem if path.stem.isidentifier() else f"{_FILE}{path.stem.encode().hex()}"
     parts, folder = [] if stem == "__init__" else [stem], path.parent
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():
@@ -132,7 +132,7 @@ def _folder(root: str) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules whose names begin with a folder of the user's, in that folder."""
+    """Finds the modules whose names contain a folder, in that folder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -155,7 +155,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs a file with imports that look beside it first."""
+    """Executes a file with imports that look in its folder first."""
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(module.__name__)}
@@ -163,7 +163,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _importer(importing: str) -> Callable[..., Any]:
-    """Returns the `__import__` of a user's module."""
+    """Returns the `__import__` for a user's module."""
 
     def import_beside(
         name: str,
@@ -184,41 +184,41 @@ def _importer(importing: str) -> Callable[..., Any]:
 
 
 def _beside(importing: str, name: str) -> str | None:
-    """Returns the user's package that a name is to be imported from, or None for what Python itself finds.
+    """Returns the user's package to import a name from, or None to import it as Python does.
 
-    Beside a file come before installed packages, as for a script: but neither before the standard library nor
-    zero_jax, and what Python finds at the same place is imported once. Inside a package, its own folder comes last.
+    As for a script, modules beside a file come before installed packages, but not before the standard library and
+    zero_jax. A file that Python finds too is imported by Python. In a package, its own folder comes last.
     """
     if name in sys.stdlib_module_names or name == "zero_jax":
         return None
     root = importing.partition(".")[0]
     package = importing if hasattr(sys.modules.get(importing), "__path__") else importing.rpartition(".")[0]
-    found = importlib.machinery.PathFinder.find_spec(name, [_folder(root)])
+    spec = importlib.machinery.PathFinder.find_spec(name, [_folder(root)])
     ordinary = _ordinary(name)
-    if found and found.loader:
-        return None if _is_same(found, ordinary) else root
+    if spec and spec.loader:
+        return None if _is_same(spec, ordinary) else root
     if ordinary is not None or name in sys.modules:
         return None
     while package != root:
         if importlib.machinery.PathFinder.find_spec(name, list(sys.modules[package].__path__)):
             return package
         package = package.rpartition(".")[0]
-    return root if found else None
+    return root if spec else None
 
 
 def _ordinary(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Returns what Python itself finds by a name."""
+    """Returns the spec that Python itself finds by a name."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         return None
 
 
-def _is_same(one: importlib.machinery.ModuleSpec, other: importlib.machinery.ModuleSpec | None) -> bool:
-    """Whether two specs lead to one file, or to one folder without an `__init__.py`."""
-    return other is not None and bool(_places(one) & _places(other))
+def _is_same(spec: importlib.machinery.ModuleSpec, other: importlib.machinery.ModuleSpec | None) -> bool:
+    """Returns whether two specs are of the same file, or of the same folder without an `__init__.py`."""
+    return other is not None and bool(_paths(spec) & _paths(other))
 
 
-def _places(spec: importlib.machinery.ModuleSpec) -> set[pathlib.Path]:
+def _paths(spec: importlib.machinery.ModuleSpec) -> set[pathlib.Path]:
     files = [spec.origin] if spec.origin and spec.has_location else list(spec.submodule_search_locations or ())
     return {pathlib.Path(file).resolve() for file in files}

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import aligned
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.job import Job, batch_shapes
 from zero_jax.planning.process import CompileOptions, compile_apart
@@ -130,14 +131,14 @@ class LayoutPlans:
         return {"best": list(self.best), "chosen": list(self.chosen), "plans": plans}
 
     def __str__(self) -> str:
-        rows = [f"{'layout of data':<20}{'of ideal':>10}{'GB':>10}{'s/step':>12}"]
+        rows = [("layout of data", "of ideal", "GB", "s/step", "")]
         for layout, report in self.plans.items():
             ratio = "" if report.traffic_ratio is None else f"{report.traffic_ratio:.3f}"
             needed = "" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.2f}"
             seconds = f"{report.time.step_seconds:.4g}" if report.time else "does not fit"
-            mark = "  what make_mesh chooses" if layout == self.chosen else ""
-            rows.append(f"{' x '.join(map(str, layout)):<20}{ratio:>10}{needed:>10}{seconds:>12}{mark}")
-        return "\n".join(rows)
+            mark = "what make_mesh chooses" if layout == self.chosen else ""
+            rows.append((" x ".join(map(str, layout)), ratio, needed, seconds, mark))
+        return aligned(rows, right={1, 2, 3})
 
 
 def plan_layouts(

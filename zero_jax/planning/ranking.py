@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from zero_jax.core.text_tables import aligned, format_bytes
+
 _MAX_LINES = 15
 
 
@@ -135,10 +137,9 @@ class Miss:
     remedies: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"nothing fits; nearest: {self.setting}, short of {show_gb(self.missing_bytes)}. Each of these would do:"
-        ]
-        return "\n".join([*lines, *(f"  - {remedy}" for remedy in self.remedies)])
+        missing = format_bytes(self.missing_bytes, decimals=1)
+        first = f"nothing fits; nearest: {self.setting}, short of {missing}. Each of these would do:"
+        return "\n".join([first, *(f"  - {remedy}" for remedy in self.remedies)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,16 +165,15 @@ class Ranking:
     def __str__(self) -> str:
         lines = [self._headline()]
         if self.ranked:
-            width = max(len(str(entry.setting)) for entry in self.ranked)
-            lines += ["", f"{'rank':>4}  {'setting':<{width}}  {'GB':>7}  {'s/step':>9}  by"]
+            rows = [("rank", "setting", "GB", "s/step", "by")]
             for i, entry in enumerate(self.ranked[:_MAX_LINES], start=1):
                 by = "compiler" if entry.outcome else "estimate"
-                size = f"{entry.bytes / 1e9:.1f}"
-                lines.append(f"{i:>4}  {entry.setting!s:<{width}}  {size:>7}  {entry.seconds:>9.4g}  {by}")
+                rows.append((f"{i}", f"{entry.setting}", f"{entry.bytes / 1e9:.1f}", f"{entry.seconds:.4g}", by))
+            lines += ["", aligned(rows, right={0, 2, 3})]
             if len(self.ranked) > _MAX_LINES:
                 lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
         if self.rejected:
-            lines += ["", f"rejected ({len(self.rejected)}, {show_gb(self.capacity_bytes)} usable)"]
+            lines += ["", f"rejected ({len(self.rejected)}, {format_bytes(self.capacity_bytes, decimals=1)} usable)"]
             lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]
         return "\n".join(lines)
 
@@ -222,17 +222,9 @@ def _shared_reason(entries: Sequence[Ranked], capacity_bytes: float) -> str:
 
 def shortage(needed_bytes: float, capacity_bytes: float, *, most: float | None = None, note: str = "") -> str:
     """Returns a line on how much memory is missing; with `most`, for settings of `needed_bytes` to `most` bytes."""
-    upto = f" to {show_gb(most)}" if most is not None else ""
+    gb = lambda num_bytes: format_bytes(num_bytes, decimals=1)  # noqa: E731
+    upto = f" to {gb(most)}" if most is not None else ""
     least = " at least" if most is not None else ""
-    made_of = f" ({note})" if note else ""
-    return (
-        f"needs {show_gb(needed_bytes)}{upto}{made_of}, {show_gb(capacity_bytes)} usable: "
-        f"short of {show_gb(needed_bytes - capacity_bytes)}{least}"
-    )
-
-
-def show_gb(num_bytes: float) -> str:
-    """Formats a size in GB (1e9 bytes), MB, KB or bytes."""
-    units = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
-    unit, scale = next(((unit, scale) for unit, scale in units if abs(num_bytes) >= scale / 10), ("bytes", 1))
-    return f"{num_bytes / scale:,.{0 if scale == 1 else 1}f} {unit}"
+    consists = f" ({note})" if note else ""
+    missing = f"short of {gb(needed_bytes - capacity_bytes)}{least}"
+    return f"needs {gb(needed_bytes)}{upto}{consists}, {gb(capacity_bytes)} usable: {missing}"

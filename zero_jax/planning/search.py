@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, shortage, show_gb
+from zero_jax.core.text_tables import format_bytes
+from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, shortage
 from zero_jax.sharding.stages import sharded_groups
 
 Estimate = Callable[[Candidate], Estimated]
@@ -179,7 +180,7 @@ def _compile_best(
         log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}")
         done = _compiled(chosen, compile, capacity_bytes)
         compiled.append(done)
-        log(f"  {done.reason or f'fits: {show_gb(done.bytes)}, {done.seconds:.4g} s a step'}")
+        log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
         if done.kind != "compiled":
             continue
         # A setting that needs no less by the same estimate would not fit either.
@@ -229,7 +230,7 @@ def _nearest(rejected: Sequence[Ranked], estimate: Estimate, capacity_bytes: flo
         missing_bytes=entry.bytes - capacity_bytes,
         remedies=(
             *(remedy for remedy in remedies if remedy),
-            f"devices with at least {show_gb(math.ceil(entry.bytes / 1e8) * 1e8)} of usable memory",
+            f"devices with at least {format_bytes(math.ceil(entry.bytes / 1e8) * 1e8, decimals=1)} of usable memory",
         ),
     )
 

@@ -16,13 +16,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core import jaxprs
-from zero_jax.core.gather_names import gather_scope
+from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.casts import pending, put_off
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array, as_it_is, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import GatherEvent, Notes, WideUse
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
@@ -57,16 +57,31 @@ class Options:
     max_hoisted_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """A `jax.checkpoint` that is walked: its jaxpr (so that its id stays its own), and which results are pure."""
+
+    jaxpr: Any
+    function: Callable[..., list[Any]]
+    pure: list[bool]
+
+
 class Walk:
     """One walk over one trace of a function."""
 
     def __init__(
-        self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent | WideUse], mixed: frozenset[int]
+        self,
+        options: Options,
+        batch_sizes: frozenset[int],
+        events: list[GatherEvent | WideUse] | None,
+        mixed: frozenset[int],
     ):
         self.options, self.batch_sizes, self.mixed = options, batch_sizes, mixed
         self.notes = Notes(events, gathers=not options.stored_whole)
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
+        self.bind = jaxprs.CachedBind()
+        self.regions: dict[Any, Region] = {}  # of equal layers JAX traces and differentiates one
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
             "pjit": self.inline,
@@ -99,7 +114,7 @@ class Walk:
                 outs = handler(eqn, values, frame if eqn is last else within)
             else:
                 pure = all(value.pure for value in values)  # type: ignore[union-attr]
-                outs = [Value(out, pure) for out in jaxprs.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
+                outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
             env.update(zip(eqn.outvars, outs, strict=True))
 
         ordering = Ordering(jaxpr, ins)
@@ -244,7 +259,7 @@ class Walk:
             return [*made]
         if made[0].dims is None:
             return [Value(as_array(value), pure=True) for value in made]
-        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=lambda x: x, depth=0) for v in made]
+        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=as_it_is, depth=0) for v in made]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
@@ -261,21 +276,30 @@ class Walk:
         """The user's own `jax.checkpoint`: gathers inside it, keeps its policy."""
         del frame
         (inner,) = jaxprs.inner_jaxprs(eqn)
-        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        prefix, values = ("", values) if self.notes.records else relative(values)
         split = Roots(values)
+        policy, prevent_cse = eqn.params["policy"], split.spread(eqn.params["prevent_cse"])
+        key = (id(inner), policy, prevent_cse, split.key)
+        if self.notes.records or key not in self.regions:
+            self.regions[key] = self.region(inner, split, policy, prevent_cse)
+        region = self.regions[key]
+        with jaxprs.source_context(eqn), params_scope(prefix):
+            outs = region.function(*split.arrays)
+        return [Value(out, is_pure) for out, is_pure in zip(outs, region.pure, strict=True)]
+
+    def region(self, inner: Any, split: Roots, policy: Any, prevent_cse: Any) -> Region:
+        """Returns a `jax.checkpoint` of a walk over a jaxpr."""
+        jaxpr, consts = jaxprs.open_jaxpr(inner)
         pure: list[bool] = []
 
-        def region(*arrays: Any) -> list[Any]:
-            ins = split.rebuild(arrays)
+        def call(*arrays: Any) -> list[Any]:
             consts_in = [Value(c, pure=True) for c in consts]
-            outs = self.run(jaxpr, consts_in, ins, Frame(regather=False, prevent_cse=False))
+            outs = self.run(jaxpr, consts_in, split.rebuild(arrays), Frame(regather=False, prevent_cse=False))
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [as_array(out) for out in outs]
 
-        policy, prevent_cse = jaxprs.refuse_gathered(eqn.params["policy"]), split.spread(eqn.params["prevent_cse"])
-        with jaxprs.source_context(eqn):
-            outs = jax.checkpoint(region, prevent_cse=prevent_cse, policy=policy)(*split.arrays)
-        return [Value(out, is_pure) for out, is_pure in zip(outs, pure, strict=True)]
+        function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=jaxprs.refuse_gathered(policy))
+        return Region(jaxpr=inner, function=function, pure=pure)
 
     def cond(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers inside the branch that uses a param."""
@@ -330,7 +354,7 @@ class Walk:
             if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
                 arrays.append(value.build(*value.roots))
                 aval = var.aval.update(dtype=value.aval.dtype)
-                slices.append(Lazy((), lambda x: x, aval, value.path, value.dims[1:], cast=value.cast))
+                slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast))
             else:
                 whole = self.before(value, eqn, "scan over its sharded dim")
                 arrays.append(whole.array)
@@ -359,7 +383,7 @@ class Walk:
             else:
                 # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
                 root = self.whole(value, *value.roots)
-                consts.append(Lazy((root,), lambda x: x, jax.typeof(root), value.path, ((),) * root.ndim))
+                consts.append(Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim))
         return consts
 
     def copies(self, value: Lazy) -> jax.Array:

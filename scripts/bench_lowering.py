@@ -109,10 +109,10 @@ def main() -> None:
             for k in args.microbatches:
                 config = zero.ZeroConfig(stage=stage, num_microbatches=k)
                 state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
-                cases[stage, k] = lambda config=config, state=state: zero.make_train_step(
-                    loss_fn, tx, mesh=mesh, config=config
-                ).lower(state, batch)
-        cases["plain"] = lambda: jax.jit(plain(loss_fn, tx)).lower(shapes, opt_shapes, batch)
+                step = functools.partial(zero.make_train_step, loss_fn, tx, mesh=mesh, config=config)
+                cases[stage, k] = functools.partial(lambda step, state: step().lower(state, batch), step, state)
+        jitted = functools.partial(jax.jit, plain(loss_fn, tx))
+        cases["plain"] = functools.partial(lambda jitted: jitted().lower(shapes, opt_shapes, batch), jitted)
         times: dict[Any, list[float]] = {case: [] for case in cases}
         for _ in range(args.rounds):
             for case, lower in cases.items():

@@ -107,6 +107,24 @@ def _bind_only(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
     return primitive.bind(*subfuns, *values, **params)
 
 
+def equation_key(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Returns what is equal for equations that do the same and come from the same line and names."""
+    avals = tuple(var.aval for var in eqn.invars)
+    source = str(eqn.source_info.name_stack), source_line(eqn)
+    try:
+        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
+    except TypeError:  # a parameter that has no hash
+        return (_ById(eqn),)
+    return key
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ById:
+    """A key that is equal to itself alone."""
+
+    value: Any
+
+
 class CachedBind:
     """Evaluates equations as `bind` does, one kind of equation as one nested `jit`, which is inlined.
 

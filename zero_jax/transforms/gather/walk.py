@@ -81,7 +81,9 @@ class Walk:
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = jaxprs.CachedBind()
-        self.regions: dict[Any, Region] = {}  # of equal layers JAX traces and differentiates one
+        # Of the regions and uses of equal layers JAX traces and differentiates one.
+        self.regions: dict[Any, Region] = {}
+        self.uses: dict[Any, Callable[..., list[Any]]] = {}
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
             "pjit": self.inline,
@@ -172,6 +174,22 @@ class Walk:
 
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
+        lazy = [value for value in values if isinstance(value, Lazy)]
+        gathers = any(value.is_shard or value.dims is None for value in lazy)
+        pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
+            region, split = self.gathered(eqn, values)
+            return [Value(out, pure) for out in region(*split.arrays)]
+        prefix, values = ("", values) if self.notes.records else relative(values)
+        region, split = self.gathered(eqn, values)
+        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Roots(values).key)
+        if key not in self.uses:
+            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
+        with params_scope(prefix):
+            return [Value(out, pure) for out in self.uses[key](*split.arrays)]
+
+    def gathered(self, eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], Roots]:
+        """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
         split, dtype, pin = Roots(inputs), self.options.reduce_dtype, id(eqn) in self.mixed
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
@@ -181,17 +199,13 @@ class Walk:
             pairs = split.assign(arrays)
             made = [self.whole(v, *roots, pin=pin) if isinstance(v, Lazy) else roots[0] for v, roots in pairs]
             if not weights:
-                return evaluate(made, jaxprs.bind)
+                return evaluate(made, self.bind)
             (place,) = weights
             value, roots = pairs[place]
             weight = self.whole(value, *roots, dtype=dtype, pin=pin)
             return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight)])
 
-        gathers = any(value.is_shard or value.dims is None for _, value in lazy)
-        if gathers and frame.regather and not frame.ends_forward and not eqn.effects:
-            region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
-        pure = all(isinstance(value, Lazy) or value.pure for value in values)
-        return [Value(out, pure) for out in region(*split.arrays)]
+        return region, split
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""

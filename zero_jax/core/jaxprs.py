@@ -95,60 +95,17 @@ def source_context(eqn: JaxprEqn) -> Iterator[None]:
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on values and returns its results, always as a list."""
     with source_context(eqn):
-        result = _bind_only(eqn.primitive, eqn.params, *values)
+        result = bind_primitive(eqn.primitive, eqn.params, *values)
     return list(result) if eqn.primitive.multiple_results else [result]
 
 
-def _bind_only(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
+def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
+    """Applies a primitive to values, with the parameters that its equation has."""
     params = primitive.get_bind_params(params)
     subfuns: Sequence[Any] = ()
     if isinstance(params, tuple):  # releases before 0.10.1 returned the subfunctions apart
         subfuns, params = params
     return primitive.bind(*subfuns, *values, **params)
-
-
-def equation_key(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Returns what is equal for equations that do the same and come from the same line and names."""
-    avals = tuple(var.aval for var in eqn.invars)
-    source = str(eqn.source_info.name_stack), source_line(eqn)
-    try:
-        hash(key := (eqn.primitive, tuple(eqn.params.items()), avals, eqn.ctx, source))
-    except TypeError:  # a parameter that has no hash
-        return (_ById(eqn),)
-    return key
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ById:
-    """A key that is equal to itself alone."""
-
-    value: Any
-
-
-class CachedBind:
-    """Evaluates equations as `bind` does, one kind of equation as one nested `jit`, which is inlined.
-
-    JAX keeps the derivative of a nested `jit`: of 48 equal layers it then differentiates one, as it does for the
-    functions of `jax.numpy`.
-    """
-
-    def __init__(self):
-        self.jitted: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-        """Evaluates an equation on values and returns its results, always as a list."""
-        if eqn.effects or inner_jaxprs(eqn) or all(not is_traced(value) for value in values):
-            return bind(eqn, values)
-        try:
-            key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx
-            function = self.jitted.get(key)
-        except TypeError:  # a parameter that has no hash
-            return bind(eqn, values)
-        if function is None:
-            function = self.jitted[key] = jax.jit(functools.partial(_bind_only, eqn.primitive, eqn.params), inline=True)
-        with source_context(eqn):
-            result = function(*values)
-        return list(result) if eqn.primitive.multiple_results else [result]
 
 
 def source_line(eqn: JaxprEqn) -> str:

@@ -13,22 +13,23 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
 from zero_jax.core import jaxprs
+from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
-from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.casts import pending, put_off
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array, as_it_is, relative
 from zero_jax.transforms.gather.dots import flat_product
-from zero_jax.transforms.gather.events import GatherEvent, Notes, WideUse
+from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.param_uses import last_use, used_whole
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
+from zero_jax.transforms.gather.regions import Frame, Options, Region
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
@@ -36,53 +37,15 @@ from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, 
 MAX_RECIPE_DEPTH = 50
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """How uses are kept for the backward pass in the region being walked."""
-
-    regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
-    prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
-    ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a walk is to do; `stored_whole` params are only to have their gradients scattered."""
-
-    mesh: Mesh
-    axes: Axes
-    stored_whole: bool
-    regather: bool
-    reduce_dtype: Any
-    max_hoisted_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Region:
-    """A `jax.checkpoint` that is walked: its jaxpr (so that its id stays its own), and which results are pure."""
-
-    jaxpr: Any
-    function: Callable[..., list[Any]]
-    pure: list[bool]
-
-
 class Walk:
     """One walk over one trace of a function."""
 
-    def __init__(
-        self,
-        options: Options,
-        batch_sizes: frozenset[int],
-        events: list[GatherEvent | WideUse] | None,
-        mixed: frozenset[int],
-    ):
-        self.options, self.batch_sizes, self.mixed = options, batch_sizes, mixed
-        self.notes = Notes(events, gathers=not options.stored_whole)
+    def __init__(self, options: Options, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
+        self.options, self.batch_sizes, self.notes, self.mixed = options, batch_sizes, notes, mixed
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
-        self.bind = jaxprs.CachedBind()
-        # Of the regions and uses of equal layers JAX traces and differentiates one.
-        self.regions: dict[Any, Region] = {}
+        self.bind = CachedBind()
+        self.regions: dict[Any, Region] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
@@ -174,15 +137,14 @@ class Walk:
 
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
-        lazy = [value for value in values if isinstance(value, Lazy)]
-        gathers = any(value.is_shard or value.dims is None for value in lazy)
+        gathers = any(value.is_shard or value.dims is None for value in values if isinstance(value, Lazy))
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             region, split = self.gathered(eqn, values)
             return [Value(out, pure) for out in region(*split.arrays)]
         prefix, values = ("", values) if self.notes.records else relative(values)
         region, split = self.gathered(eqn, values)
-        key = (*jaxprs.equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Roots(values).key)
+        key = (*equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Roots(values).key)
         if key not in self.uses:
             self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
         with params_scope(prefix):
@@ -307,8 +269,8 @@ class Walk:
         pure: list[bool] = []
 
         def call(*arrays: Any) -> list[Any]:
-            consts_in = [Value(c, pure=True) for c in consts]
-            outs = self.run(jaxpr, consts_in, split.rebuild(arrays), Frame(regather=False, prevent_cse=False))
+            ins, within = split.rebuild(arrays), Frame(regather=False, prevent_cse=False)
+            outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], ins, within)
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [as_array(out) for out in outs]
 

@@ -4,11 +4,23 @@ XLA keeps the name stack of what an operation was made from in its `op_name`: `z
 path of a leaf, which `gather_scope` puts there, off the all-gather and the reduce-scatter of its gradient.
 """
 
+import contextlib
 import re
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+
+# A path that begins so continues that of the scope `params_scope` around it.
+RELATIVE = "::"
+
+
+def params_scope(path: str) -> AbstractContextManager[Any]:
+    """Returns the scope of a region whose params all have paths that begin with this one; none for an empty path.
+
+    Within it their paths are relative, so that the regions of equal layers are equal, and JAX traces one of them.
+    """
+    return jax.named_scope(f"params:{escaped(path)}") if path else contextlib.nullcontext()
 
 
 def gather_scope(path: str) -> AbstractContextManager[Any]:

@@ -94,13 +94,18 @@ def source_context(eqn: JaxprEqn) -> Iterator[None]:
 
 def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on values and returns its results, always as a list."""
-    params = eqn.primitive.get_bind_params(eqn.params)
+    with source_context(eqn):
+        result = bind_primitive(eqn.primitive, eqn.params, *values)
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
+    """Applies a primitive to values, with the parameters that its equation has."""
+    params = primitive.get_bind_params(params)
     subfuns: Sequence[Any] = ()
     if isinstance(params, tuple):  # releases before 0.10.1 returned the subfunctions apart
         subfuns, params = params
-    with source_context(eqn):
-        result = eqn.primitive.bind(*subfuns, *values, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]
+    return primitive.bind(*subfuns, *values, **params)
 
 
 def source_line(eqn: JaxprEqn) -> str:

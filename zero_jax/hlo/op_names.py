@@ -12,6 +12,8 @@ from zero_jax.hlo.program import Instruction, Program
 _DIFFERENTIATED = "jvp("  # in the name stack of both passes
 # `zero_jax.core.gather_names.gather_scope` puts the path of a param into the name stack like this.
 _GATHER_SCOPE = re.compile(r"gather:([^/()\"]+)")
+# Where its path begins with two colons, it continues that of `params_scope`.
+_PARAMS_SCOPE = re.compile(r"params:([^/()\"]+)")
 
 
 def phase_of(op_name: str) -> str:
@@ -24,6 +26,8 @@ def phase_of(op_name: str) -> str:
 def gathered_path(op_name: str) -> str | None:
     """Returns the path in the innermost gather scope of an `op_name`, escaped, or None."""
     paths = _GATHER_SCOPE.findall(op_name)
+    if paths and paths[-1].startswith("::"):
+        return "".join(_PARAMS_SCOPE.findall(op_name)[-1:]) + paths[-1][2:]
     return paths[-1] if paths else None
 
 

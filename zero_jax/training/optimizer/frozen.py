@@ -15,7 +15,7 @@ import optax
 
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
 from zero_jax.core.tree import PyTree
-from zero_jax.training.optimizer.update import call_update
+from zero_jax.training.optimizer.update import abstract_update
 
 # Zeros stay zeros in these.
 _MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())
@@ -62,7 +62,7 @@ def _update(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[Callable[[list[
 
     def update(flat: list[Any]) -> Any:
         grads, opt, old = flat[:num], flat[num : num + len(opt_leaves)], flat[num + len(opt_leaves) :]
-        return call_update(tx, tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old))
+        return abstract_update(tx, tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old))
 
     return update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
 

@@ -112,6 +112,18 @@ def update_if(
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
+def abstract_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Calls an optimizer's update for its shapes and dependencies alone; JAX traces it once for all such calls."""
+    try:
+        hash(tx)
+    except TypeError:
+        return call_update(tx, grads, opt_state, params)
+    return _jitted_update(tx, grads, opt_state, params)
+
+
+_jitted_update = jax.jit(call_update, static_argnums=0)
+
+
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     """Returns an optimizer's first state, with the leaves and dtypes that it has after an update.
 
@@ -125,7 +137,7 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     before = jax.eval_shape(lambda x: x, state)
     settled = before
     for _ in range(3):  # a wider leaf may widen others
-        after = jax.eval_shape(lambda old, p: call_update(tx, p, old, p)[1], settled, params)
+        after = jax.eval_shape(lambda old, p: abstract_update(tx, p, old, p)[1], settled, params)
         shapes, wider = _described(settled), _widened(settled, after)
         if _described(wider) == shapes:
             break
@@ -134,7 +146,7 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
         return state
     first = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     names, (leaves, tree) = leaf_names(settled), jax.tree.flatten(settled)
-    update = lambda flat: jax.tree.leaves(call_update(tx, params, tree.unflatten(flat), params))  # noqa: E731
+    update = lambda flat: jax.tree.leaves(abstract_update(tx, params, tree.unflatten(flat), params))  # noqa: E731
     read = dict(zip(names, used_inputs(update, leaves), strict=True))
     odd = [name for name in names if name not in first and read[name]] + [name for name in first if name not in names]
     if odd:

@@ -127,7 +127,8 @@ def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh:
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    expected = jax.eval_shape(lambda params: init_opt_state(tx, params), trainable(state.masters))
+    shapes_of = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    expected = jax.eval_shape(lambda params: init_opt_state(tx, params), shapes_of(trainable(state.masters)))
     names, wanted = leaf_names(state.opt_state), leaf_names(expected)
     shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
     wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]

@@ -91,19 +91,42 @@ class EqnSequence:
 
     def are_blocks(self, run: Sequence[int]) -> bool:
         """Tells whether each turn takes something of the turn before and has params that no other turn has."""
-        made: set[Any] = set()
-        params: list[set[Hashable]] = []
-        for start, stop in itertools.pairwise(run):
-            eqns = [self.jaxpr.eqns[i] for i in self.eqns[start:stop]]
-            read = [atom for eqn in eqns for atom in eqn.invars if not jaxprs.is_literal(atom)]
-            if made and made.isdisjoint(read):
+        reads, parts = self.float_reads, self.param_parts
+        for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
+            maker, _ = reads[:, slice(*np.searchsorted(reads[1], (start, stop)))]
+            if not ((before <= maker) & (maker < start)).any() and self.makes_floats(before, start):
                 return False
-            made = {var for eqn in eqns for var in eqn.outvars if _is_float(var.aval)}
-            params.append(
-                {self.origins[atom].part for atom in read if atom in self.origins and self.origins[atom].params}
-            )
+        bounds = [slice(*np.searchsorted(parts[0], pair)) for pair in itertools.pairwise(run)]
+        params = [set(parts[1, turn].tolist()) for turn in bounds]
         uses = collections.Counter(key for keys in params for key in keys)
-        return bool(made) and all(any(uses[key] == 1 for key in keys) for keys in params)
+        return self.makes_floats(*run[-2:]) and all(any(uses[key] == 1 for key in keys) for keys in params)
+
+    def makes_floats(self, start: int, stop: int) -> bool:
+        """Tells whether the equations between two places make floating values."""
+        return any(_is_float(var.aval) for i in self.eqns[start:stop] for var in self.jaxpr.eqns[i].outvars)
+
+    @functools.cached_property
+    def float_reads(self) -> np.ndarray:
+        """The places where floating values are made (first row) and read (second row), by where they are read."""
+        made_at: dict[Any, int] = {}
+        pairs: list[tuple[int, int]] = []
+        for place, i in enumerate(self.eqns):
+            eqn = self.jaxpr.eqns[i]
+            variables = {atom for atom in eqn.invars if not jaxprs.is_literal(atom)}
+            pairs += [(made_at[var], place) for var in variables if var in made_at]
+            made_at.update((var, place) for var in eqn.outvars if _is_float(var.aval))
+        return np.asarray(pairs, np.int64).reshape(-1, 2).T
+
+    @functools.cached_property
+    def param_parts(self) -> np.ndarray:
+        """The places where params are used (first row) and the numbers of the parts of them that are (second row)."""
+        numbers: dict[Hashable, int] = {}
+        pairs: list[tuple[int, int]] = []
+        for place in self.users.tolist():
+            variables = [x for x in self.jaxpr.eqns[self.eqns[place]].invars if not jaxprs.is_literal(x)]
+            used = [self.origins[var] for var in variables if var in self.origins]
+            pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used if x.params]
+        return np.asarray(pairs, np.int64).reshape(-1, 2).T
 
     def weights(self, start: int, stop: int) -> collections.Counter[int]:
         """Returns how often each equation is there between two places, times how many equations are in it."""

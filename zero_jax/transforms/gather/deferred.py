@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from zero_jax.core.gather_names import RELATIVE
 from zero_jax.sharding.spec import Dims
 
 
@@ -42,6 +44,11 @@ class Lazy:
         return array if self.cast is None else array.astype(self.cast)
 
 
+def as_it_is(array: Any) -> Any:
+    """The recipe of what is its own root."""
+    return array
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """An ordinary value; `pure` if it was made of params and constants alone."""
@@ -71,6 +78,17 @@ class Roots:
                     self.arrays.append(root)
                 self.places[-1].append(seen[id(root)])
 
+    @property
+    def key(self) -> Hashable:
+        """What the values are, whatever their arrays: equal where the same is done with them."""
+
+        def described(value: Lazy | Value) -> Hashable:
+            if isinstance(value, Value):
+                return type(value), value.pure
+            return value.build, value.aval, value.path, value.dims, value.depth, value.cast
+
+        return tuple((*places, described(v)) for v, places in zip(self.values, self.places, strict=True))
+
     def spread(self, flags: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
         """Returns flags of the values as flags of the arrays: an array of several values has it if one of them does."""
         if isinstance(flags, bool):
@@ -90,6 +108,20 @@ class Roots:
             else dataclasses.replace(value, array=roots[0])
             for value, roots in self.assign(arrays)
         ]
+
+
+def relative(values: Sequence[Lazy | Value]) -> tuple[str, list[Lazy | Value]]:
+    """Returns what the paths of params begin with, and the values with paths that continue it."""
+    paths = {value.path for value in values if isinstance(value, Lazy)}
+    parents = [[f"{part}/" for part in path.split("/")[:-1]] for path in paths]
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
+    prefix = "".join(parts[0] for parts in same).removesuffix("/")
+    if not prefix or any(" and " in path or path.startswith(RELATIVE) for path in paths):
+        return "", list(values)
+    return prefix, [
+        dataclasses.replace(v, path=RELATIVE + v.path.removeprefix(prefix)) if isinstance(v, Lazy) else v
+        for v in values
+    ]
 
 
 def as_array(value: Lazy | Value) -> Any:

@@ -72,14 +72,19 @@ class GatherReport:
 
 @dataclasses.dataclass(frozen=True)
 class Notes:
-    """Where a walk notes its events; `gathers` tells whether the params are sharded at all."""
+    """Where a walk notes its events, if anywhere; `gathers` tells whether the params are sharded at all."""
 
-    events: list[GatherEvent | WideUse]
+    events: list[GatherEvent | WideUse] | None
     gathers: bool
+
+    @property
+    def records(self) -> bool:
+        """Whether each event has to be noted, with the full path of its param."""
+        return self.events is not None
 
     def gather(self, value: Lazy, eqn: Any, reason: str, *, early: bool) -> None:
         """Notes a gather."""
-        if self.gathers and (value.is_shard or (early and value.dims is None)):
+        if self.events is not None and self.gathers and (value.is_shard or (early and value.dims is None)):
             num_bytes = value.aval.size * value.aval.dtype.itemsize
             where = source_line(eqn)
             event = GatherEvent(path=value.path, where=where, reason=reason, early=early, gathered_bytes=num_bytes)
@@ -87,6 +92,8 @@ class Notes:
 
     def wide(self, value: Lazy, eqn: Any) -> None:
         """Notes a use if it computes in a wider dtype than the param's."""
+        if self.events is None:
+            return
         dtypes = [atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")]
         used = max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=_size, default=None)
         own = min((root.dtype for root in value.roots), key=_size, default=value.aval.dtype)

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_jax.core import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is
 from zero_jax.transforms.passthrough import is_float, moves_elements
 
 
@@ -138,7 +138,7 @@ class Ordering:
             return value
         if value.dims is None:
             return None
-        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=lambda x: x, depth=0)
+        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=as_it_is, depth=0)
 
 
 def _made_of_params(jaxpr: Any, values: Sequence[Lazy | Value]) -> dict[Any, frozenset[int]]:

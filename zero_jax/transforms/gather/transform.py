@@ -25,10 +25,11 @@ from zero_jax.core.variables import variable_names
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.spec import carries, named
-from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
-from zero_jax.transforms.gather.events import GatherEvent, GatherReport, WideUse
+from zero_jax.transforms.gather.deferred import Lazy, Value, as_array, as_it_is
+from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
-from zero_jax.transforms.gather.walk import Frame, Options, Walk
+from zero_jax.transforms.gather.regions import Frame, Options
+from zero_jax.transforms.gather.walk import Walk
 from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
@@ -114,11 +115,11 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
-    def run(events: list[GatherEvent | WideUse], params: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
         marked = _mark(params, specs, options)
         mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
-        walk = Walk(options, _batch_sizes(values), events, mixed)
+        walk = Walk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
         frame = Frame(regather=options.regather, prevent_cse=True, ends_forward=True)
@@ -130,7 +131,7 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
 
     @functools.wraps(fn)
     def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return run([], params, *args, **kwargs)
+        return run(None, params, *args, **kwargs)
 
     transformed.__wrapped_with_events__ = run  # type: ignore[attr-defined]
     return transformed
@@ -157,9 +158,9 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
             shard = Chain((named(options.mesh, dims),))
             with gather_scope(name):
                 root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
-            marked.append(Lazy((root,), lambda x: x, aval, name, dims))
+            marked.append(Lazy((root,), as_it_is, aval, name, dims))
         elif options.reduce_dtype is not None and is_float(aval) and aval.ndim > 1:
-            marked.append(Lazy((leaf,), lambda x: x, aval, name, ((),) * aval.ndim))
+            marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, pure=True))
     return marked

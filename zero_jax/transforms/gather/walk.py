@@ -13,22 +13,23 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh
 
 from zero_jax.core import jaxprs
-from zero_jax.core.gather_names import gather_scope
+from zero_jax.core.cached_bind import CachedBind, equation_key
+from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
-from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.casts import pending, put_off
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array, as_it_is, relative
 from zero_jax.transforms.gather.dots import flat_product
-from zero_jax.transforms.gather.events import GatherEvent, Notes, WideUse
+from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.param_uses import last_use, used_whole
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
+from zero_jax.transforms.gather.regions import Frame, Options, Region
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
@@ -36,37 +37,16 @@ from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, 
 MAX_RECIPE_DEPTH = 50
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """How uses are kept for the backward pass in the region being walked."""
-
-    regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
-    prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
-    ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a walk is to do; `stored_whole` params are only to have their gradients scattered."""
-
-    mesh: Mesh
-    axes: Axes
-    stored_whole: bool
-    regather: bool
-    reduce_dtype: Any
-    max_hoisted_bytes: int
-
-
 class Walk:
     """One walk over one trace of a function."""
 
-    def __init__(
-        self, options: Options, batch_sizes: frozenset[int], events: list[GatherEvent | WideUse], mixed: frozenset[int]
-    ):
-        self.options, self.batch_sizes, self.mixed = options, batch_sizes, mixed
-        self.notes = Notes(events, gathers=not options.stored_whole)
+    def __init__(self, options: Options, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
+        self.options, self.batch_sizes, self.notes, self.mixed = options, batch_sizes, notes, mixed
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
+        self.bind = CachedBind()
+        self.regions: dict[Any, Region] = {}  # of those of equal layers JAX traces and differentiates one
+        self.uses: dict[Any, Callable[..., list[Any]]] = {}
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
             "pjit": self.inline,
@@ -99,7 +79,7 @@ class Walk:
                 outs = handler(eqn, values, frame if eqn is last else within)
             else:
                 pure = all(value.pure for value in values)  # type: ignore[union-attr]
-                outs = [Value(out, pure) for out in jaxprs.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
+                outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
             env.update(zip(eqn.outvars, outs, strict=True))
 
         ordering = Ordering(jaxpr, ins)
@@ -157,6 +137,21 @@ class Walk:
 
     def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
+        gathers = any(value.is_shard or value.dims is None for value in values if isinstance(value, Lazy))
+        pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
+            region, split = self.gathered(eqn, values)
+            return [Value(out, pure) for out in region(*split.arrays)]
+        prefix, values = ("", values) if self.notes.records else relative(values)
+        region, split = self.gathered(eqn, values)
+        key = (*equation_key(eqn), id(eqn) in self.mixed, frame.prevent_cse, Roots(values).key)
+        if key not in self.uses:
+            self.uses[key] = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
+        with params_scope(prefix):
+            return [Value(out, pure) for out in self.uses[key](*split.arrays)]
+
+    def gathered(self, eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], Roots]:
+        """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
         split, dtype, pin = Roots(inputs), self.options.reduce_dtype, id(eqn) in self.mixed
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
@@ -166,17 +161,13 @@ class Walk:
             pairs = split.assign(arrays)
             made = [self.whole(v, *roots, pin=pin) if isinstance(v, Lazy) else roots[0] for v, roots in pairs]
             if not weights:
-                return evaluate(made, jaxprs.bind)
+                return evaluate(made, self.bind)
             (place,) = weights
             value, roots = pairs[place]
             weight = self.whole(value, *roots, dtype=dtype, pin=pin)
             return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight)])
 
-        gathers = any(value.is_shard or value.dims is None for _, value in lazy)
-        if gathers and frame.regather and not frame.ends_forward and not eqn.effects:
-            region = jax.checkpoint(region, prevent_cse=frame.prevent_cse)
-        pure = all(isinstance(value, Lazy) or value.pure for value in values)
-        return [Value(out, pure) for out in region(*split.arrays)]
+        return region, split
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
@@ -244,7 +235,7 @@ class Walk:
             return [*made]
         if made[0].dims is None:
             return [Value(as_array(value), pure=True) for value in made]
-        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=lambda x: x, depth=0) for v in made]
+        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=as_it_is, depth=0) for v in made]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
@@ -261,21 +252,30 @@ class Walk:
         """The user's own `jax.checkpoint`: gathers inside it, keeps its policy."""
         del frame
         (inner,) = jaxprs.inner_jaxprs(eqn)
-        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        prefix, values = ("", values) if self.notes.records else relative(values)
         split = Roots(values)
+        policy, prevent_cse = eqn.params["policy"], split.spread(eqn.params["prevent_cse"])
+        key = (id(inner), policy, prevent_cse, split.key)
+        if self.notes.records or key not in self.regions:
+            self.regions[key] = self.region(inner, split, policy, prevent_cse)
+        region = self.regions[key]
+        with jaxprs.source_context(eqn), params_scope(prefix):
+            outs = region.function(*split.arrays)
+        return [Value(out, is_pure) for out, is_pure in zip(outs, region.pure, strict=True)]
+
+    def region(self, inner: Any, split: Roots, policy: Any, prevent_cse: Any) -> Region:
+        """Returns a `jax.checkpoint` of a walk over a jaxpr."""
+        jaxpr, consts = jaxprs.open_jaxpr(inner)
         pure: list[bool] = []
 
-        def region(*arrays: Any) -> list[Any]:
-            ins = split.rebuild(arrays)
-            consts_in = [Value(c, pure=True) for c in consts]
-            outs = self.run(jaxpr, consts_in, ins, Frame(regather=False, prevent_cse=False))
+        def call(*arrays: Any) -> list[Any]:
+            ins, within = split.rebuild(arrays), Frame(regather=False, prevent_cse=False)
+            outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], ins, within)
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [as_array(out) for out in outs]
 
-        policy, prevent_cse = jaxprs.refuse_gathered(eqn.params["policy"]), split.spread(eqn.params["prevent_cse"])
-        with jaxprs.source_context(eqn):
-            outs = jax.checkpoint(region, prevent_cse=prevent_cse, policy=policy)(*split.arrays)
-        return [Value(out, is_pure) for out, is_pure in zip(outs, pure, strict=True)]
+        function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=jaxprs.refuse_gathered(policy))
+        return Region(jaxpr=inner, function=function, pure=pure)
 
     def cond(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
         """Gathers inside the branch that uses a param."""
@@ -330,7 +330,7 @@ class Walk:
             if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
                 arrays.append(value.build(*value.roots))
                 aval = var.aval.update(dtype=value.aval.dtype)
-                slices.append(Lazy((), lambda x: x, aval, value.path, value.dims[1:], cast=value.cast))
+                slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast))
             else:
                 whole = self.before(value, eqn, "scan over its sharded dim")
                 arrays.append(whole.array)
@@ -359,7 +359,7 @@ class Walk:
             else:
                 # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
                 root = self.whole(value, *value.roots)
-                consts.append(Lazy((root,), lambda x: x, jax.typeof(root), value.path, ((),) * root.ndim))
+                consts.append(Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim))
         return consts
 
     def copies(self, value: Lazy) -> jax.Array:

@@ -1,0 +1,41 @@
+"""What a walk that gathers params is to do: in all of a function, and in the region that it is in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from zero_jax.sharding.mesh import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """How uses are kept for the backward pass in the region being walked."""
+
+    regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
+    prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
+    ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a walk is to do; `stored_whole` params are only to have their gradients scattered."""
+
+    mesh: Mesh
+    axes: Axes
+    stored_whole: bool
+    regather: bool
+    reduce_dtype: Any
+    max_hoisted_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """A `jax.checkpoint` that is walked: its jaxpr (so that its id stays its own), and which results are pure."""
+
+    jaxpr: Any
+    function: Callable[..., list[Any]]
+    pure: list[bool]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.core.subcalls import equations_of
 from zero_jax.sharding.spec import Dims
 
 # Results that are their input under another shape.
@@ -47,8 +47,7 @@ class Laid:
 
 def is_heavy(eqn: Any) -> bool:
     """Tells whether an equation, or one that it calls, leaves its results in memory."""
-    inner = (open_jaxpr(jaxpr)[0] for jaxpr in inner_jaxprs(eqn))
-    return eqn.primitive.name in HEAVY or any(is_heavy(one) for jaxpr in inner for one in jaxpr.eqns)
+    return any(each.primitive.name in HEAVY for each in equations_of(eqn))
 
 
 def is_elementwise(eqn: Any) -> bool:

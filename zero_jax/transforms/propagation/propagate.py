@@ -12,14 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
+from zero_jax.core.jaxprs import is_literal, is_on_host, name_stack, open_jaxpr, source_line
+from zero_jax.core.passes import fixed_point
+from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.spec import Dims, without
 from zero_jax.transforms.propagation.alive import Alive
 from zero_jax.transforms.propagation.kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
 from zero_jax.transforms.propagation.rules import RULES, merge
-
-_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-_MAX_ROUNDS = 4  # after which a loop's carry is taken to lie as it last came out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,15 +202,18 @@ class _Walk:
 
     def equation(self, eqn: Any, env: dict[Any, Laid]) -> tuple[list[Laid], float]:
         """Carries one equation's inputs through it."""
-        name = eqn.primitive.name
-        if name in _CALLS and (inner := inner_jaxprs(eqn)):
-            return self.call(eqn, inner[0], env)
+        name, sub = eqn.primitive.name, subcall(eqn)
+        kind = None if sub is None else sub.kind
+        if sub is not None and kind in CALLS:
+            return self.call(eqn, sub.jaxpr, env)
         self.settle_inputs(eqn, env)
         inputs = [self.read(env, atom) for atom in eqn.invars]
-        if name == "scan":
-            return self.scan(eqn, inputs)
-        if name in ("while", "cond"):
-            return self.branches(eqn, inputs)
+        if sub is not None and kind == "scan":
+            return self.scan(eqn, sub, inputs)
+        if sub is not None and kind == "while":  # its body counts once
+            return self.run(open_jaxpr(sub.jaxpr)[0], inputs[sub.num_test_consts :])
+        if sub is not None and kind == "cond":
+            return self.branches(sub, inputs)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
         try:
             outs = rule(self, eqn, inputs) if rule else self.opaque(eqn, inputs)
@@ -254,8 +256,6 @@ class _Walk:
         """Goes into a call; what it sums is summed outside too."""
         opened, _ = open_jaxpr(jaxpr)
         inputs = [self.read(env, atom) for atom in eqn.invars]
-        if len(opened.invars) != len(inputs):
-            return self.opaque(eqn, inputs), 0.0
         inner: dict[Any, Laid] = {}
         outs, peak = self.run(opened, inputs, env=inner)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
@@ -263,46 +263,39 @@ class _Walk:
                 env[atom] = inner[var]
         return outs, peak
 
-    def scan(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
+    def scan(self, eqn: Any, sub: Subcall, inputs: list[Laid]) -> tuple[list[Laid], float]:
         """Goes into a scan's body until its carry comes out as it went in."""
-        parts = scan_parts(eqn)
-        opened, _ = open_jaxpr(parts.jaxpr)
-        first = parts.num_consts + parts.num_carry
-        consts, carry, slices = inputs[: parts.num_consts], inputs[parts.num_consts : first], inputs[first:]
-        for x, atom in zip(slices, eqn.invars[first:], strict=True):
+        opened, _ = open_jaxpr(sub.jaxpr)
+        consts, carry, slices = sub.split(inputs)
+        for x, atom in zip(slices, sub.split(eqn.invars)[2], strict=True):
             if x.dims[0]:
                 self.gather(x, atom.aval, x.dims[0])
         slices = [dataclasses.replace(x, dims=x.dims[1:]) for x in slices]
-        of_params = zip(opened.invars[first:], slices, strict=True)
+        of_params = zip(sub.split(opened.invars)[2], slices, strict=True)
         taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
         self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
-        carried = opened.outvars[: parts.num_carry]
-        outer, moves, unknown = self.times, len(self.moves), self.unknown
-        self.times *= parts.length
-        for last in (*(False,) * (_MAX_ROUNDS - 1), True):
+        outer, moves, unknown, peak = self.times, len(self.moves), self.unknown, 0.0
+        self.times *= sub.length
+
+        def body(carry: list[Laid]) -> list[Laid]:
+            nonlocal peak
             del self.moves[moves:]
             self.unknown = unknown
             outs, peak = self.run(opened, [*consts, *carry, *slices])
-            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
-            joined = [_joined(x, out) for x, out in zip(carry, outs, strict=False)]
-            if joined == carry or last:
-                break
-            carry = joined
-        for x, out, var in zip(carry, outs, carried, strict=False):
+            return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+
+        carry, outs = fixed_point(body, carry, _joined)
+        for x, out, var in zip(carry, outs, opened.outvars, strict=False):
             if lost := [axis for dim, new in zip(x.dims, out.dims, strict=True) for axis in new if axis not in dim]:
                 self.gather(out, var.aval, lost)
         self.times = outer
-        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[parts.num_carry :]]
+        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[sub.num_carry :]]
         return [*carry, *stacked], peak
 
-    def branches(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
-        """Goes into the branch of a `cond` that moves most, or once into the body of a `while`."""
-        if eqn.primitive.name == "while":
-            skipped = eqn.params["cond_nconsts"]
-            opened, _ = open_jaxpr(eqn.params["body_jaxpr"])
-            return self.run(opened, inputs[skipped:])
+    def branches(self, sub: Subcall, inputs: list[Laid]) -> tuple[list[Laid], float]:
+        """Goes into the branch of a `cond` that moves most."""
         moves, best = len(self.moves), None
-        for branch in eqn.params["branches"]:
+        for branch in sub.branches:
             opened, _ = open_jaxpr(branch)
             outs, peak = self.run(opened, inputs[1:])
             outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import equations_of
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
@@ -186,9 +187,7 @@ def _of_activations(eqn: Any, marks: dict[Any, Mark]) -> bool:
 
 
 def _exponentiates(eqn: Any) -> bool:
-    if eqn.primitive.name in ("exp", "exp2"):
-        return True
-    return any(_exponentiates(e) for inner in jaxprs.inner_jaxprs(eqn) for e in jaxprs.open_jaxpr(inner)[0].eqns)
+    return any(each.primitive.name in ("exp", "exp2") for each in equations_of(eqn))
 
 
 def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:

@@ -13,9 +13,10 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import equations
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
-from zero_jax.transforms.remat.regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
+from zero_jax.transforms.remat.regions import REMAT, Region, Setting, evaluate, evaluate_eqn, flat
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
 

@@ -14,8 +14,8 @@ from zero_jax.core.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxp
 
 T = TypeVar("T")
 
-# Primitives that evaluate one jaxpr on all of their operands, and return its results.
-_CALLS = {
+# By the name of the primitive; `pjit`, `core_call` and `checkpoint` are none since JAX 0.10.
+KINDS = {
     "jit": "call",
     "closed_call": "call",  # made by `jax.lax` for remat policies in loops; JAX 0.12 calls it `eval_jaxpr`
     "eval_jaxpr": "call",
@@ -24,6 +24,9 @@ _CALLS = {
     "custom_vjp_call": "custom_vjp",
     "custom_vmap_call": "custom_vmap",
     "shard_map": "shard_map",
+    "scan": "scan",
+    "while": "while",
+    "cond": "cond",
 }
 # The kinds whose jaxpr makes the values of the results, whatever else they do.
 CALLS = frozenset({"call", "sharded_call", "remat", "custom_jvp", "custom_vjp"})
@@ -68,11 +71,10 @@ class Subcall:
 
 def subcall(eqn: Any) -> Subcall | None:
     """Returns the jaxprs that an equation runs; None for an operation, whatever it holds."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        (jaxpr,) = inner_jaxprs(eqn)
-        return Subcall(kind="sharded_call" if has_explicit_shardings(eqn) else _CALLS[name], jaxpr=jaxpr)
-    if name == "scan":
+    kind, params = KINDS.get(eqn.primitive.name), eqn.params
+    if kind is None:
+        return None
+    if kind == "scan":
         parts = scan_parts(eqn)
         return Subcall(
             kind="scan",
@@ -82,7 +84,7 @@ def subcall(eqn: Any) -> Subcall | None:
             length=parts.length,
             reverse=parts.reverse,
         )
-    if name == "while":
+    if kind == "while":
         skipped, num_consts = params["cond_nconsts"], params["body_nconsts"]
         return Subcall(
             kind="while",
@@ -92,7 +94,10 @@ def subcall(eqn: Any) -> Subcall | None:
             num_consts=num_consts,
             num_carry=len(eqn.invars) - skipped - num_consts,
         )
-    return Subcall(kind="cond", branches=tuple(params["branches"])) if name == "cond" else None
+    if kind == "cond":
+        return Subcall(kind="cond", branches=tuple(params["branches"]))
+    (jaxpr,) = inner_jaxprs(eqn)
+    return Subcall(kind="sharded_call" if has_explicit_shardings(eqn) else kind, jaxpr=jaxpr)
 
 
 def equations(jaxpr: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:

@@ -15,12 +15,11 @@ from relation_cases import PROGRAMS, random_programs
 from zero_jax.core.subcalls import KINDS, equations
 from zero_jax.transforms import microbatch_weights as weights
 from zero_jax.transforms import passthrough
-from zero_jax.transforms.propagation import kinds as spread_kinds
-from zero_jax.transforms.propagation import rules as spread_rules
+from zero_jax.transforms.propagation import kinds, rules
 from zero_jax.transforms.separable.pair import Pair
 from zero_jax.transforms.separable.relations import SAME, Kind, rows
 from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
-from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, Comparison
+from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, TraceComparison
 
 PARTS, SMALL, LARGE = 2, 4, 8
 # Primitives of one supported release only.
@@ -70,7 +69,7 @@ def all_primitives():
 def test_names_in_lists_are_primitives():
     lists = {
         "passthrough": passthrough.ELEMENTWISE | passthrough._MOVES | passthrough.REDUCTIONS | set(passthrough._RULES),
-        "spread": set(spread_rules.RULES) | spread_kinds.HEAVY | spread_kinds.KEEPS_PARTIAL,
+        "propagation": set(rules.RULES) | kinds.HEAVY | kinds.KEEPS_PARTIAL,
         "weights": weights._KEEP_WEIGHT,
         "relations": RULED | KEEPS | set(SIZED),
         "subcalls": set(KINDS),
@@ -118,7 +117,7 @@ def cases(program):
         except (TypeError, ValueError, AssertionError, IndexError):
             continue  # shapes that do not go together
         inputs = [SAME if d is None else rows(d) for d in dims]
-        yield dims, whole, parts, traces, Comparison(PARTS).run(*traces, inputs)
+        yield dims, whole, parts, traces, TraceComparison(PARTS).run(*traces, inputs)
 
 
 def check(relation, whole, parts, divisors, label):
@@ -181,7 +180,7 @@ def test_every_primitive_is_exercised_or_refused():
             )
             for x in aval
         ]
-        (found,) = Comparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
+        (found,) = TraceComparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
         assert found.kind is Kind.UNKNOWN and repr(name) in found.why
 
 

@@ -1,4 +1,4 @@
-"""How a value lies on a mesh, and the kinds of primitives that make one of others."""
+"""The sharding of a traced value, and kinds of primitives."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HEAVY = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Laid:
-    """How a value lies on a mesh.
+class ValueSharding:
+    """The sharding of a traced value, whose sum over some axes may still be due.
 
     Attributes:
-      dims: the axes of each dim.
-      partial: the axes over which each device holds a part of a sum.
+      dims: the mesh axes that each dim is sharded over.
+      partial: the axes over which each device has a part of a sum.
       itemsize: bytes of an element of such a sum when it was made; 0 for the value's own.
       varies: whether it depends on more than the params.
     """
@@ -41,7 +41,7 @@ class Laid:
 
     @property
     def axes(self) -> set[str]:
-        """All axes that the value is cut over."""
+        """All axes that the value is sharded over."""
         return {axis for dim in self.dims for axis in dim}
 
 

@@ -33,7 +33,7 @@ REMAT = ("remat2",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class RematSetting:
     """What a transform is to do, and for which mesh; `batch_sizes` tell the dims of examples."""
 
     remat: Remat
@@ -91,7 +91,7 @@ class Region:
       own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
     """
 
-    setting: Setting
+    setting: RematSetting
     jaxpr: Any
     consts: Sequence[Any]
     marks: Sequence[Mark]

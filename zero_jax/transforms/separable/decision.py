@@ -24,7 +24,7 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separable.relations import SAME, Kind, Relation, rows
-from zero_jax.transforms.separable.walk import Comparison
+from zero_jax.transforms.separable.walk import TraceComparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class _Traces:
         inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
         inputs += [SAME] * len(jax.tree.leaves(self.key))
-        loss, weight = Comparison(num_parts).run(*traces, inputs)
+        loss, weight = TraceComparison(num_parts).run(*traces, inputs)
         return _why_no_mean(
             loss, weight, named=loss_weight not in ("auto", None), trusted=trusted and loss_weight is None
         )

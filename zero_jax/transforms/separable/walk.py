@@ -21,6 +21,7 @@ from zero_jax.transforms.separable.relations import SAME, Kind, Refused, Relatio
 from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
+_COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
 _WHY = {
     "mixed": "examples of a batch are mixed at {}",
@@ -31,7 +32,7 @@ _WHY = {
 _ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration)
 
 
-class Comparison:
+class TraceComparison:
     """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it."""
 
     def __init__(self, num_parts: int):
@@ -351,17 +352,15 @@ class Comparison:
         return [x.of_elements() for x in solved]
 
 
-_SPECIAL: dict[str, Callable[[Comparison, Pair, list[Relation]], list[Relation]]] = {
-    "scan": Comparison.scan,
-    "while": Comparison.while_loop,
-    "cond": Comparison.cond,
-    "shard_map": Comparison.shard_map,
-    **dict.fromkeys(
-        "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter".split(), Comparison.collective
-    ),
-    "custom_jvp": Comparison.custom_jvp,
-    "custom_vjp": Comparison.custom_vjp,
-    "custom_linear_solve": Comparison.linear_solve,
+_SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relation]]] = {
+    "scan": TraceComparison.scan,
+    "while": TraceComparison.while_loop,
+    "cond": TraceComparison.cond,
+    "shard_map": TraceComparison.shard_map,
+    **dict.fromkeys(_COLLECTIVES, TraceComparison.collective),
+    "custom_jvp": TraceComparison.custom_jvp,
+    "custom_vjp": TraceComparison.custom_vjp,
+    "custom_linear_solve": TraceComparison.linear_solve,
 }
 
 

@@ -346,7 +346,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Tells whether a value of a trace lies in host memory."""
+    """Tells whether a traced value is in host memory."""
     return "host" in str(getattr(aval, "memory_space", "")).lower()
 
 

@@ -1,4 +1,4 @@
-"""Products whose factor XLA keeps whole on each device, though it is made of the batch: its examples were mixed.
+"""Products whose factor XLA leaves unsharded, though it is made of the batch: its examples were mixed.
 
 After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
 so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
@@ -15,7 +15,7 @@ from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
 from zero_jax.transforms.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
 
-# How a value depends on the examples: an int is the dim that they are along, and that XLA cuts.
+# How a value depends on the examples: an int is the dim of the examples, which XLA shards.
 UNKNOWN, FREE, MIXED = "unknown", "free", "mixed"
 State = int | str
 
@@ -24,7 +24,7 @@ _CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"
 
 
 def mixed_products(jaxpr: Any, inputs: Sequence[State]) -> frozenset[int]:
-    """Returns the `id`s of the products of params with what every device has whole; "unknown" counts as cut.
+    """Returns the `id`s of the products of params with unsharded values; "unknown" counts as sharded.
 
     Args:
       jaxpr: open or closed.
@@ -74,7 +74,7 @@ class _Mixing(Pass[State]):
 
 
 def _is_ragged(eqn: Any) -> bool:
-    """Tells whether it is a product over groups of rows, which XLA does not cut (unless there is a dim of batches)."""
+    """Tells whether it is a product over groups of rows, which XLA does not shard (unless it has batch dims)."""
     if not eqn.primitive.name.startswith("ragged_dot"):
         return False
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
@@ -85,7 +85,7 @@ def _is_ragged(eqn: Any) -> bool:
 
 
 def _merge(eqn: Any, states: Sequence[State]) -> State:
-    """Elementwise: XLA cuts all factors as it cuts any."""
+    """Elementwise: XLA shards all operands as it shards any."""
     dims = {state for state in states if isinstance(state, int)}
     if dims:
         return dims.pop() if len(dims) == 1 else UNKNOWN
@@ -129,7 +129,7 @@ def _reduced(eqn: Any, states: Sequence[State]) -> State:
 
 
 def _sorted(eqn: Any, states: Sequence[State]) -> State:
-    """XLA sorts a row of all examples whole on each device; of several rows it may give each device some."""
+    """XLA sorts a row of all examples on each device; of several rows it may give each device some."""
     state = _merge(eqn, states)
     if not isinstance(state, int):
         return state

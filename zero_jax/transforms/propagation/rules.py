@@ -222,9 +222,9 @@ def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueShar
         if not is_pair:
             smaller = min((0, 1), key=lambda s: walk.local_bytes(avals[s], sides[s]))
             sides[smaller] = walk.gather(sides[smaller], avals[smaller], (axis,))
-    lay = lambda pairs: [_union(sides[0].dims[i], sides[1].dims[j]) for i, j in zip(*pairs, strict=True)]  # noqa: E731
-    summed = tuple(dict.fromkeys(a for dim in lay(contract) for a in dim))
-    dims = (*lay(batch), *(sides[0].dims[i] for i in free[0]), *(sides[1].dims[i] for i in free[1]))
+    shard = lambda pairs: [_union(sides[0].dims[i], sides[1].dims[j]) for i, j in zip(*pairs, strict=True)]  # noqa: E731
+    summed = tuple(dict.fromkeys(a for dim in shard(contract) for a in dim))
+    dims = (*shard(batch), *(sides[0].dims[i] for i in free[0]), *(sides[1].dims[i] for i in free[1]))
     return [_partial(walk, dims, summed, eqn)]
 
 

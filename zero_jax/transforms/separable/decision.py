@@ -81,7 +81,7 @@ def separability(
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
     names = set(_operations(trace))
     convolves = local and "conv_general_dilated" in names
-    if local and lays_over(trace, axes.batch):
+    if local and shards_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
     elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
@@ -168,7 +168,7 @@ def _operations(jaxpr: Any) -> list[str]:
     return [eqn.primitive.name for eqn in equations(jaxpr, skip=moves)]
 
 
-def lays_over(jaxpr: Any, axes: Sequence[str]) -> bool:
+def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
     for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
         specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]

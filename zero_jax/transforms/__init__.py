@@ -2,7 +2,7 @@
 
 `gather/` gathers each sharded param where it is used, `remat/` recomputes blocks in the backward pass, `separable/`
 decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every value,
-`blocks/` finds the layers of a Python loop. All walk jaxprs through `zero_jax.core.jaxprs`.
+`blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
 """
 
 from zero_jax.transforms.flops import count_flops, forward_flops

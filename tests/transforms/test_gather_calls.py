@@ -382,3 +382,14 @@ def test_slices_that_straddle_shards():
 
     report = check(loss_fn, params, examples(), mesh=mesh, specs=specs)
     assert {event.path for event in report.events if "gathered first" in event.reason} == set(params)
+
+
+@pytest.mark.parametrize("options", [{}, {"out_shardings": NamedSharding(mesh_of("8"), P())}], ids=["jit", "sharded"])
+def test_a_loop_gathers_once_what_it_uses_through_a_call(options):
+    swapped = jax.jit(lambda w: w.T, **options)
+
+    def loss(params, x):
+        return lax.scan(lambda x, _: (jnp.tanh(x @ swapped(params["w"])), None), x, length=3)[0].mean()
+
+    report = check(loss, {"w": normal(FEATURES, FEATURES)}, examples(), mesh=mesh_of("8"))
+    assert ["once before 3 iterations" in event.reason for event in report.events] == [True]

@@ -12,20 +12,20 @@ import pytest
 from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
 
-from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import KINDS, equations
 from zero_jax.transforms import microbatch_weights as weights
 from zero_jax.transforms import passthrough
-from zero_jax.transforms.propagation import kinds as spread_kinds
-from zero_jax.transforms.propagation import propagate as spread
-from zero_jax.transforms.propagation import rules as spread_rules
+from zero_jax.transforms.propagation import kinds, rules
 from zero_jax.transforms.separable.pair import Pair
 from zero_jax.transforms.separable.relations import SAME, Kind, rows
 from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
-from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, Comparison
+from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, TraceComparison
 
 PARTS, SMALL, LARGE = 2, 4, 8
 # Primitives of one supported release only.
-OF_ONE_RELEASE = {"log2", "one_minus_square", "closed_call"}
+OF_ONE_RELEASE = {"log2", "one_minus_square", "closed_call", "eval_jaxpr"}
+# Those that have a rule, by their name or as a kind of subcall.
+RULED = set(RULES) | (set(_SPECIAL) - set(KINDS.values())) | {x for x in KINDS if KINDS[x] in _CALLS | _SPECIAL.keys()}
 # Those that no program here reaches, and why a rule is right all the same.
 NOT_REACHED = {
     "reshard": "of meshes with explicit axes: a value, elsewhere",
@@ -36,6 +36,7 @@ NOT_REACHED = {
     "sharding_constraint": "a value, elsewhere",
     "custom_vmap_call": "a call",
     "closed_call": "a call",
+    "eval_jaxpr": "a call",
     "select_and_gather_add": "of second derivatives",
     "shard_map": "of a mesh: test_separable.py",
     **dict.fromkeys(
@@ -65,19 +66,13 @@ def all_primitives():
     return {x.name for x in gc.get_objects() if isinstance(x, Primitive)} | {"pallas_call"}
 
 
-def names_in(jaxpr):
-    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn.primitive.name
-        for inner in jaxprs.inner_jaxprs(eqn):
-            yield from names_in(inner)
-
-
 def test_names_in_lists_are_primitives():
     lists = {
         "passthrough": passthrough.ELEMENTWISE | passthrough._MOVES | passthrough.REDUCTIONS | set(passthrough._RULES),
-        "spread": set(spread._CALLS) | set(spread_rules.RULES) | spread_kinds.HEAVY | spread_kinds.KEEPS_PARTIAL,
+        "propagation": set(rules.RULES) | kinds.HEAVY | kinds.KEEPS_PARTIAL,
         "weights": weights._KEEP_WEIGHT,
-        "relations": set(RULES) | KEEPS | set(SIZED) | _CALLS | set(_SPECIAL),
+        "relations": RULED | KEEPS | set(SIZED),
+        "subcalls": set(KINDS),
     }
     known = all_primitives() | OF_ONE_RELEASE
     assert not {name: sorted(names - known) for name, names in lists.items() if names - known}
@@ -122,7 +117,7 @@ def cases(program):
         except (TypeError, ValueError, AssertionError, IndexError):
             continue  # shapes that do not go together
         inputs = [SAME if d is None else rows(d) for d in dims]
-        yield dims, whole, parts, traces, Comparison(PARTS).run(*traces, inputs)
+        yield dims, whole, parts, traces, TraceComparison(PARTS).run(*traces, inputs)
 
 
 def check(relation, whole, parts, divisors, label):
@@ -168,25 +163,24 @@ def exercised():
     found = set()
     for program in (*PROGRAMS.values(), *random_programs().values()):
         for _, _, _, traces, _ in itertools.islice(cases(program), 1):
-            found |= set(names_in(traces[0]))
+            found |= {eqn.primitive.name for eqn in equations(traces[0])}
     return found
 
 
 def test_every_primitive_is_exercised_or_refused():
     """A primitive that a new release brings is refused until it has a rule, and no rule is without a program."""
-    ruled = set(RULES) | _CALLS | set(_SPECIAL)
     known = all_primitives() | OF_ONE_RELEASE
-    assert ruled - exercised() - set(NOT_REACHED) - (OF_ONE_RELEASE - all_primitives()) == set()
-    assert set(NOT_REACHED) <= ruled & known
+    assert RULED - exercised() - set(NOT_REACHED) - (OF_ONE_RELEASE - all_primitives()) == set()
+    assert set(NOT_REACHED) <= RULED & known
     aval = [types.SimpleNamespace(aval=jax.ShapeDtypeStruct((n, 3), jnp.float32)) for n in (LARGE, SMALL)]
-    for name in sorted(primitives() - ruled):
+    for name in sorted(primitives() - RULED):
         pair = [
             types.SimpleNamespace(
                 primitive=types.SimpleNamespace(name=name), invars=[x], outvars=[x], params={}, effects=frozenset()
             )
             for x in aval
         ]
-        (found,) = Comparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
+        (found,) = TraceComparison(PARTS).equation(Pair(whole=pair[0], part=pair[1]), [rows(0)])
         assert found.kind is Kind.UNKNOWN and repr(name) in found.why
 
 

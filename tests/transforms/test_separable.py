@@ -19,7 +19,7 @@ import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.grads import key_parameter
-from zero_jax.transforms.separable.decision import lays_over, separability
+from zero_jax.transforms.separable.decision import separability, shards_over
 
 MESH = "model2"
 AXES = ("replica", "data")
@@ -88,7 +88,7 @@ def over(axis):
 )
 def test_what_lays_values_over_data_is_seen(fn, lays):
     args = (np.ones(8, np.float32),) if "sequence" not in fn.__qualname__ else (np.ones(8, np.float32), "residual")
-    assert lays_over(jax.make_jaxpr(lambda x: fn(x, *args[1:]))(*args[:1]), AXES) == lays
+    assert shards_over(jax.make_jaxpr(lambda x: fn(x, *args[1:]))(*args[:1]), AXES) == lays
 
 
 def contrastive_loss(params, batch):

@@ -30,7 +30,15 @@ from zero_jax.training import (
     normalize_loss,
     trainable,
 )
-from zero_jax.transforms import Laid, Move, Spreading, count_flops, rematerialize, sources, spread
+from zero_jax.transforms import (
+    Move,
+    Propagation,
+    ValueSharding,
+    count_flops,
+    propagate_shardings,
+    rematerialize,
+    sources,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,11 +128,11 @@ class _Traced:
         self.arguments = (as_variables(variables), batch, jax.eval_shape(lambda: jax.random.key(0)))
         placed = (placement.params, placement.model_state)
         leaves = jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, LeafPlacement))
-        self.inputs = [Laid(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
+        self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
         for x in jax.tree.leaves(batch):
             cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
-            self.inputs.append(Laid(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
-        self.inputs.append(Laid(dims=(), varies=True))
+            self.inputs.append(ValueSharding(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
+        self.inputs.append(ValueSharding(dims=(), varies=True))
         self.loss = loss
         self.flops = 0.0
 
@@ -132,7 +140,7 @@ class _Traced:
         """Calls the loss function with other floating params."""
         return self.loss(joined(merge(variables.params, floating), variables.model_state), batch, key)
 
-    def gradient(self) -> Spreading:
+    def gradient(self) -> Propagation:
         """Propagates the shardings through loss and gradient."""
 
         def gradient(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
@@ -144,7 +152,7 @@ class _Traced:
         self.flops = count_flops(jaxpr)
         grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
-        return self._spread(jaxpr, kept=range(num - grads, num))
+        return self._propagate(jaxpr, kept=range(num - grads, num))
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""
@@ -162,7 +170,7 @@ class _Traced:
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
         made_of = sources(jaxpr, list(dict.fromkeys(out for out in jaxpr.outvars if not is_literal(out))))
         asked = list(dict.fromkeys([*made_of, *(one for found in made_of.values() for one in found)]))
-        found = self._spread(jaxpr.replace(outvars=asked))
+        found = self._propagate(jaxpr.replace(outvars=asked))
         sizes = {
             var: num_bytes if laid.varies and var not in jaxpr.invars else 0.0
             for var, laid, num_bytes in zip(asked, found.outputs, found.local_bytes, strict=True)
@@ -175,5 +183,5 @@ class _Traced:
         held = [sum(sizes[var] for var in kept if is_on_host(var.aval) == on_host) for on_host in (False, True)]
         return ResidualBytes(device_bytes=held[0], host_bytes=held[1])
 
-    def _spread(self, jaxpr: Any, kept: Any = ()) -> Spreading:
-        return spread(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)
+    def _propagate(self, jaxpr: Any, kept: Any = ()) -> Propagation:
+        return propagate_shardings(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)

@@ -1,7 +1,8 @@
 """What zero_jax knows of JAX's internals: how jaxprs are opened and bound, and the primitive that moves shards.
 
 Everything here that differs between JAX releases is hidden behind one small function and tested on the oldest and the
-newest supported release. No other module looks into an equation's parameters by release.
+newest supported release. No other module looks into an equation's parameters by release. `subcalls` lists the
+primitives that run other jaxprs.
 """
 
 from __future__ import annotations
@@ -351,7 +352,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Tells whether a value of a trace lies in host memory."""
+    """Tells whether a traced value is in host memory."""
     return "host" in str(getattr(aval, "memory_space", "")).lower()
 
 

@@ -7,18 +7,19 @@ last param: casting them would cost the loss its precision (`mask.sum()` in bflo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from zero_jax.core import jaxprs
+from zero_jax.core.jaxprs import inner_jaxprs
+from zero_jax.core.passes import Pass
+from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.precision import cast_floating, resolve_precision
 from zero_jax.training.zero_config import ZeroConfig, compiled_patterns
 from zero_jax.transforms import is_contraction
-
-_CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 
 
 def cast_batch(
@@ -62,54 +63,36 @@ class _Origin:
     leaves: frozenset[int] = frozenset()
     params: bool = False
 
+    def __or__(self, other: _Origin) -> _Origin:
+        return _Origin(self.leaves | other.leaves, self.params or other.params)
+
 
 def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
     """Returns the numbers of the leaves that the model takes."""
-    closed = jax.make_jaxpr(loss_fn)(params, batch, key)
-    jaxpr, _ = jaxprs.open_jaxpr(closed)
-    ins = [_Origin(params=True) for _ in jax.tree.leaves(params)]
-    ins += [_Origin(leaves=frozenset({i})) for i in range(len(jax.tree.leaves(batch)))]
-    ins += [_Origin()] * (len(jaxpr.invars) - len(ins))
-    taken: set[int] = set()
-    _follow(jaxpr, ins, taken)
-    return taken
+    origins = [_Origin(params=True) for _ in jax.tree.leaves(params)]
+    origins += [_Origin(leaves=frozenset({i})) for i in range(len(jax.tree.leaves(batch)))]
+    origins += [_Origin() for _ in jax.tree.leaves(key)]
+    inputs = _ModelInputs()
+    inputs.run(jax.make_jaxpr(loss_fn)(params, batch, key), origins)
+    return set(inputs.notes)
 
 
-def _follow(jaxpr: Any, ins: Sequence[_Origin], taken: set[int]) -> list[_Origin]:
-    """Follows the origins of values through a jaxpr; adds to `taken`, and returns those of its results."""
-    env = dict(zip(jaxpr.invars, ins, strict=True))
-    read = lambda atom: _Origin() if jaxprs.is_literal(atom) else env.get(atom, _Origin())  # noqa: E731
-    for eqn in jaxpr.eqns:
-        origins = [read(atom) for atom in eqn.invars]
-        env.update(zip(eqn.outvars, _through(eqn, origins, taken), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+class _ModelInputs(Pass[_Origin]):
+    """What each value is made of; notes the leaves of the batch that are brought together with params."""
 
+    enters = CALLS | {"cond", "scan"}
 
-def _through(eqn: Any, ins: list[_Origin], taken: set[int]) -> list[_Origin]:
-    name, inner = eqn.primitive.name, [jaxprs.open_jaxpr(one)[0] for one in jaxprs.inner_jaxprs(eqn)]
-    if name in _CALLS and inner and len(inner[0].invars) == len(ins):
-        return _follow(inner[0], ins, taken)
-    if name == "cond":
-        branches = [_follow(branch, ins[1:], taken) for branch in inner]
-        return [_joined([ins[0], *outs]) for outs in zip(*branches, strict=True)]
-    if name == "scan":
-        parts = jaxprs.scan_parts(eqn)
-        first, last = parts.num_consts, parts.num_consts + parts.num_carry
-        while True:
-            outs = _follow(inner[0], ins, taken)
-            carry = [_joined(pair) for pair in zip(ins[first:last], outs[: parts.num_carry], strict=True)]
-            if carry == ins[first:last]:
-                return outs
-            ins = [*ins[:first], *carry, *ins[last:]]
-    joined = _joined(ins)
-    only_params = any(one.params and not one.leaves for one in ins)
-    # The sum of a loss and a regularizer takes nothing into the model.
-    is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)
-    if (only_params and not is_total) or (inner and joined.params):
-        taken |= joined.leaves
-    return [joined] * len(eqn.outvars)
+    def constant(self, atom: Any) -> _Origin:
+        return _Origin()
 
+    def join(self, first: _Origin, second: _Origin) -> _Origin:
+        return first | second
 
-def _joined(origins: Sequence[_Origin]) -> _Origin:
-    leaves = frozenset[int]().union(*(one.leaves for one in origins))
-    return _Origin(leaves, any(one.params for one in origins))
+    def operation(self, eqn: Any, operands: list[_Origin]) -> list[_Origin]:
+        origin = functools.reduce(self.join, operands, _Origin())
+        of_params_alone = any(x.params and not x.leaves for x in operands)
+        # The sum of a loss and a regularizer takes nothing into the model.
+        is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)
+        if (of_params_alone and not is_total) or (inner_jaxprs(eqn) and origin.params):
+            self.notes.update(dict.fromkeys(origin.leaves))
+        return [origin] * len(eqn.outvars)

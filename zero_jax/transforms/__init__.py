@@ -2,7 +2,7 @@
 
 `gather/` gathers each sharded param where it is used, `remat/` recomputes blocks in the backward pass, `separable/`
 decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every value,
-`blocks/` finds the layers of a Python loop. All walk jaxprs through `zero_jax.core.jaxprs`.
+`blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
 """
 
 from zero_jax.transforms.flops import count_flops, forward_flops
@@ -10,8 +10,8 @@ from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, ga
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.passthrough import is_contraction
 from zero_jax.transforms.propagation.alive import sources
-from zero_jax.transforms.propagation.kinds import Laid
-from zero_jax.transforms.propagation.propagate import Move, Spreading, spread
+from zero_jax.transforms.propagation.kinds import ValueSharding
+from zero_jax.transforms.propagation.propagate import Move, Propagation, propagate_shardings
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
@@ -19,23 +19,23 @@ from zero_jax.transforms.separable.decision import Separability, separability
 
 __all__ = [
     "GatherReport",
-    "Laid",
     "Move",
+    "Propagation",
     "Remat",
     "RematReport",
     "Separability",
-    "Spreading",
+    "ValueSharding",
     "count_flops",
     "forward_flops",
     "gather_on_use",
     "gather_report",
     "is_contraction",
+    "propagate_shardings",
     "remat_report",
     "rematerialize",
     "resolve_remat",
     "scatter_grads",
     "separability",
     "sources",
-    "spread",
     "with_weight",
 ]

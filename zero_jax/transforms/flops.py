@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr, scan_parts
+from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.core.subcalls import subcall
 
 
 def forward_flops(fn: Callable[..., Any], *args: Any) -> int:
@@ -31,20 +32,13 @@ def count_flops(jaxpr: Any) -> int:
     """Counts the operations of a jaxpr, as `forward_flops` does those of a function."""
     total = 0
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        if name == "dot_general":
-            total += _dot(eqn)
-        elif name == "conv_general_dilated":
-            total += _convolution(eqn)
-        elif name == "scan":
-            parts = scan_parts(eqn)
-            total += parts.length * count_flops(parts.jaxpr)
-        elif name == "cond":
-            total += max(map(count_flops, eqn.params["branches"]))
-        elif name.startswith(("custom_jvp_call", "custom_vjp_call")):
-            total += max(map(count_flops, inner_jaxprs(eqn)), default=0)
+        sub = subcall(eqn)
+        if rule := _RULES.get(eqn.primitive.name):
+            total += rule(eqn)
+        elif sub is not None and sub.branches:
+            total += max(map(count_flops, sub.branches))
         else:
-            total += sum(map(count_flops, inner_jaxprs(eqn)))
+            total += (1 if sub is None else sub.length) * sum(map(count_flops, inner_jaxprs(eqn)))
     return total
 
 
@@ -58,3 +52,6 @@ def _convolution(eqn: Any) -> int:
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     out_features = kernel[numbers.rhs_spec[0]]
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
+
+
+_RULES = {"dot_general": _dot, "conv_general_dilated": _convolution}

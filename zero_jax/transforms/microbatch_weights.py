@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import subcall
 from zero_jax.core.tree import PyTree
 
 # After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
@@ -91,9 +92,9 @@ def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[
 
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
-        inner = jaxprs.inner_jaxprs(eqn)
-        if eqn.primitive.name in ("jit", "pjit") and not jaxprs.has_explicit_shardings(eqn):
-            body, body_consts = jaxprs.open_jaxpr(inner[0])
+        sub = subcall(eqn)
+        if sub is not None and sub.kind == "call":
+            body, body_consts = jaxprs.open_jaxpr(sub.jaxpr)
             with jaxprs.source_context(eqn):
                 outs = _run(body, [_Traced(c) for c in body_consts], values)
         else:

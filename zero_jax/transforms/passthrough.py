@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.core.jaxprs import open_jaxpr
+from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.spec import Dims
 
 # `log2` and `one_minus_square` are primitives of JAX 0.12 and not of 0.10.
@@ -228,7 +229,7 @@ def is_float(aval: Any) -> bool:
 
 def moves_elements(eqn: Any) -> bool:
     """Tells whether an equation only casts, takes or moves the elements of its first input: next to no work."""
-    inner = inner_jaxprs(eqn)
-    if eqn.primitive.name in ("jit", "pjit") and len(inner) == 1:
-        return all(moves_elements(one) for one in open_jaxpr(inner[0])[0].eqns)
+    sub = subcall(eqn)
+    if sub is not None and sub.kind == "call":
+        return all(map(moves_elements, open_jaxpr(sub.jaxpr)[0].eqns))
     return eqn.primitive.name in _MOVES

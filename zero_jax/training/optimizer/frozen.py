@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, used_inputs
+from zero_jax.core.jaxprs import is_literal, used_inputs
+from zero_jax.core.passes import Pass
+from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree
 from zero_jax.training.optimizer.update import abstract_update
 
@@ -47,8 +49,8 @@ def unchanged(
     if all(needed):
         return [False] * len(needed)
     update, avals = _update(tx, params, opt_state)
-    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda flat: jax.tree.leaves(update(flat)[0]))(avals))
-    zeros = _zeros(jaxpr, [False] * len(jaxpr.invars))
+    jaxpr = jax.make_jaxpr(lambda flat: jax.tree.leaves(update(flat)[0]))(avals)
+    zeros = _Zeros().run(jaxpr, [False] * len(avals))
     if len(zeros) != len(needed):
         return [False] * len(needed)
     return [zero and not read for zero, read in zip(zeros, needed, strict=True)]
@@ -67,28 +69,22 @@ def _update(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[Callable[[list[
     return update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
 
 
-def _zeros(jaxpr: Any, known: Sequence[bool]) -> list[bool]:
-    """Tells which results of an open jaxpr are zeros, for inputs some of which are known to be zeros."""
-    zeros = {var for var, zero in zip(jaxpr.invars, known, strict=True) if zero}
+class _Zeros(Pass[bool]):
+    """Which values are zeros, whatever the inputs are that are not."""
 
-    def is_zero(atom: Any) -> bool:
-        if is_literal(atom):
-            return jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
-        return atom in zeros
+    enters = CALLS
 
-    for eqn in jaxpr.eqns:
-        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
-        found = [is_zero(atom) for atom in eqn.invars]
-        if name in ("jit", "pjit") and len(inner) == 1:
-            results = _zeros(open_jaxpr(inner[0])[0], found)
-            zeros.update(var for var, zero in zip(eqn.outvars, results, strict=True) if zero)
-        elif name in _MOVES and found[0]:
-            zeros.update(eqn.outvars)
-        elif name in ("add", "add_any", "sub", "mul") and all(found):
-            zeros.update(eqn.outvars)
-        elif name == "mul" and any(
-            zero and is_literal(other) and jnp.isfinite(other.val).all()  # of what else, nobody knows that it is finite
-            for zero, other in zip(found, reversed(eqn.invars), strict=True)
-        ):
-            zeros.update(eqn.outvars)
-    return [is_zero(atom) for atom in jaxpr.outvars]
+    def constant(self, atom: Any) -> bool:
+        return is_literal(atom) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
+
+    def operation(self, eqn: Any, operands: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name in _MOVES:
+            zero = operands[0]
+        elif name == "mul" and any(operands) and not all(operands):
+            other = eqn.invars[operands.index(False)]
+            # Of what is no literal, nobody knows that it is finite.
+            zero = is_literal(other) and bool(jnp.isfinite(other.val).all())
+        else:
+            zero = name in ("add", "add_any", "sub", "mul") and all(operands)
+        return [zero] * len(eqn.outvars)

@@ -1,7 +1,7 @@
 """The repeated blocks of a Python loop over layers, found in the jaxpr that such a loop leaves behind.
 
 A loop over equal layers uses params of equal shapes in the same order, again and again: tandem repeats in the sequence
-of the equations that take params and activations. What lies between these may differ a little from layer to layer: the
+of the equations that take params and activations. What is between these may differ a little from layer to layer: the
 first layer starts a running sum, say, or has its dims in another order. Equations on params alone (casts, transposes,
 slices of stacked params) are not part of the sequence, because a model may have them anywhere.
 """
@@ -205,7 +205,7 @@ def _most_alike(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) 
 
 
 def _edits(sequence: EqnSequence, pattern: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Returns how many edits make a pattern of what lies from the first of some adjacent places to each of the near."""
+    """Returns how many edits make a pattern of the equations between the first of adjacent places and each near it."""
     places = places[: 2 * len(pattern) + 1]
     if places[0] <= places[-1]:
         return num_edits(pattern, sequence.numbers[places[0] : places[-1]])

@@ -1,4 +1,4 @@
-"""Products whose factor XLA keeps whole on each device, though it is made of the batch: its examples were mixed.
+"""Products whose factor XLA leaves unsharded, though it is made of the batch: its examples were mixed.
 
 After a sort, a lookup or a sum over the examples, as in a mixture of experts, each device has all of the result, and
 so all of the gradient of a weight that multiplies it: no device needs to send any of it. Asked for a shard of that
@@ -7,102 +7,85 @@ gradient, XLA instead cuts the product and the activations, and sends these (doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr, scan_parts
+from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
+from zero_jax.core.passes import Pass
+from zero_jax.core.subcalls import CALLS
 from zero_jax.transforms.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
 
-# How a value depends on the examples: an int is the dim that they are along, and that XLA cuts.
+# How a value depends on the examples: an int is the dim of the examples, which XLA shards.
 UNKNOWN, FREE, MIXED = "unknown", "free", "mixed"
 State = int | str
 
 _SAME = ELEMENTWISE | {"convert_element_type", "name", "optimization_barrier", "reduce_precision"}
 _CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
-_CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 
 
 def mixed_products(jaxpr: Any, inputs: Sequence[State]) -> frozenset[int]:
-    """Returns the `id`s of the products of params with what every device has whole; "unknown" counts as cut.
+    """Returns the `id`s of the products of params with unsharded values; "unknown" counts as sharded.
 
     Args:
       jaxpr: open or closed.
       inputs: for each input, the dim that its examples are along, or `FREE` for params, or `UNKNOWN`.
     """
-    found: dict[int, bool] = {}
-    _run(jaxpr, inputs, found)
-    return frozenset(key for key, is_mixed in found.items() if is_mixed)
+    mixing = _Mixing()
+    mixing.run(jaxpr, inputs)
+    return frozenset(key for key, is_mixed in mixing.notes.items() if is_mixed)
 
 
-def _run(jaxpr: Any, inputs: Sequence[State], found: dict[int, bool]) -> list[State]:
-    opened, consts = open_jaxpr(jaxpr)
-    env: dict[Any, State] = {var: UNKNOWN for var in opened.constvars}
-    env.update((var, UNKNOWN if var.aval.ndim else FREE) for var, _ in zip(opened.constvars, consts, strict=False))
-    env.update(zip(opened.invars, inputs, strict=True))
-    for eqn in opened.eqns:
-        states = [_read(env, atom) for atom in eqn.invars]
-        outs = _equation(eqn, states, found)
+class _Mixing(Pass[State]):
+    """How each value depends on the examples; notes of each product, by `id`, whether every time a factor is mixed."""
+
+    enters = CALLS | {"scan"}
+
+    def constant(self, atom: Any) -> State:
+        return FREE if is_literal(atom) or not atom.aval.ndim else UNKNOWN
+
+    def join(self, first: State, second: State) -> State:
+        return first if first == second else UNKNOWN
+
+    def slice_of(self, operand: State) -> State:
+        return operand if isinstance(operand, str) else operand - 1 if operand else UNKNOWN
+
+    def stack_of(self, result: State) -> State:
+        return result + 1 if isinstance(result, int) else result
+
+    def operation(self, eqn: Any, operands: list[State]) -> list[State]:
         if is_contraction(eqn):
-            is_mixed = _is_ragged(eqn) or (MIXED in states[:2] and set(states[:2]) <= {MIXED, FREE})
-            found[id(eqn)] = is_mixed and found.get(id(eqn), True)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, atom) for atom in opened.outvars]
+            is_mixed = _is_ragged(eqn) or (MIXED in operands[:2] and set(operands[:2]) <= {MIXED, FREE})
+            self.notes[id(eqn)] = is_mixed and self.notes.get(id(eqn), True)
+        return [self.state(eqn, operands)] * len(eqn.outvars)
 
-
-def _read(env: Mapping[Any, State], atom: Any) -> State:
-    return FREE if is_literal(atom) else env[atom]
-
-
-def _equation(eqn: Any, states: list[State], found: dict[int, bool]) -> list[State]:
-    name, inner = eqn.primitive.name, inner_jaxprs(eqn)
-    if name == "scan":
-        return _scan(eqn, states, found)
-    if name in _CALLS and len(inner) == 1 and len(open_jaxpr(inner[0])[0].invars) == len(states):
-        return _run(inner[0], states, found)
-    rule = _merge if name in _SAME else _RULES.get(name)
-    if inner and rule is None:
-        for each in inner:  # what is in it may be called with anything
-            _run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars), found)
-        return [UNKNOWN] * len(eqn.outvars)
-    if all(state == FREE for state in states):
-        return [UNKNOWN if name.startswith("random") else FREE] * len(eqn.outvars)
-    if _is_ragged(eqn):
-        return [MIXED]
-    if rule is None or UNKNOWN in states:
-        return [UNKNOWN] * len(eqn.outvars)
-    return [rule(eqn, states)] * len(eqn.outvars)
+    def state(self, eqn: Any, operands: list[State]) -> State:
+        """Returns the state of the results of an operation."""
+        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
+        rule = _merge if name in _SAME else _RULES.get(name)
+        if inner and rule is None:
+            for each in inner:  # what is in it may be called with anything
+                self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
+            return UNKNOWN
+        if all(state == FREE for state in operands):
+            return UNKNOWN if name.startswith("random") else FREE
+        if _is_ragged(eqn):
+            return MIXED
+        return UNKNOWN if rule is None or UNKNOWN in operands else rule(eqn, operands)
 
 
 def _is_ragged(eqn: Any) -> bool:
-    """Tells whether it is a product over groups of rows, which XLA does not cut (unless there is a dim of batches)."""
+    """Tells whether it is a product over groups of rows, which XLA does not shard (unless it has batch dims)."""
     if not eqn.primitive.name.startswith("ragged_dot"):
         return False
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     return numbers is not None and not numbers.dot_dimension_numbers[1][0]
 
 
-def _scan(eqn: Any, states: list[State], found: dict[int, bool]) -> list[State]:
-    parts = scan_parts(eqn)
-    first = parts.num_consts + parts.num_carry
-    consts, carry = states[: parts.num_consts], states[parts.num_consts : first]
-    slices = [UNKNOWN if x == 0 else x - 1 if isinstance(x, int) else x for x in states[first:]]
-    while True:
-        inside: dict[int, bool] = {}
-        outs = _run(parts.jaxpr, [*consts, *carry, *slices], inside)
-        joined = [x if x == out else UNKNOWN for x, out in zip(carry, outs, strict=False)]
-        if joined == carry:
-            break
-        carry = joined
-    for key, is_mixed in inside.items():
-        found[key] = is_mixed and found.get(key, True)
-    return [*carry, *(x + 1 if isinstance(x, int) else x for x in outs[parts.num_carry :])]
-
-
 # --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
 
 
 def _merge(eqn: Any, states: Sequence[State]) -> State:
-    """Elementwise: XLA cuts all factors as it cuts any."""
+    """Elementwise: XLA shards all operands as it shards any."""
     dims = {state for state in states if isinstance(state, int)}
     if dims:
         return dims.pop() if len(dims) == 1 else UNKNOWN
@@ -146,7 +129,7 @@ def _reduced(eqn: Any, states: Sequence[State]) -> State:
 
 
 def _sorted(eqn: Any, states: Sequence[State]) -> State:
-    """XLA sorts a row of all examples whole on each device; of several rows it may give each device some."""
+    """XLA sorts a row of all examples on each device; of several rows it may give each device some."""
     state = _merge(eqn, states)
     if not isinstance(state, int):
         return state

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.core.jaxprs import Chain, bind, inner_jaxprs, is_literal, open_jaxpr, reshard
+from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named
+from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
 SAME_PARAM = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "concatenate"})
@@ -61,23 +62,15 @@ def split_dim(x: jax.Array, dim: int, num_blocks: int) -> jax.Array:
     return x.reshape(*x.shape[:dim], num_blocks, x.shape[dim] // num_blocks, *x.shape[dim + 1 :])
 
 
-def only_multiplied(jaxpr: Any, var: Any, batch_sizes: frozenset[int], num_blocks: int) -> bool:
+def only_multiplied(jaxpr: Any, param: Any, batch_sizes: frozenset[int], num_blocks: int) -> bool:
     """Tells whether a loop body does nothing with a param but multiply examples with it."""
-    same = {var}
-    for eqn in jaxpr.eqns:
-        places = [i for i, atom in enumerate(eqn.invars) if not is_literal(atom) and atom in same]
-        if not places:
-            continue
-        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
-        if name in ("jit", "pjit", "remat2", "checkpoint") and len(inner) == 1:
-            body, _ = open_jaxpr(inner[0])
-            if not all(only_multiplied(body, body.invars[i], batch_sizes, num_blocks) for i in places):
-                return False
-        elif name in SAME_PARAM:
-            same.update(eqn.outvars)
-        elif name != "dot_general" or len(places) > 1 or example_dims(eqn, places[0], batch_sizes, num_blocks) is None:
-            return False
-    return not any(atom in same for atom in jaxpr.outvars if not is_literal(atom))
+    uses, is_returned = param_uses(jaxpr, param, forms=SAME_PARAM, enters=frozenset({"call", "remat"}))
+    return not is_returned and all(
+        eqn.primitive.name == "dot_general"
+        and len(places) == 1
+        and example_dims(eqn, places[0], batch_sizes, num_blocks) is not None
+        for eqn, places in uses
+    )
 
 
 def example_dims(eqn: Any, param: int, batch_sizes: frozenset[int], num_blocks: int) -> tuple[int, int] | None:

@@ -1,11 +1,11 @@
-"""How a value lies on a mesh, and the kinds of primitives that make one of others."""
+"""The sharding of a traced value, and kinds of primitives."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
+from zero_jax.core.subcalls import equations_of
 from zero_jax.sharding.spec import Dims
 
 # Results that are their input under another shape.
@@ -24,12 +24,12 @@ HEAVY = frozenset({
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Laid:
-    """How a value lies on a mesh.
+class ValueSharding:
+    """The sharding of a traced value, whose sum over some axes may still be due.
 
     Attributes:
-      dims: the axes of each dim.
-      partial: the axes over which each device holds a part of a sum.
+      dims: the mesh axes that each dim is sharded over.
+      partial: the axes over which each device has a part of a sum.
       itemsize: bytes of an element of such a sum when it was made; 0 for the value's own.
       varies: whether it depends on more than the params.
     """
@@ -41,14 +41,13 @@ class Laid:
 
     @property
     def axes(self) -> set[str]:
-        """All axes that the value is cut over."""
+        """All axes that the value is sharded over."""
         return {axis for dim in self.dims for axis in dim}
 
 
 def is_heavy(eqn: Any) -> bool:
     """Tells whether an equation, or one that it calls, leaves its results in memory."""
-    inner = (open_jaxpr(jaxpr)[0] for jaxpr in inner_jaxprs(eqn))
-    return eqn.primitive.name in HEAVY or any(is_heavy(one) for jaxpr in inner for one in jaxpr.eqns)
+    return any(each.primitive.name in HEAVY for each in equations_of(eqn))
 
 
 def is_elementwise(eqn: Any) -> bool:

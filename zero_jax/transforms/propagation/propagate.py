@@ -1,7 +1,7 @@
-"""Where the values of a traced function lie on a mesh, and what that costs: shardings carried through a jaxpr.
+"""Sharding propagation: the shardings of all values of a jaxpr, and the collectives that they need.
 
-The inputs' shardings are carried forward through every equation, as Megatron's authors count on paper and as XLA's
-partitioner mostly decides: a product whose contracted dim is sharded is a partial sum; sums of partial sums stay
+The shardings of the inputs are carried forward through every equation, as Megatron's authors count on paper and as
+XLA's partitioner mostly decides: a product whose contracted dim is sharded is a partial sum; sums of partial sums stay
 partial; whatever needs the value itself reduces it first.
 """
 
@@ -12,14 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import inner_jaxprs, is_literal, is_on_host, name_stack, open_jaxpr, scan_parts, source_line
+from zero_jax.core.jaxprs import is_literal, is_on_host, name_stack, open_jaxpr, source_line
+from zero_jax.core.passes import fixed_point
+from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.spec import Dims, without
 from zero_jax.transforms.propagation.alive import Alive
-from zero_jax.transforms.propagation.kinds import KEEPS_PARTIAL, SUMS, Laid, is_elementwise
+from zero_jax.transforms.propagation.kinds import KEEPS_PARTIAL, SUMS, ValueSharding, is_elementwise
 from zero_jax.transforms.propagation.rules import RULES, merge
-
-_CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-_MAX_ROUNDS = 4  # after which a loop's carry is taken to lie as it last came out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +45,11 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spreading:
-    """How a function's values lie.
+class Propagation:
+    """The shardings of a function's results, and what they cost.
 
     Attributes:
-      outputs: how its results lie.
+      outputs: the shardings of its results.
       local_bytes: bytes of each result on one device.
       moves: the collectives over the counted axes.
       peak_bytes: bytes of the values alive at once on one device, inputs and what depends on params alone left out;
@@ -59,7 +58,7 @@ class Spreading:
       unknown: why `moves` are not the whole of it; empty where they are.
     """
 
-    outputs: tuple[Laid, ...]
+    outputs: tuple[ValueSharding, ...]
     local_bytes: tuple[float, ...]
     moves: tuple[Move, ...]
     peak_bytes: float
@@ -67,27 +66,29 @@ class Spreading:
     unknown: str
 
 
-def spread(
-    jaxpr: Any, inputs: Sequence[Laid], *, sizes: Mapping[str, int], counted: Sequence[str], kept: Sequence[int] = ()
-) -> Spreading:
-    """Carries the shardings of a jaxpr's inputs through it.
+def propagate_shardings(
+    jaxpr: Any,
+    inputs: Sequence[ValueSharding],
+    *,
+    sizes: Mapping[str, int],
+    counted: Sequence[str],
+    kept: Sequence[int] = (),
+) -> Propagation:
+    """Propagates the shardings of a jaxpr's inputs through it.
 
     Args:
       jaxpr: open or closed.
-      inputs: how each input lies.
+      inputs: the sharding of each input.
       sizes: the sizes of the mesh axes.
       counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
       kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
     """
     walk = _Walk(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
-    opened, consts = open_jaxpr(jaxpr)
-    laid = [_whole(var) for var in opened.constvars[: len(consts)]]
-    env = dict(zip(opened.constvars, laid, strict=False))
-    ends = {id(opened.outvars[i]) for i in kept}
-    outputs, peak = walk.run(opened, inputs, env=env, ends=ends)
+    opened, _ = open_jaxpr(jaxpr)
+    outputs, peak = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
     outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
     sizes_of = [walk.local_bytes(var.aval, out) for var, out in zip(opened.outvars, outputs, strict=True)]
-    return Spreading(
+    return Propagation(
         outputs=tuple(outputs),
         local_bytes=tuple(sizes_of),
         moves=tuple(walk.moves),
@@ -97,12 +98,12 @@ def spread(
     )
 
 
-def _whole(var: Any, *, varies: bool = False) -> Laid:
-    return Laid(dims=((),) * len(getattr(var.aval, "shape", ())), varies=varies)
+def _unsharded(var: Any, *, varies: bool = False) -> ValueSharding:
+    return ValueSharding(dims=((),) * len(getattr(var.aval, "shape", ())), varies=varies)
 
 
 class _Walk:
-    """Carries shardings through equations; the rules of single primitives are in `spread_rules`."""
+    """Carries shardings through equations; the rules of single primitives are in `rules`."""
 
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
         self.sizes, self.counted = sizes, counted
@@ -116,11 +117,11 @@ class _Walk:
         """Returns the devices along axes together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def local_bytes(self, aval: Any, laid: Laid, *, itemsize: int = 0) -> float:
+    def local_bytes(self, aval: Any, sharding: ValueSharding, *, itemsize: int = 0) -> float:
         """Returns the bytes of a value on one device."""
         shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
         width = itemsize or getattr(dtype, "itemsize", 0)
-        return math.prod(shape) * width / self.size([axis for dim in laid.dims for axis in dim])
+        return math.prod(shape) * width / self.size([axis for dim in sharding.dims for axis in dim])
 
     def move(self, kind: str, axes: Sequence[str], num_bytes: float, aval: Any) -> None:
         """Notes a collective over those of `axes` that count; `num_bytes` is the larger of input and result."""
@@ -141,31 +142,29 @@ class _Walk:
             )
         )
 
-    def gather(self, laid: Laid, aval: Any, axes: Sequence[str]) -> Laid:
+    def gather(self, sharding: ValueSharding, aval: Any, axes: Sequence[str]) -> ValueSharding:
         """Gathers a value over axes."""
-        whole = dataclasses.replace(laid, dims=without(laid.dims, axes))
-        self.move("all-gather", axes, self.local_bytes(aval, whole), aval)
-        return whole
+        gathered = dataclasses.replace(sharding, dims=without(sharding.dims, axes))
+        self.move("all-gather", axes, self.local_bytes(aval, gathered), aval)
+        return gathered
 
-    def settled(self, laid: Laid, aval: Any) -> Laid:
+    def settled(self, sharding: ValueSharding, aval: Any) -> ValueSharding:
         """Sums a partial sum."""
-        if not laid.partial:
-            return laid
-        self.move("all-reduce", laid.partial, self.local_bytes(aval, laid, itemsize=laid.itemsize), aval)
-        return dataclasses.replace(laid, partial=(), itemsize=0)
+        if not sharding.partial:
+            return sharding
+        self.move("all-reduce", sharding.partial, self.local_bytes(aval, sharding, itemsize=sharding.itemsize), aval)
+        return dataclasses.replace(sharding, partial=(), itemsize=0)
 
-    def placed(self, laid: Laid, aval: Any, target: Dims) -> Laid:
-        """Brings a value to other dims, as a sharding constraint does."""
-        held = {axis for dim in laid.dims for axis in dim}
-        wanted = {axis for dim in target for axis in dim}
-        after = dataclasses.replace(laid, dims=target, partial=(), itemsize=0)
-        if laid.partial:
-            kind = "reduce-scatter" if set(laid.partial) <= wanted else "all-reduce"
-            before = dataclasses.replace(laid, partial=())
-            self.move(kind, laid.partial, self.local_bytes(aval, before, itemsize=laid.itemsize), aval)
-        lost = [axis for axis in held if axis not in wanted]
+    def placed(self, sharding: ValueSharding, aval: Any, target: Dims) -> ValueSharding:
+        """Reshards a value, as a sharding constraint does."""
+        before, wanted = sharding.axes, {axis for dim in target for axis in dim}
+        after = dataclasses.replace(sharding, dims=target, partial=(), itemsize=0)
+        if sharding.partial:
+            kind = "reduce-scatter" if set(sharding.partial) <= wanted else "all-reduce"
+            self.move(kind, sharding.partial, self.local_bytes(aval, sharding, itemsize=sharding.itemsize), aval)
+        lost = [axis for axis in before if axis not in wanted]
         self.move("all-gather", lost, self.local_bytes(aval, after), aval)
-        moved = [a for a in held & wanted if _dim_of(laid.dims, a) != _dim_of(target, a)]
+        moved = [a for a in before & wanted if _dim_of(sharding.dims, a) != _dim_of(target, a)]
         self.move("all-to-all", moved, self.local_bytes(aval, after), aval)
         return after
 
@@ -176,12 +175,16 @@ class _Walk:
     # The walk.
 
     def run(
-        self, jaxpr: Any, inputs: Sequence[Laid], *, env: dict[Any, Laid] | None = None, ends: Any = frozenset()
-    ) -> tuple[list[Laid], float]:
-        """Carries inputs through a jaxpr; returns how the results lie and the peak of what is alive."""
+        self,
+        jaxpr: Any,
+        inputs: Sequence[ValueSharding],
+        *,
+        env: dict[Any, ValueSharding] | None = None,
+        ends: Any = frozenset(),
+    ) -> tuple[list[ValueSharding], float]:
+        """Returns the shardings of the results of a jaxpr, and the peak of what is alive."""
         env = {} if env is None else env
-        for var in jaxpr.constvars:
-            env.setdefault(var, _whole(var))
+        env.update((var, _unsharded(var)) for var in jaxpr.constvars)
         env.update(zip(jaxpr.invars, inputs, strict=True))
         alive = Alive(jaxpr, ends)
         source, phase = self.source, self.phase
@@ -197,21 +200,24 @@ class _Walk:
         self.source, self.phase = source, phase
         return [self.read(env, atom) for atom in jaxpr.outvars], alive.peak
 
-    def read(self, env: dict[Any, Laid], atom: Any) -> Laid:
-        """Returns how an input of an equation lies."""
-        return _whole(atom) if is_literal(atom) else env[atom]
+    def read(self, env: dict[Any, ValueSharding], atom: Any) -> ValueSharding:
+        """Returns the sharding of an input of an equation."""
+        return _unsharded(atom) if is_literal(atom) else env[atom]
 
-    def equation(self, eqn: Any, env: dict[Any, Laid]) -> tuple[list[Laid], float]:
-        """Carries one equation's inputs through it."""
-        name = eqn.primitive.name
-        if name in _CALLS and (inner := inner_jaxprs(eqn)):
-            return self.call(eqn, inner[0], env)
+    def equation(self, eqn: Any, env: dict[Any, ValueSharding]) -> tuple[list[ValueSharding], float]:
+        """Returns the shardings of the results of an equation, and the peak of what is alive in it."""
+        name, sub = eqn.primitive.name, subcall(eqn)
+        kind = None if sub is None else sub.kind
+        if sub is not None and kind in CALLS:
+            return self.call(eqn, sub.jaxpr, env)
         self.settle_inputs(eqn, env)
         inputs = [self.read(env, atom) for atom in eqn.invars]
-        if name == "scan":
-            return self.scan(eqn, inputs)
-        if name in ("while", "cond"):
-            return self.branches(eqn, inputs)
+        if sub is not None and kind == "scan":
+            return self.scan(eqn, sub, inputs)
+        if sub is not None and kind == "while":  # its body counts once
+            return self.run(open_jaxpr(sub.jaxpr)[0], inputs[sub.num_test_consts :])
+        if sub is not None and kind == "cond":
+            return self.branches(sub, inputs)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
         try:
             outs = rule(self, eqn, inputs) if rule else self.opaque(eqn, inputs)
@@ -221,22 +227,22 @@ class _Walk:
             outs = self.opaque(eqn, inputs)
         return self.made_of(inputs, outs), 0.0
 
-    def made_of(self, inputs: Sequence[Laid], outs: Sequence[Laid]) -> list[Laid]:
+    def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
         """Marks results by what they were made of."""
         varies = any(x.varies for x in inputs)
         return [dataclasses.replace(x, varies=varies) for x in outs]
 
-    def settle_inputs(self, eqn: Any, env: dict[Any, Laid]) -> None:
+    def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""
         name, inputs = eqn.primitive.name, [self.read(env, atom) for atom in eqn.invars]
         if name in KEEPS_PARTIAL or (name in SUMS and len({x.partial for x in inputs}) == 1):
             return
-        for atom, laid in zip(eqn.invars, inputs, strict=True):
-            if laid.partial:
+        for atom, sharding in zip(eqn.invars, inputs, strict=True):
+            if sharding.partial:
                 env[atom] = self.settled(env[atom], atom.aval)
 
-    def opaque(self, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-        """Takes what an unknown primitive makes for whole, but for a leading dim that is one of its inputs'."""
+    def opaque(self, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+        """Takes the results of an unknown primitive for unsharded, but for a leading dim of the size of an input's."""
         name = eqn.primitive.name
         if any(axis in self.counted for x in inputs for dim in x.dims for axis in dim):
             self.give_up(f"what the primitive {name!r} does with a sharded input is not known")
@@ -247,62 +253,53 @@ class _Walk:
         for var in eqn.outvars:
             shape = getattr(var.aval, "shape", ())
             first = next((dim for size, dim in leading if shape and shape[0] == size), ())
-            outs.append(Laid(dims=((first,) + ((),) * (len(shape) - 1)) if shape else ()))
+            outs.append(ValueSharding(dims=((first,) + ((),) * (len(shape) - 1)) if shape else ()))
         return self.made_of(inputs, outs)
 
-    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, Laid]) -> tuple[list[Laid], float]:
-        """Goes into a call; what it sums is summed outside too."""
+    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, ValueSharding]) -> tuple[list[ValueSharding], float]:
+        """Propagates through a call; what it sums is summed outside too."""
         opened, _ = open_jaxpr(jaxpr)
         inputs = [self.read(env, atom) for atom in eqn.invars]
-        if len(opened.invars) != len(inputs):
-            return self.opaque(eqn, inputs), 0.0
-        inner: dict[Any, Laid] = {}
+        inner: dict[Any, ValueSharding] = {}
         outs, peak = self.run(opened, inputs, env=inner)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]
         return outs, peak
 
-    def scan(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
-        """Goes into a scan's body until its carry comes out as it went in."""
-        parts = scan_parts(eqn)
-        opened, _ = open_jaxpr(parts.jaxpr)
-        first = parts.num_consts + parts.num_carry
-        consts, carry, slices = inputs[: parts.num_consts], inputs[parts.num_consts : first], inputs[first:]
-        for x, atom in zip(slices, eqn.invars[first:], strict=True):
+    def scan(self, eqn: Any, sub: Subcall, inputs: list[ValueSharding]) -> tuple[list[ValueSharding], float]:
+        """Propagates through the body of a scan until the shardings of its carries are those of every iteration."""
+        opened, _ = open_jaxpr(sub.jaxpr)
+        consts, carry, slices = sub.split(inputs)
+        for x, atom in zip(slices, sub.split(eqn.invars)[2], strict=True):
             if x.dims[0]:
                 self.gather(x, atom.aval, x.dims[0])
         slices = [dataclasses.replace(x, dims=x.dims[1:]) for x in slices]
-        of_params = zip(opened.invars[first:], slices, strict=True)
+        of_params = zip(sub.split(opened.invars)[2], slices, strict=True)
         taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
         self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
-        carried = opened.outvars[: parts.num_carry]
-        outer, moves, unknown = self.times, len(self.moves), self.unknown
-        self.times *= parts.length
-        for last in (*(False,) * (_MAX_ROUNDS - 1), True):
+        outer, moves, unknown, peak = self.times, len(self.moves), self.unknown, 0.0
+        self.times *= sub.length
+
+        def body(carry: list[ValueSharding]) -> list[ValueSharding]:
+            nonlocal peak
             del self.moves[moves:]
             self.unknown = unknown
             outs, peak = self.run(opened, [*consts, *carry, *slices])
-            outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
-            joined = [_joined(x, out) for x, out in zip(carry, outs, strict=False)]
-            if joined == carry or last:
-                break
-            carry = joined
-        for x, out, var in zip(carry, outs, carried, strict=False):
+            return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
+
+        carry, outs = fixed_point(body, carry, _joined)
+        for x, out, var in zip(carry, outs, opened.outvars, strict=False):
             if lost := [axis for dim, new in zip(x.dims, out.dims, strict=True) for axis in new if axis not in dim]:
                 self.gather(out, var.aval, lost)
         self.times = outer
-        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[parts.num_carry :]]
+        stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[sub.num_carry :]]
         return [*carry, *stacked], peak
 
-    def branches(self, eqn: Any, inputs: list[Laid]) -> tuple[list[Laid], float]:
-        """Goes into the branch of a `cond` that moves most, or once into the body of a `while`."""
-        if eqn.primitive.name == "while":
-            skipped = eqn.params["cond_nconsts"]
-            opened, _ = open_jaxpr(eqn.params["body_jaxpr"])
-            return self.run(opened, inputs[skipped:])
+    def branches(self, sub: Subcall, inputs: list[ValueSharding]) -> tuple[list[ValueSharding], float]:
+        """Propagates through the branch of a `cond` that moves most."""
         moves, best = len(self.moves), None
-        for branch in eqn.params["branches"]:
+        for branch in sub.branches:
             opened, _ = open_jaxpr(branch)
             outs, peak = self.run(opened, inputs[1:])
             outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
@@ -319,13 +316,13 @@ def _dim_of(dims: Dims, axis: str) -> int:
     return next(i for i, dim in enumerate(dims) if axis in dim)
 
 
-def _joined(before: Laid, after: Laid) -> Laid:
-    """How a carry lies that goes in one way and comes out another: cut, where that is possible."""
+def _joined(before: ValueSharding, after: ValueSharding) -> ValueSharding:
+    """The sharding of a carry that goes in with one and comes out with another: sharded, where that is possible."""
     taken = {axis for dim in before.dims for axis in dim}
     dims = tuple(
         new if not old and not taken & set(new) else old for old, new in zip(before.dims, after.dims, strict=True)
     )
-    return Laid(dims=dims, varies=before.varies or after.varies)
+    return ValueSharding(dims=dims, varies=before.varies or after.varies)
 
 
 def _phase(stack: str, outer: str) -> str:

@@ -1,4 +1,4 @@
-"""How single primitives carry shardings from their inputs to their results: as XLA decides it mostly, for estimates."""
+"""Sharding propagation through single primitives, mostly as XLA decides it: for estimates."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.sharding.spec import Dims, dims_of
-from zero_jax.transforms.propagation.kinds import Laid
+from zero_jax.sharding.spec import Dims, dims_of, without
+from zero_jax.transforms.propagation.kinds import ValueSharding
 
-Rule = Callable[[Any, Any, Sequence[Laid]], list[Laid]]
+Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
 
 
-def merge(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    """Elementwise: the largest input decides, the others are cut as it is, or gathered where they are cut otherwise."""
-    found = [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True) if x.dims]
-    laid = _agreed(walk, found)
+def merge(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """Elementwise: operands are resharded to the sharding of the largest operand, or gathered where they differ."""
+    agreed = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True) if x.dims])
     partial = inputs[0].partial if inputs else ()
     itemsize = min((x.itemsize or a.aval.dtype.itemsize for x, a in zip(inputs, eqn.invars, strict=True)), default=0)
     results = []
     for var in eqn.outvars:
-        dims = laid if len(getattr(var.aval, "shape", ())) == len(laid) else ((),) * len(var.aval.shape)
-        results.append(Laid(dims=dims, partial=partial, itemsize=itemsize if partial else 0))
+        dims = agreed if len(getattr(var.aval, "shape", ())) == len(agreed) else ((),) * len(var.aval.shape)
+        results.append(ValueSharding(dims=dims, partial=partial, itemsize=itemsize if partial else 0))
     return results
 
 
-def _agreed(walk: Any, found: Sequence[tuple[Laid, Any]]) -> Dims:
-    """The dims that values of one shape are brought to."""
-    ordered = sorted(found, key=lambda item: -walk.local_bytes(item[1], item[0]) * bool(item[0].axes))
+def _agreed(walk: Any, operands: Sequence[tuple[ValueSharding, Any]]) -> Dims:
+    """The sharding that operands of one shape are resharded to."""
+    ordered = sorted(operands, key=lambda item: -walk.local_bytes(item[1], item[0]) * bool(item[0].axes))
     dims = list(ordered[0][0].dims) if ordered else []
-    for laid, aval in ordered[1:]:
+    for sharding, aval in ordered[1:]:
         used = {axis for dim in dims for axis in dim}
         lost = []
-        for i, axes in enumerate(laid.dims):
+        for i, axes in enumerate(sharding.dims):
             if not axes or axes == dims[i][: len(axes)]:
                 continue
             if not dims[i] and not used & set(axes):
@@ -43,21 +42,21 @@ def _agreed(walk: Any, found: Sequence[tuple[Laid, Any]]) -> Dims:
             elif not set(axes) <= set(dims[i]):
                 lost += axes
         if lost:
-            walk.gather(laid, aval, lost)
+            walk.gather(sharding, aval, lost)
     return tuple(dims)
 
 
-def _identity(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _identity(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     del walk
     return list(inputs[: len(eqn.outvars)])
 
 
-def _transpose(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _transpose(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     del walk
     return [dataclasses.replace(inputs[0], dims=tuple(inputs[0].dims[i] for i in eqn.params["permutation"]))]
 
 
-def _broadcast(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _broadcast(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     del walk
     dims: list[tuple[str, ...]] = [()] * len(eqn.outvars[0].aval.shape)
     for i, to in enumerate(eqn.params["broadcast_dimensions"]):
@@ -66,15 +65,15 @@ def _broadcast(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     return [dataclasses.replace(inputs[0], dims=tuple(dims))]
 
 
-def _reshape(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _reshape(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """A dim that is split gives its axes to the first part that they divide, merged dims take those of the first."""
-    laid, aval = inputs[0], eqn.invars[0].aval
+    sharding, aval = inputs[0], eqn.invars[0].aval
     before, after = aval.shape, eqn.outvars[0].aval.shape
     dims: list[tuple[str, ...]] = [()] * len(after)
     for old, new in _factors(before, after):
-        cut = [i for i in old if laid.dims[i]]
+        cut = [i for i in old if sharding.dims[i]]
         for i in cut:
-            axes = laid.dims[i]
+            axes = sharding.dims[i]
             is_first = all(before[j] == 1 for j in old[: old.index(i)])
             target = next((j for j in new if after[j] != 1), None)
             if is_first and target is not None and after[target] % walk.size(axes) == 0:
@@ -83,8 +82,8 @@ def _reshape(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
             if any(axis in walk.counted for axis in axes):
                 shards = f"the {walk.size(axes)} shards of dim {i}"
                 walk.give_up(f"reshaping {before} to {after} takes {shards} apart")
-                laid = walk.gather(laid, aval, axes)
-    return [dataclasses.replace(laid, dims=tuple(dims))]
+                sharding = walk.gather(sharding, aval, axes)
+    return [dataclasses.replace(sharding, dims=tuple(dims))]
 
 
 def _factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -107,63 +106,63 @@ def _factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int
     return groups
 
 
-def _drop_dims(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _drop_dims(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     del walk
     gone = {d % len(inputs[0].dims) for d in eqn.params["dimensions"]}
     return [dataclasses.replace(inputs[0], dims=tuple(d for i, d in enumerate(inputs[0].dims) if i not in gone))]
 
 
-def _reduce_sum(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    laid, axes = inputs[0], eqn.params["axes"]
-    summed = [a for i in axes for a in laid.dims[i] if a in walk.counted]
-    dims = tuple(dim for i, dim in enumerate(laid.dims) if i not in axes)
-    partial = (*laid.partial, *(axis for axis in summed if axis not in laid.partial))
-    itemsize = eqn.outvars[0].aval.dtype.itemsize if summed else laid.itemsize
-    return [dataclasses.replace(laid, dims=dims, partial=partial, itemsize=itemsize if partial else 0)]
+def _reduce_sum(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    sharding, axes = inputs[0], eqn.params["axes"]
+    summed = [a for i in axes for a in sharding.dims[i] if a in walk.counted]
+    dims = tuple(dim for i, dim in enumerate(sharding.dims) if i not in axes)
+    partial = (*sharding.partial, *(axis for axis in summed if axis not in sharding.partial))
+    itemsize = eqn.outvars[0].aval.dtype.itemsize if summed else sharding.itemsize
+    return [dataclasses.replace(sharding, dims=dims, partial=partial, itemsize=itemsize if partial else 0)]
 
 
-def _reduce(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _reduce(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """Reductions that are no sums: what devices found is compared at once."""
     axes, results = eqn.params.get("axes", ()), []
     for var in eqn.outvars:
-        laid = inputs[0]
-        found = Laid(dims=tuple(dim for i, dim in enumerate(laid.dims) if i not in axes))
-        over = tuple(a for i in axes for a in laid.dims[i] if a in walk.counted)
+        sharding = inputs[0]
+        found = ValueSharding(dims=tuple(dim for i, dim in enumerate(sharding.dims) if i not in axes))
+        over = tuple(a for i in axes for a in sharding.dims[i] if a in walk.counted)
         results.append(walk.settled(dataclasses.replace(found, partial=over), var.aval))
     return results
 
 
 def _along(name: str) -> Rule:
-    """What works along one dim, which has to be whole for it."""
+    """What works along one dim, which is gathered for it."""
 
-    def rule(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-        laid = inputs[0]
-        dim = eqn.params.get(name, len(laid.dims) - 1)
-        if laid.dims and laid.dims[dim]:
-            laid = walk.gather(laid, eqn.invars[0].aval, laid.dims[dim])
-        return [Laid(dims=laid.dims)] * len(eqn.outvars)
+    def rule(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+        sharding = inputs[0]
+        dim = eqn.params.get(name, len(sharding.dims) - 1)
+        if sharding.dims and sharding.dims[dim]:
+            sharding = walk.gather(sharding, eqn.invars[0].aval, sharding.dims[dim])
+        return [ValueSharding(dims=sharding.dims)] * len(eqn.outvars)
 
     return rule
 
 
-def _reversed(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _reversed(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """The shards of a dim that is reversed change places."""
-    laid, aval = inputs[0], eqn.invars[0].aval
-    moved = [axis for i in eqn.params["dimensions"] for axis in laid.dims[i]]
-    walk.move("collective-permute", moved, walk.local_bytes(aval, laid), aval)
-    return [Laid(dims=laid.dims)]
+    sharding, aval = inputs[0], eqn.invars[0].aval
+    moved = [axis for i in eqn.params["dimensions"] for axis in sharding.dims[i]]
+    walk.move("collective-permute", moved, walk.local_bytes(aval, sharding), aval)
+    return [ValueSharding(dims=sharding.dims)]
 
 
-def _resized(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    """Slices, pads and parts: a cut dim of another size is cut anew, from neighbours."""
-    laid, before, results = inputs[0], eqn.invars[0].aval.shape, []
+def _resized(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """Slices, pads and parts: a sharded dim of another size is sharded anew, from neighbours."""
+    sharding, before, results = inputs[0], eqn.invars[0].aval.shape, []
     for var in eqn.outvars:
         dims = []
-        for i, dim in enumerate(laid.dims):
+        for i, dim in enumerate(sharding.dims):
             size = var.aval.shape[i]
             dims.append(dim if size == before[i] or size % walk.size(dim) == 0 else ())
-        result = Laid(dims=tuple(dims))
-        for i, dim in enumerate(laid.dims):
+        result = ValueSharding(dims=tuple(dims))
+        for i, dim in enumerate(sharding.dims):
             if dim and var.aval.shape[i] != before[i]:
                 kind = "collective-permute" if dims[i] else "all-gather"
                 walk.move(kind, dim, walk.local_bytes(var.aval, result), var.aval)
@@ -171,48 +170,48 @@ def _resized(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     return results
 
 
-def _concatenate(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _concatenate(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     dims = list(_agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)]))
-    result, along = Laid(dims=tuple(dims)), eqn.params["dimension"]
+    result, along = ValueSharding(dims=tuple(dims)), eqn.params["dimension"]
     if dims[along]:
         walk.move("collective-permute", dims[along], walk.local_bytes(eqn.outvars[0].aval, result), eqn.outvars[0].aval)
     return [result]
 
 
-def _stack(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _stack(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     dims = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)])
     axis = eqn.params["axis"]
-    return [Laid(dims=(*dims[:axis], (), *dims[axis:]))]
+    return [ValueSharding(dims=(*dims[:axis], (), *dims[axis:]))]
 
 
-def _unstack(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    (laid,), axis = inputs, eqn.params["axis"]
-    if laid.dims[axis]:
-        laid = walk.gather(laid, eqn.invars[0].aval, laid.dims[axis])
-    return [Laid(dims=(*laid.dims[:axis], *laid.dims[axis + 1 :]))] * len(eqn.outvars)
+def _unstack(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    (sharding,), axis = inputs, eqn.params["axis"]
+    if sharding.dims[axis]:
+        sharding = walk.gather(sharding, eqn.invars[0].aval, sharding.dims[axis])
+    return [ValueSharding(dims=(*sharding.dims[:axis], *sharding.dims[axis + 1 :]))] * len(eqn.outvars)
 
 
-def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    laid, aval, size = inputs[0], eqn.invars[0].aval, eqn.outvars[0].aval.shape
-    lost = [a for i, dim in enumerate(laid.dims) for a in dim if size[i] != aval.shape[i]]
-    whole = dataclasses.replace(laid, dims=tuple(tuple(a for a in dim if a not in lost) for dim in laid.dims))
+def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    sharding, aval, size = inputs[0], eqn.invars[0].aval, eqn.outvars[0].aval.shape
+    lost = [a for i, dim in enumerate(sharding.dims) for a in dim if size[i] != aval.shape[i]]
+    gathered = dataclasses.replace(sharding, dims=without(sharding.dims, lost))
     if lost:
-        walk.move("all-gather", lost, walk.local_bytes(eqn.outvars[0].aval, whole), eqn.outvars[0].aval)
-    return [whole]
+        walk.move("all-gather", lost, walk.local_bytes(eqn.outvars[0].aval, gathered), eqn.outvars[0].aval)
+    return [gathered]
 
 
-def _dynamic_update_slice(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _dynamic_update_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     del walk
     old, new = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     dims, used = list(inputs[0].dims), inputs[0].axes
     for i, axes in enumerate(inputs[1].dims):
         if axes and not dims[i] and old[i] == new[i] and not used & set(axes):
             dims[i] = axes
-    return [Laid(dims=tuple(dims))]
+    return [ValueSharding(dims=tuple(dims))]
 
 
-def _dot(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    """A matrix product: a contracted dim that is cut makes a partial sum; an axis in two places is gathered in one."""
+def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """A matrix product: a sharded contracted dim makes a partial sum; an axis in two places is gathered in one."""
     (contract, batch) = eqn.params["dimension_numbers"]
     sides = list(inputs[:2])
     avals = [atom.aval for atom in eqn.invars[:2]]
@@ -223,9 +222,9 @@ def _dot(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
         if not is_pair:
             smaller = min((0, 1), key=lambda s: walk.local_bytes(avals[s], sides[s]))
             sides[smaller] = walk.gather(sides[smaller], avals[smaller], (axis,))
-    lay = lambda pairs: [_union(sides[0].dims[i], sides[1].dims[j]) for i, j in zip(*pairs, strict=True)]  # noqa: E731
-    summed = tuple(dict.fromkeys(a for dim in lay(contract) for a in dim))
-    dims = (*lay(batch), *(sides[0].dims[i] for i in free[0]), *(sides[1].dims[i] for i in free[1]))
+    shard = lambda pairs: [_union(sides[0].dims[i], sides[1].dims[j]) for i, j in zip(*pairs, strict=True)]  # noqa: E731
+    summed = tuple(dict.fromkeys(a for dim in shard(contract) for a in dim))
+    dims = (*shard(batch), *(sides[0].dims[i] for i in free[0]), *(sides[1].dims[i] for i in free[1]))
     return [_partial(walk, dims, summed, eqn)]
 
 
@@ -233,12 +232,14 @@ def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     return one if len(one) >= len(other) else other
 
 
-def _partial(walk: Any, dims: Dims, summed: Sequence[str], eqn: Any) -> Laid:
+def _partial(walk: Any, dims: Dims, summed: Sequence[str], eqn: Any) -> ValueSharding:
     partial = tuple(axis for axis in summed if axis in walk.counted)
-    return Laid(dims=tuple(dims), partial=partial, itemsize=eqn.outvars[0].aval.dtype.itemsize if partial else 0)
+    return ValueSharding(
+        dims=tuple(dims), partial=partial, itemsize=eqn.outvars[0].aval.dtype.itemsize if partial else 0
+    )
 
 
-def _convolution(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     dims: list[tuple[str, ...]] = [()] * len(out)
@@ -254,8 +255,8 @@ def _convolution(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     return [_partial(walk, tuple(dims), summed, eqn)]
 
 
-def _gather(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    """A lookup: in a table that is cut over its rows each device finds some, and the rest are zeros to be summed."""
+def _gather(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """A lookup: in a table with sharded rows each device finds some, and the rest are zeros to be summed."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     table, index = inputs[0], inputs[1]
     aval = eqn.invars[0].aval
@@ -278,8 +279,8 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     return [_partial(walk, tuple(dims), summed, eqn)]
 
 
-def _scatter(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
-    """A table that is written to: it lies as it did, or as the rows that come in."""
+def _scatter(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """A table that is written to keeps its sharding, or takes that of the rows that come in."""
     numbers = eqn.params["dimension_numbers"]
     dims, used, updates = list(inputs[0].dims), set(inputs[0].axes), inputs[2]
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -295,27 +296,30 @@ def _scatter(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
     return [_partial(walk, tuple(dims), [a for a in walk.sizes if a in summed], eqn)]
 
 
-def _constrained(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _constrained(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     return [_through(walk, inputs[0], eqn.invars[0].aval, [eqn.params["sharding"]])]
 
 
-def _reshard(walk: Any, eqn: Any, inputs: Sequence[Laid]) -> list[Laid]:
+def _reshard(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     return [_through(walk, inputs[0], eqn.invars[0].aval, eqn.params["forward"].shardings)]
 
 
-def _through(walk: Any, laid: Laid, aval: Any, shardings: Sequence[Any]) -> Laid:
-    for sharding in shardings:
-        if not isinstance(sharding, NamedSharding):
+def _through(walk: Any, sharding: ValueSharding, aval: Any, targets: Sequence[Any]) -> ValueSharding:
+    """Reshards a value to each of some shardings in turn."""
+    for target in targets:
+        if not isinstance(target, NamedSharding):
             continue
-        entries = tuple(sharding.spec) + (None,) * (len(laid.dims) - len(sharding.spec))
-        given = dims_of(sharding.spec, len(laid.dims))
-        fixed = {axis for dim in given for axis in dim}
-        target = tuple(
-            tuple(a for a in laid.dims[i] if a not in fixed) if entry is PartitionSpec.UNCONSTRAINED else given[i]
+        entries = tuple(target.spec) + (None,) * (len(sharding.dims) - len(target.spec))
+        constrained = dims_of(target.spec, len(sharding.dims))
+        fixed = {axis for dim in constrained for axis in dim}
+        dims = tuple(
+            tuple(a for a in sharding.dims[i] if a not in fixed)
+            if entry is PartitionSpec.UNCONSTRAINED
+            else constrained[i]
             for i, entry in enumerate(entries)
         )
-        laid = walk.placed(laid, aval, target)
-    return laid
+        sharding = walk.placed(sharding, aval, dims)
+    return sharding
 
 
 RULES: Mapping[str, Rule] = {

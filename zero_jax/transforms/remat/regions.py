@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
 from zero_jax.core.jaxprs import Chain
+from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
@@ -28,12 +29,11 @@ from zero_jax.transforms.remat.values import (
 
 # The names of what is kept as it is, and of what is kept elsewhere.
 KEPT, PLACED = "zero_kept", "zero_residual"
-_INLINED = ("jit", "pjit", "closed_call")
-REMAT = ("remat2", "checkpoint")
+REMAT = ("remat2",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class RematSetting:
     """What a transform is to do, and for which mesh; `batch_sizes` tell the dims of examples."""
 
     remat: Remat
@@ -62,11 +62,10 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], *, unwrap
 
 def evaluate_eqn(eqn: Any, values: list[Any], *, unwrap: bool) -> list[Any]:
     """Evaluates an equation as `evaluate` does."""
-    is_plain = eqn.primitive.name in _INLINED and not jaxprs.has_explicit_shardings(eqn)
-    if not is_plain and not (unwrap and eqn.primitive.name in REMAT):
+    sub = subcall(eqn)
+    if sub is None or sub.kind not in (("call", "remat") if unwrap else ("call",)):
         return jaxprs.bind(eqn, values)
-    (inner,) = jaxprs.inner_jaxprs(eqn)
-    jaxpr, consts = jaxprs.open_jaxpr(inner)
+    jaxpr, consts = jaxprs.open_jaxpr(sub.jaxpr)
     with jaxprs.source_context(eqn):
         return evaluate(jaxpr, consts, values, unwrap=unwrap)
 
@@ -77,14 +76,6 @@ def flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> tuple[Any,
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals
     ]
     return jaxprs.open_jaxpr(jax.make_jaxpr(function)(*shapes))
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of all that lie in it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs.inner_jaxprs(eqn):
-            yield from equations(jaxprs.open_jaxpr(inner)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +91,7 @@ class Region:
       own_policy: the policy of the model's `jax.checkpoint` that this is, with the policy `own`.
     """
 
-    setting: Setting
+    setting: RematSetting
     jaxpr: Any
     consts: Sequence[Any]
     marks: Sequence[Mark]

@@ -15,14 +15,14 @@ from zero_jax.transforms.remat.regions import Region, flat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residuals:
+class RegionResiduals:
     """What a region keeps for its backward pass, params and constants aside, in bytes on each device and its host."""
 
     device_bytes: int
     host_bytes: int
 
 
-_NOTHING = Residuals(device_bytes=0, host_bytes=0)
+_NOTHING = RegionResiduals(device_bytes=0, host_bytes=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class RegionRow:
     where: str
     kind: str
     times: int
-    without: Residuals = _NOTHING
-    kept: Residuals = _NOTHING
+    without: RegionResiduals = _NOTHING
+    kept: RegionResiduals = _NOTHING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +65,12 @@ class RematReport:
     left: tuple[Left, ...]
 
     @property
-    def kept(self) -> Residuals:
+    def kept(self) -> RegionResiduals:
         """The bytes that all regions together keep."""
         return _total([(row.times, row.kept) for row in self.regions])
 
     @property
-    def without(self) -> Residuals:
+    def without(self) -> RegionResiduals:
         """The bytes that they would keep if nothing were recomputed."""
         return _total([(row.times, row.without) for row in self.regions])
 
@@ -85,14 +85,14 @@ class RematReport:
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 
-def _total(rows: list[tuple[int, Residuals]]) -> Residuals:
-    return Residuals(
+def _total(rows: list[tuple[int, RegionResiduals]]) -> RegionResiduals:
+    return RegionResiduals(
         device_bytes=sum(times * kept.device_bytes for times, kept in rows),
         host_bytes=sum(times * kept.host_bytes for times, kept in rows),
     )
 
 
-def residuals_of(function: Callable[[Any], list[Any]], region: Region) -> Residuals:
+def residuals_of(function: Callable[[Any], list[Any]], region: Region) -> RegionResiduals:
     """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
     setting = region.setting
     linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731
@@ -111,4 +111,4 @@ def residuals_of(function: Callable[[Any], list[Any]], region: Region) -> Residu
             shards *= axis_size(setting.mesh, axes)
         place = "host" if eqn is not None and eqn.primitive.name == "device_put" else "device"
         bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
-    return Residuals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])
+    return RegionResiduals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

@@ -22,7 +22,7 @@ from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
-from zero_jax.transforms.remat.regions import Setting
+from zero_jax.transforms.remat.regions import RematSetting
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.values import Mark, on_model
 from zero_jax.transforms.remat.walk import Frame, Log, Walk
@@ -58,7 +58,7 @@ def rematerialize(
     remat, axes = resolve_remat(remat), axes or axes_of(mesh)
     if remat.is_own:
         return loss_fn
-    setting = Setting(remat=remat, mesh=mesh, axes=axes, batch_sizes=frozenset())
+    setting = RematSetting(remat=remat, mesh=mesh, axes=axes, batch_sizes=frozenset())
     if remat.residuals == "sharded" and setting.num_shards == 1:
         raise ValueError(
             f"remat={remat.name!r} shards residuals over `model`, but the mesh is {dict(mesh.shape)}: make it with "
@@ -98,7 +98,7 @@ def remat_report(
       specs: how the params lie over `model`.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
-    setting = Setting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
+    setting = RematSetting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     log = Log([], [], measure=True)
     eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)
     return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
@@ -121,7 +121,7 @@ def _nothing_found(remat: Remat, log: Log, place: str) -> str:
 
 def _transform(
     loss_fn: Callable[..., Any],
-    setting: Setting,
+    setting: RematSetting,
     specs: PyTree,
     log: Log,
     params: PyTree,

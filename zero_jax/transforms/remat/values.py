@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import equations_of
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
@@ -84,7 +85,7 @@ def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: t
     if name == "dot_general":
         dims = _product_dims(eqn, ins)
     elif jaxprs.inner_jaxprs(eqn) or name in _AS_THEIR_INPUT:
-        # An activation function, say: what has the shape of an input lies as that does.
+        # An activation function, say: what has the shape of an input has its sharding.
         same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
         dims = same[0] if same else None
     else:
@@ -128,14 +129,14 @@ def products_with_weights(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCores:
-    """The cores of attention in a jaxpr: what lies within them, and their results."""
+    """The cores of attention in a jaxpr: what is within them, and their results."""
 
     inner: frozenset[Any]
     results: frozenset[Any]
 
 
 def attention_cores(jaxpr: Any, marks: dict[Any, Mark]) -> AttentionCores:
-    """Finds what lies between the product of queries with keys and the product with values.
+    """Finds what is computed between the product of queries with keys and the product with values.
 
     A core is two products of activations with a softmax (an exponential) between; to it belongs what is computed for
     it alone without any activation, such as masks and dropout.
@@ -153,7 +154,7 @@ def attention_cores(jaxpr: Any, marks: dict[Any, Mark]) -> AttentionCores:
 
 
 def _core(eqns: Sequence[Any], marks: dict[Any, Mark]) -> tuple[set[Any], set[Any]]:
-    """Returns what lies between a product and the next one of activations on its way, and the results of that."""
+    """Returns what is computed between a product and the next one of activations, and the results of that."""
     first = eqns[0]
     shape = sorted(first.outvars[0].aval.shape)
     reached, ends = set(first.outvars), []
@@ -186,9 +187,7 @@ def _of_activations(eqn: Any, marks: dict[Any, Mark]) -> bool:
 
 
 def _exponentiates(eqn: Any) -> bool:
-    if eqn.primitive.name in ("exp", "exp2"):
-        return True
-    return any(_exponentiates(e) for inner in jaxprs.inner_jaxprs(eqn) for e in jaxprs.open_jaxpr(inner)[0].eqns)
+    return any(each.primitive.name in ("exp", "exp2") for each in equations_of(eqn))
 
 
 def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:

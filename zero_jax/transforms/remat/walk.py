@@ -13,9 +13,10 @@ from jax import lax
 
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.subcalls import equations
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
-from zero_jax.transforms.remat.regions import REMAT, Region, Setting, equations, evaluate, evaluate_eqn, flat
+from zero_jax.transforms.remat.regions import REMAT, Region, RematSetting, evaluate, evaluate_eqn, flat
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
 
@@ -45,7 +46,7 @@ class Frame:
 class Walk:
     """One walk over one trace of a function, which finds its blocks and evaluates them as regions."""
 
-    def __init__(self, setting: Setting, log: Log):
+    def __init__(self, setting: RematSetting, log: Log):
         self.setting = setting
         self.policy = setting.remat.policy
         self.log = log

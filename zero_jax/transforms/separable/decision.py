@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separable.relations import SAME, Kind, Relation, rows
-from zero_jax.transforms.separable.walk import Comparison
+from zero_jax.transforms.separable.walk import TraceComparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,9 @@ def separability(
     traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
     not_local = another = ""
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
-    names = set(_names(trace))
+    names = set(_operations(trace))
     convolves = local and "conv_general_dilated" in names
-    if local and lays_over(trace, axes.batch):
+    if local and shards_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
     elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
@@ -142,7 +143,7 @@ class _Traces:
         inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
         inputs += [SAME] * len(jax.tree.leaves(self.key))
-        loss, weight = Comparison(num_parts).run(*traces, inputs)
+        loss, weight = TraceComparison(num_parts).run(*traces, inputs)
         return _why_no_mean(
             loss, weight, named=loss_weight not in ("auto", None), trusted=trusted and loss_weight is None
         )
@@ -163,26 +164,15 @@ def _why_no_mean(loss: Relation, weight: Relation, *, named: bool, trusted: bool
 
 def _operations(jaxpr: Any) -> list[str]:
     """Returns the names of a jaxpr's operations in their order, inner ones too, but of those that change a shape."""
-    return list(_names(jaxpr))
+    moves = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
+    return [eqn.primitive.name for eqn in equations(jaxpr, skip=moves)]
 
 
-def _names(jaxpr: Any) -> Iterator[str]:
-    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"):
-            yield eqn.primitive.name
-        for inner in jaxprs.inner_jaxprs(eqn):
-            yield from _names(inner)
-
-
-def lays_over(jaxpr: Any, axes: Sequence[str]) -> bool:
+def shards_over(jaxpr: Any, axes: Sequence[str]) -> bool:
     """Tells whether a jaxpr shards values over any of the axes: by a constraint, a `shard_map` or a nested `jit`."""
-    for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name == "custom_vmap_call":
-            continue  # it says itself what it does when it is mapped
+    for eqn in equations(jaxpr, skip=["custom_vmap_call"]):  # that says itself what it does when it is mapped
         specs = [x for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_spec) if _is_spec(x)]
         if any(carries(dims_of(spec, _num_dims(spec)), axes) for spec in specs):
-            return True
-        if any(lays_over(inner, axes) for inner in jaxprs.inner_jaxprs(eqn)):
             return True
     return False
 

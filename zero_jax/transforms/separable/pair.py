@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zero_jax.core.subcalls import Subcall, subcall
 from zero_jax.transforms.separable.relations import Refused, Relation
 
 Shape = tuple[int, ...]
@@ -30,6 +31,12 @@ class Pair:
     def results(self, i: int = 0) -> tuple[Shape, Shape]:
         """The shapes of a result, on the whole batch and on a part."""
         return self.whole.outvars[i].aval.shape, self.part.outvars[i].aval.shape
+
+    def subcalls(self) -> tuple[Subcall, Subcall]:
+        """The jaxprs that the equation runs, on the whole batch and on a part."""
+        whole, part = subcall(self.whole), subcall(self.part)
+        assert whole is not None and part is not None
+        return whole, part
 
     def growing(self) -> int | None:
         """Returns the dim of the result that is larger on the whole batch; None if there is none."""

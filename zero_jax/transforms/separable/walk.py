@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.spec import dims_of
 from zero_jax.transforms.separable.pair import Pair
 from zero_jax.transforms.separable.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
 from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 
-_CALLS = frozenset({"jit", "closed_call", "remat2", "custom_vmap_call"})
+_CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
+_COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
 _WHY = {
     "mixed": "examples of a batch are mixed at {}",
@@ -30,7 +32,7 @@ _WHY = {
 _ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration)
 
 
-class Comparison:
+class TraceComparison:
     """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it."""
 
     def __init__(self, num_parts: int):
@@ -111,10 +113,10 @@ class Comparison:
 
     def by_rule(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of the results, by the rule of the primitive."""
-        name = pair.whole.primitive.name
-        if name in _CALLS:
+        name, sub = pair.whole.primitive.name, subcall(pair.whole)
+        if sub is not None and sub.kind in _CALLS:
             return self.called(pair, inputs)
-        if special := _SPECIAL.get(name):
+        if special := _SPECIAL.get(name if sub is None else sub.kind):
             return special(self, pair, inputs)
         if not (name == "select_n" and inputs[0].is_false):
             for x in inputs:
@@ -135,7 +137,8 @@ class Comparison:
 
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of the results of a call."""
-        return self.run(jaxprs.inner_jaxprs(pair.whole)[0], jaxprs.inner_jaxprs(pair.part)[0], inputs)
+        whole, part = pair.subcalls()
+        return self.run(whole.jaxpr, part.jaxpr, inputs)
 
     def same_params(self, pair: Pair) -> bool:
         """Tells whether an equation does the same on the whole as on a part."""
@@ -193,15 +196,12 @@ class Comparison:
 
     def scan(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """A loop over slices, or a function of each example."""
-        parts = [jaxprs.scan_parts(eqn) for eqn in (pair.whole, pair.part)]
-        first = parts[0].num_consts + parts[0].num_carry
-        consts, carry, slices = inputs[: parts[0].num_consts], inputs[parts[0].num_consts : first], inputs[first:]
-        bodies = parts[0].jaxpr, parts[1].jaxpr
-        if (parts[0].num_consts, parts[0].num_carry, parts[0].reverse) != (
-            parts[1].num_consts, parts[1].num_carry, parts[1].reverse,
-        ):  # fmt: skip
+        whole, part = pair.subcalls()
+        consts, carry, slices = whole.split(inputs)
+        bodies = whole.jaxpr, part.jaxpr
+        if (whole.num_consts, whole.num_carry, whole.reverse) != (part.num_consts, part.num_carry, part.reverse):
             raise Refused("sized")
-        if parts[0].length != parts[1].length:
+        if whole.length != part.length:
             if carry or not all(x.is_plain and x.dim == 0 for x in slices) or not all(_is_same(x) for x in consts):
                 raise Refused("mixed")
             results = self.run(*bodies, [*consts, *(dataclasses.replace(x, kind=Kind.SAME, dim=None) for x in slices)])
@@ -214,11 +214,11 @@ class Comparison:
 
     def while_loop(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """A loop that goes on as long as something holds, which has to be the same for all examples."""
-        num_cond, num_body = (pair.params[name] for name in ("cond_nconsts", "body_nconsts"))
-        conds, consts, carry = inputs[:num_cond], inputs[num_cond : num_cond + num_body], inputs[num_cond + num_body :]
-        bodies, tests = ((pair.params[x], pair.part.params[x]) for x in ("body_jaxpr", "cond_jaxpr"))
+        whole, part = pair.subcalls()
+        test_consts, (consts, carry, _) = inputs[: whole.num_test_consts], whole.split(inputs)
+        bodies = whole.jaxpr, part.jaxpr
         carry, _ = self.loop(bodies, consts, [dataclasses.replace(x, root=None, is_false=False) for x in carry])
-        (goes_on,) = self.run(*tests, [*conds, *carry])
+        (goes_on,) = self.run(whole.test, part.test, [*test_consts, *carry])
         if goes_on.kind is Kind.UNKNOWN:
             return [goes_on] * len(carry)
         return carry if _is_same(goes_on) else [self.refused("mixed")] * len(carry)
@@ -231,7 +231,8 @@ class Comparison:
         if not _is_same(index):
             raise Refused("mixed")
         first = next(self.roots)
-        branches = zip(pair.whole.params["branches"], pair.part.params["branches"], strict=True)
+        whole, part = pair.subcalls()
+        branches = zip(whole.branches, part.branches, strict=True)
         found = [[self.left(x, first) for x in self.run(*branch, values)] for branch in branches]
         results = found[0]
         for other in found[1:]:
@@ -351,17 +352,15 @@ class Comparison:
         return [x.of_elements() for x in solved]
 
 
-_SPECIAL: dict[str, Callable[[Comparison, Pair, list[Relation]], list[Relation]]] = {
-    "scan": Comparison.scan,
-    "while": Comparison.while_loop,
-    "cond": Comparison.cond,
-    "shard_map": Comparison.shard_map,
-    **dict.fromkeys(
-        "psum psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter".split(), Comparison.collective
-    ),
-    "custom_jvp_call": Comparison.custom_jvp,
-    "custom_vjp_call": Comparison.custom_vjp,
-    "custom_linear_solve": Comparison.linear_solve,
+_SPECIAL: dict[str, Callable[[TraceComparison, Pair, list[Relation]], list[Relation]]] = {
+    "scan": TraceComparison.scan,
+    "while": TraceComparison.while_loop,
+    "cond": TraceComparison.cond,
+    "shard_map": TraceComparison.shard_map,
+    **dict.fromkeys(_COLLECTIVES, TraceComparison.collective),
+    "custom_jvp": TraceComparison.custom_jvp,
+    "custom_vjp": TraceComparison.custom_vjp,
+    "custom_linear_solve": TraceComparison.linear_solve,
 }
 
 

@@ -1,5 +1,7 @@
 """Shardings carried through jaxprs: collectives that can be counted by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +9,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import Chain, open_jaxpr, reshard, without_dead_code
 from zero_jax.sharding.spec import dims_of
-from zero_jax.transforms.propagation.kinds import Laid
-from zero_jax.transforms.propagation.propagate import spread
+from zero_jax.transforms.propagation.kinds import ValueSharding
+from zero_jax.transforms.propagation.propagate import propagate_shardings
 
 SIZES = {"data": 2, "model": 4}
 B, T, D, F = 8, 16, 32, 64
@@ -24,8 +26,8 @@ def found(fn, *inputs):
     """Traces a function of (shape, spec) pairs; what has `data` in its spec varies."""
     shapes = [x if isinstance(x[0], jax.ShapeDtypeStruct) else (arrays(x[0])[0], x[1]) for x in inputs]
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(*(x for x, _ in shapes)))
-    laid = [Laid(dims=dims_of(spec, x.ndim), varies="data" in spec) for x, spec in shapes]
-    return spread(jaxpr, laid, sizes=SIZES, counted=("model",))
+    shardings = [ValueSharding(dims=dims_of(spec, x.ndim), varies="data" in spec) for x, spec in shapes]
+    return propagate_shardings(jaxpr, shardings, sizes=SIZES, counted=("model",))
 
 
 def moves(spreading):
@@ -197,8 +199,8 @@ def test_dead_code_of_a_recomputation_moves_nothing():
         return (jax.checkpoint(mlp)(x, up, down) ** 2).sum()
 
     jaxpr = without_dead_code(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays(X[0], UP[0], DOWN[0])))
-    laid = [Laid(dims=dims_of(spec, len(shape)), varies=shape == X[0]) for shape, spec in (X, UP, DOWN)]
-    got = spread(jaxpr, laid, sizes=SIZES, counted=("model",))
+    shardings = [ValueSharding(dims=dims_of(spec, len(shape)), varies=shape == X[0]) for shape, spec in (X, UP, DOWN)]
+    got = propagate_shardings(jaxpr, shardings, sizes=SIZES, counted=("model",))
     assert [move.phase for move in got.moves] == ["forward", "backward"]
 
 
@@ -207,3 +209,16 @@ def test_alive_at_the_peak_is_what_products_read_and_write():
     got = found(lambda x, up, down: jax.nn.relu(x @ up) @ down, X, UP, DOWN)
     hidden = B // 2 * T * F * 4 / 4
     assert hidden + STREAM <= got.peak_bytes <= 2 * hidden + STREAM
+
+
+def test_a_loop_that_jax_wraps_for_a_remat_policy_is_looked_into():
+    """`closed_call`, which JAX 0.12 calls `eval_jaxpr`."""
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def layers(x, up, down):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(mlp(x, *w)), None), x, (up, down))[0].sum()
+
+    ups, downs = ((3, D, F), P(None, None, "model")), ((3, F, D), P(None, "model", None))
+    got = found(jax.grad(layers), X, ups, downs)
+    assert not got.unknown
+    assert (*ALL_REDUCE[:2], 3) in moves(got)

@@ -1,0 +1,102 @@
+"""Passes over a jaxpr: what is known of each value, derived from what is known of the inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from zero_jax.core.jaxprs import is_literal, open_jaxpr
+from zero_jax.core.subcalls import Subcall, subcall
+
+V = TypeVar("V")
+
+
+class Pass(Generic[V]):
+    """Runs jaxprs on what is known of their values (`V`) in place of arrays.
+
+    A subclass says what is known of constants, of the results of operations, and of a value that is one of two.
+
+    Attributes:
+      enters: the kinds of `Subcall` whose jaxprs are run; all others count as operations.
+      notes: what `operation` found out besides; of the rounds of a loop, what the last noted, which holds for all.
+    """
+
+    enters: frozenset[str] = frozenset()
+
+    def __init__(self):
+        self.notes: dict[Any, Any] = {}
+
+    def constant(self, atom: Any) -> V:
+        """Returns what is known of a literal, or of the variable of a constant."""
+        raise NotImplementedError
+
+    def operation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
+        """Returns what is known of the results of an equation."""
+        raise NotImplementedError
+
+    def join(self, first: V, second: V) -> V:
+        """Returns what is known of a value that is either of two. Repeated joins must come to an end."""
+        raise NotImplementedError
+
+    def slice_of(self, operand: V) -> V:
+        """Returns what is known of the slice of an operand that an iteration of a scan takes."""
+        return operand
+
+    def stack_of(self, result: V) -> V:
+        """Returns what is known of the stack of what the iterations of a scan return."""
+        return result
+
+    def run(self, jaxpr: Any, inputs: Sequence[V], env: dict[Any, V] | None = None) -> list[V]:
+        """Returns what is known of the results of a jaxpr, open or closed; adds all of its variables to `env`."""
+        opened, _ = open_jaxpr(jaxpr)
+        env = {} if env is None else env
+        env.update((var, self.constant(var)) for var in opened.constvars)
+        env.update(zip(opened.invars, inputs, strict=True))
+        read = lambda atom: self.constant(atom) if is_literal(atom) else env[atom]  # noqa: E731
+        for eqn in opened.eqns:
+            env.update(zip(eqn.outvars, self.equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        return [read(atom) for atom in opened.outvars]
+
+    def equation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
+        """Returns what is known of the results of an equation: of the jaxprs in it, if the pass enters them."""
+        sub = subcall(eqn)
+        if sub is None or sub.kind not in self.enters:
+            return self.operation(eqn, operands)
+        if sub.kind == "cond":
+            branches = [self.run(branch, operands[1:]) for branch in sub.branches]
+            return [functools.reduce(self.join, results, operands[0]) for results in zip(*branches, strict=True)]
+        return self.scan(sub, operands) if sub.kind == "scan" else self.run(sub.jaxpr, operands)
+
+    def scan(self, sub: Subcall, operands: list[V]) -> list[V]:
+        """Returns what is known of the results of a scan, whatever the number of its iterations."""
+        consts, carry, slices = sub.split(operands)
+        slices, before = [self.slice_of(x) for x in slices], self.notes
+
+        def body(carry: list[V]) -> list[V]:
+            self.notes = dict(before)
+            return self.run(sub.jaxpr, [*consts, *carry, *slices])
+
+        carry, results = fixed_point(body, carry, self.join)
+        return [*carry, *map(self.stack_of, results[sub.num_carry :])]
+
+
+def fixed_point(
+    body: Callable[[list[V]], list[V]], carry: list[V], join: Callable[[V, V], V]
+) -> tuple[list[V], list[V]]:
+    """Runs the body of a loop until what is known of its carries holds in every iteration.
+
+    Args:
+      body: from what is known of the carries to what is known of the results, carries first.
+      carry: what is known of the first carries.
+      join: `Pass.join`.
+
+    Returns:
+      What is known of the carries, and of all results of an iteration.
+    """
+    while True:
+        results = body(carry)
+        after = [join(x, y) for x, y in zip(carry, results, strict=False)]
+        if after == carry:
+            return carry, results
+        carry = after

@@ -1,0 +1,120 @@
+"""Equations that run other jaxprs: calls, loops, branches and derivatives, of every supported JAX release.
+
+This is the one list of them. Whatever else holds a jaxpr (`reduce`, `scatter`, `pallas_call`, `composite`) is an
+operation of its own; `equations` looks into those, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeVar
+
+from zero_jax.core.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxpr, scan_parts
+
+T = TypeVar("T")
+
+# By the name of the primitive; `pjit`, `core_call` and `checkpoint` are none since JAX 0.10.
+KINDS = {
+    "jit": "call",
+    "closed_call": "call",  # made by `jax.lax` for remat policies in loops; JAX 0.12 calls it `eval_jaxpr`
+    "eval_jaxpr": "call",
+    "remat2": "remat",  # `jax.checkpoint`
+    "custom_jvp_call": "custom_jvp",
+    "custom_vjp_call": "custom_vjp",
+    "custom_vmap_call": "custom_vmap",
+    "shard_map": "shard_map",
+    "scan": "scan",
+    "while": "while",
+    "cond": "cond",
+}
+# The kinds whose jaxpr makes the values of the results, whatever else they do.
+CALLS = frozenset({"call", "sharded_call", "remat", "custom_jvp", "custom_vjp"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subcall:
+    """The jaxprs that an equation runs, and what each of them takes.
+
+    Attributes:
+      kind: "call", "remat", "custom_jvp", "custom_vjp", "custom_vmap", "shard_map": `jaxpr` takes all operands. So does
+        that of a "sharded_call", a `jit` that also fixes the sharding of an operand or a result.
+        "scan": it takes constants, carries, and a slice of each other operand; it returns carries and slices.
+        "while": it takes constants and carries, and `test` takes its own constants and the carries.
+        "cond": each of `branches` takes all operands but the first, which is the index of the branch that runs.
+      jaxpr: the jaxpr of a call, or the body of a loop; open or closed.
+      branches: the jaxprs of a `cond`, in the order of the index.
+      test: the jaxpr that says whether a `while` goes on.
+      num_test_consts: operands of a `while` before those of its body: they are constants of the test.
+      num_consts: operands that each iteration of a loop takes as they are.
+      num_carry: operands of a loop that an iteration takes from the one before.
+      length: iterations; 1 where that is not known.
+      reverse: whether a scan begins with the last slice.
+    """
+
+    kind: str
+    jaxpr: Any = None
+    branches: tuple[Any, ...] = ()
+    test: Any = None
+    num_test_consts: int = 0
+    num_consts: int = 0
+    num_carry: int = 0
+    length: int = 1
+    reverse: bool = False
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Splits the operands of a loop into the constants of its body, carries, and what is taken in slices."""
+        operands = operands[self.num_test_consts :]
+        first = self.num_consts + self.num_carry
+        return list(operands[: self.num_consts]), list(operands[self.num_consts : first]), list(operands[first:])
+
+
+def subcall(eqn: Any) -> Subcall | None:
+    """Returns the jaxprs that an equation runs; None for an operation, whatever it holds."""
+    kind, params = KINDS.get(eqn.primitive.name), eqn.params
+    if kind is None:
+        return None
+    if kind == "scan":
+        parts = scan_parts(eqn)
+        return Subcall(
+            kind="scan",
+            jaxpr=parts.jaxpr,
+            num_consts=parts.num_consts,
+            num_carry=parts.num_carry,
+            length=parts.length,
+            reverse=parts.reverse,
+        )
+    if kind == "while":
+        skipped, num_consts = params["cond_nconsts"], params["body_nconsts"]
+        return Subcall(
+            kind="while",
+            jaxpr=params["body_jaxpr"],
+            test=params["cond_jaxpr"],
+            num_test_consts=skipped,
+            num_consts=num_consts,
+            num_carry=len(eqn.invars) - skipped - num_consts,
+        )
+    if kind == "cond":
+        return Subcall(kind="cond", branches=tuple(params["branches"]))
+    (jaxpr,) = inner_jaxprs(eqn)
+    return Subcall(kind="sharded_call" if has_explicit_shardings(eqn) else kind, jaxpr=jaxpr)
+
+
+def equations(jaxpr: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, open or closed, each followed by those of the jaxprs in it.
+
+    Args:
+      jaxpr: the jaxpr.
+      skip: primitives whose equations are left out, with all that is in them.
+    """
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield from equations_of(eqn, skip=skip)
+
+
+def equations_of(eqn: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
+    """Yields an equation and those of the jaxprs in it, as `equations` does."""
+    if eqn.primitive.name in skip:
+        return
+    yield eqn
+    for inner in inner_jaxprs(eqn):
+        yield from equations(inner, skip=skip)

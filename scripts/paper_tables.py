@@ -32,7 +32,7 @@ from largest_fit import LargestFit, largest_fit
 import zero_jax as zero
 from zero_jax.analysis.formulas import PAPER_CASES, max_params, residual_bytes
 from zero_jax.cli.model import gpt_model
-from zero_jax.core.user_cache import cache_folder
+from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
 from zero_jax.planning.process import CompilerCrash
 from zero_jax.planning.report import PlanReport

@@ -40,8 +40,8 @@ from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.checkpoint.record import record_to_json
 from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
-from zero_jax.core import folder_lock
-from zero_jax.core.folder_lock import FolderInUse, FolderLock
+from zero_jax.core.files import folder_lock
+from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 

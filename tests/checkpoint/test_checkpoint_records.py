@@ -17,7 +17,7 @@ from zero_jax.checkpoint import reading as checkpoint_read
 from zero_jax.checkpoint import record as checkpoint_record
 from zero_jax.checkpoint.finding import newest_record
 from zero_jax.checkpoint.leaf_files import check_files
-from zero_jax.core.untrusted import json_checksum
+from zero_jax.core.files.untrusted import json_checksum
 
 TX, CONFIG = optax.sgd(1e-2), reference.make_config(stage=3)
 

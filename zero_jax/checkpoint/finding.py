@@ -18,7 +18,7 @@ from zero_jax.checkpoint.record import (
     resolve_folder,
     step_path,
 )
-from zero_jax.core.untrusted import is_bucket
+from zero_jax.core.files.untrusted import is_bucket
 
 COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 

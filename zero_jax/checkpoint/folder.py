@@ -20,7 +20,7 @@ from etils import epath
 
 from zero_jax.checkpoint.finding import COMMITTED, list_step_folders
 from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, read_record, step_path
-from zero_jax.core.untrusted import is_bucket, parse_json, read_file
+from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
 _MAX_MARK_BYTES = 1 << 12

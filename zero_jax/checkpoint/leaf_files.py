@@ -16,7 +16,7 @@ from etils import epath
 
 from zero_jax.checkpoint.fingerprint import host_fingerprint
 from zero_jax.checkpoint.record import STATE, CheckpointError, Record
-from zero_jax.core.untrusted import irregular, is_bucket
+from zero_jax.core.files.untrusted import irregular, is_bucket
 
 _MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27

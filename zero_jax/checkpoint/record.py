@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from zero_jax.core.untrusted import (
+from zero_jax.core.files.untrusted import (
     is_bucket,
     json_checksum,
     mapping,

@@ -25,7 +25,7 @@ from zero_jax.checkpoint.saved_state import encode_state
 from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, Barrier, OtherProcessFailed, from_first_process
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.folder_lock import FolderInUse, FolderLock
+from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.tree import shown
 from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_jax.cli.options import Kind, check_value, limits_of, option_fields
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.json_lines import write_text
+from zero_jax.core.files.json_lines import write_text
 
 _MAX_BYTES = 1 << 16
 

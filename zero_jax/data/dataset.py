@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.user_cache import cache_folder
+from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small

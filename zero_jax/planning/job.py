@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.core.tree import PyTree, check_arrays
-from zero_jax.core.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from zero_jax.core.extras import extra
+from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.user_cache import cache_folder
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings

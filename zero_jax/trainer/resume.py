@@ -11,7 +11,7 @@ import jax
 
 from zero_jax.checkpoint import CheckpointError, Restored, find_checkpoint, list_step_folders, restore, step_path
 from zero_jax.core.agreement import from_first_process
-from zero_jax.core.untrusted import flag, mapping, number, whole_number
+from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state

@@ -21,7 +21,7 @@ from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_st
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.folder_lock import FolderLock
+from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig, Dataset, load_dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh

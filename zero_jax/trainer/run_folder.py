@@ -14,8 +14,8 @@ import jax
 from etils import epath
 
 from zero_jax.core.agreement import Agreement, from_first_process
-from zero_jax.core.folder_lock import FolderInUse, FolderLock
-from zero_jax.core.json_lines import write_text
+from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
+from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.tree import shown
 
 _LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some

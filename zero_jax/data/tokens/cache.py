@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from zero_jax.core.user_cache import evict_oldest, in_use
+from zero_jax.core.files.user_cache import evict_oldest, in_use
 from zero_jax.data.documents import read_text
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from zero_jax.core.untrusted import json_checksum
+from zero_jax.core.files.untrusted import json_checksum
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, ChunkChecksums, RunningChecksums, TokenFile, open_tokens
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import extra
-from zero_jax.core.json_lines import read_records
+from zero_jax.core.files.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
 X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.json_lines import JsonLinesWriter, Record, WrittenLater
+from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from zero_jax.core.untrusted import is_bucket
+from zero_jax.core.files.untrusted import is_bucket
 
 _MAX_BYTES = 1 << 16
 _ATTEMPTS = 100

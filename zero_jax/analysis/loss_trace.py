@@ -100,7 +100,7 @@ def trace_loss(
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), jax.eval_shape(lambda: jax.random.key(0))
     batch = jax.eval_shape(functools.partial(cast_batch, normalized, config=config), variables, batch, key)
-    traced = _Traced(loss, variables, batch, placement)
+    traced = _TracedLoss(loss, variables, batch, placement)
     gradient = traced.gradient()
     times = [dataclasses.replace(move, times=move.times * k) for move in gradient.moves]
     return LossTrace(
@@ -118,7 +118,7 @@ def _microbatch(x: Any, num_microbatches: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
-class _Traced:
+class _TracedLoss:
     """A loss function with the shapes and shardings of its inputs."""
 
     def __init__(self, loss: Callable[..., Any], variables: PyTree, batch: PyTree, placement: Placement):

@@ -16,7 +16,7 @@ from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.config_file import read_file
-from zero_jax.cli.options import Kind, Parser
+from zero_jax.cli.options import OptionKind, Parser
 from zero_jax.core.extras import MissingPackage
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_plot, cli_launch)
@@ -54,7 +54,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if getattr(options, "config", None):
         try:
             options.parser.set_defaults(
-                **read_file(options.config, cli_train.sections(), extra={"preset": Kind(base=str, is_optional=False)})
+                **read_file(
+                    options.config, cli_train.sections(), extra={"preset": OptionKind(base=str, is_optional=False)}
+                )
             )
         except ValueError as error:
             options.parser.error(str(error))

@@ -9,7 +9,7 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zero_jax.cli.options import Kind, check_value, limits_of, option_fields
+from zero_jax.cli.options import OptionKind, check_value, limits_of, option_fields
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.json_lines import write_text
 
@@ -17,7 +17,7 @@ _MAX_BYTES = 1 << 16
 
 
 def read_file(
-    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, Kind] = types.MappingProxyType({})
+    path: str | pathlib.Path, sections: Mapping[str, type], extra: Mapping[str, OptionKind] = types.MappingProxyType({})
 ) -> dict[str, Any]:
     """Reads a config file; returns its values by the destinations of the options for the same fields.
 
@@ -50,7 +50,7 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
         raise ValueError(f"{what} {name!r} is unknown: {did_you_mean(name, known)}Known are {', '.join(known)}")
 
 
-def _checked(what: str, value: Any, kind: Kind, destination: str) -> Any:
+def _checked(what: str, value: Any, kind: OptionKind, destination: str) -> Any:
     if kind.is_optional and value == "none":
         return None
     try:

@@ -178,7 +178,7 @@ def limits_of(destination: str) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
+class OptionKind:
     """The type of an option: a base type, whether None is a value, and the words that it is limited to."""
 
     base: type
@@ -187,7 +187,7 @@ class Kind:
 
 
 @functools.cache
-def option_fields(config_class: type) -> dict[str, Kind]:
+def option_fields(config_class: type) -> dict[str, OptionKind]:
     """Returns the fields of a config that have an option."""
     hints = typing.get_type_hints(config_class)
     kinds = {
@@ -198,13 +198,13 @@ def option_fields(config_class: type) -> dict[str, Kind]:
     return {name: kind for name, kind in kinds.items() if kind}
 
 
-def _kind(hint: Any) -> Kind | None:
+def _kind(hint: Any) -> OptionKind | None:
     if typing.get_origin(hint) is Literal:
-        return Kind(base=str, is_optional=False, choices=typing.get_args(hint))
+        return OptionKind(base=str, is_optional=False, choices=typing.get_args(hint))
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     simple = [member for member in members if member in (bool, int, float, str)]
-    return Kind(base=simple[0], is_optional=type(None) in members) if simple else None
+    return OptionKind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
 @functools.cache

@@ -57,39 +57,39 @@ def cast_batch(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Origin:
+class _InputOrigin:
     """What a value is made of: leaves of the batch, by number, and params or not."""
 
     leaves: frozenset[int] = frozenset()
     params: bool = False
 
-    def __or__(self, other: _Origin) -> _Origin:
-        return _Origin(self.leaves | other.leaves, self.params or other.params)
+    def __or__(self, other: _InputOrigin) -> _InputOrigin:
+        return _InputOrigin(self.leaves | other.leaves, self.params or other.params)
 
 
 def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
     """Returns the numbers of the leaves that the model takes."""
-    origins = [_Origin(params=True) for _ in jax.tree.leaves(params)]
-    origins += [_Origin(leaves=frozenset({i})) for i in range(len(jax.tree.leaves(batch)))]
-    origins += [_Origin() for _ in jax.tree.leaves(key)]
+    origins = [_InputOrigin(params=True) for _ in jax.tree.leaves(params)]
+    origins += [_InputOrigin(leaves=frozenset({i})) for i in range(len(jax.tree.leaves(batch)))]
+    origins += [_InputOrigin() for _ in jax.tree.leaves(key)]
     inputs = _ModelInputs()
     inputs.run(jax.make_jaxpr(loss_fn)(params, batch, key), origins)
     return set(inputs.notes)
 
 
-class _ModelInputs(Pass[_Origin]):
+class _ModelInputs(Pass[_InputOrigin]):
     """What each value is made of; notes the leaves of the batch that are brought together with params."""
 
     enters = CALLS | {"cond", "scan"}
 
-    def constant(self, atom: Any) -> _Origin:
-        return _Origin()
+    def constant(self, atom: Any) -> _InputOrigin:
+        return _InputOrigin()
 
-    def join(self, first: _Origin, second: _Origin) -> _Origin:
+    def join(self, first: _InputOrigin, second: _InputOrigin) -> _InputOrigin:
         return first | second
 
-    def operation(self, eqn: Any, operands: list[_Origin]) -> list[_Origin]:
-        origin = functools.reduce(self.join, operands, _Origin())
+    def operation(self, eqn: Any, operands: list[_InputOrigin]) -> list[_InputOrigin]:
+        origin = functools.reduce(self.join, operands, _InputOrigin())
         of_params_alone = any(x.params and not x.leaves for x in operands)
         # The sum of a loss and a regularizer takes nothing into the model.
         is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)

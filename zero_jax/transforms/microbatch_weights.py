@@ -26,7 +26,7 @@ _KEEP_WEIGHT = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traced:
+class _WeightTrace:
     """A value, what it depends on, and the divisor if it is a quotient by a scalar of the batch.
 
     `unbounded` is what a value is but for a
@@ -75,20 +75,20 @@ def _find(loss_fn: Callable[..., Any], variables: PyTree, batch: PyTree, key: ja
     closed, out_shape = jax.make_jaxpr(loss_fn, return_shape=True)(variables, batch, key)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     ins = [
-        *(_Traced(x, of_params=True) for x in jax.tree.leaves(variables)),
-        *(_Traced(x, of_batch=True) for x in jax.tree.leaves((batch, key))),
+        *(_WeightTrace(x, of_params=True) for x in jax.tree.leaves(variables)),
+        *(_WeightTrace(x, of_batch=True) for x in jax.tree.leaves((batch, key))),
     ]
-    outs = _run(jaxpr, [_Traced(c) for c in consts], ins)
+    outs = _run(jaxpr, [_WeightTrace(c) for c in consts], ins)
     loss, rest = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
     return loss, rest, 1 if outs[0].divisor is None else outs[0].divisor
 
 
-def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[_Traced]:
+def _run(jaxpr: Any, consts: Sequence[_WeightTrace], ins: Sequence[_WeightTrace]) -> list[_WeightTrace]:
     constvars = tuple(getattr(jaxpr, "constvars", ()))
     env = dict(zip((*constvars, *jaxpr.invars), (*consts[: len(constvars)], *ins), strict=True))
 
-    def read(atom: Any) -> _Traced:
-        return _Traced(atom.val) if jaxprs.is_literal(atom) else env[atom]
+    def read(atom: Any) -> _WeightTrace:
+        return _WeightTrace(atom.val) if jaxprs.is_literal(atom) else env[atom]
 
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
@@ -96,14 +96,14 @@ def _run(jaxpr: Any, consts: Sequence[_Traced], ins: Sequence[_Traced]) -> list[
         if sub is not None and sub.kind == "call":
             body, body_consts = jaxprs.open_jaxpr(sub.jaxpr)
             with jaxprs.source_context(eqn):
-                outs = _run(body, [_Traced(c) for c in body_consts], values)
+                outs = _run(body, [_WeightTrace(c) for c in body_consts], values)
         else:
             outs = _bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
+def _bind(eqn: Any, values: Sequence[_WeightTrace]) -> list[_WeightTrace]:
     of_params = any(value.of_params for value in values)
     of_batch = any(value.of_batch for value in values)
     divisor = None
@@ -121,4 +121,4 @@ def _bind(eqn: Any, values: Sequence[_Traced]) -> list[_Traced]:
     elif eqn.primitive.name == "convert_element_type":
         unbounded = values[0].unbounded
     arrays = jaxprs.bind(eqn, [value.array for value in values])
-    return [_Traced(array, of_params, of_batch, divisor, unbounded) for array in arrays]
+    return [_WeightTrace(array, of_params, of_batch, divisor, unbounded) for array in arrays]

@@ -12,7 +12,7 @@ from zero_jax.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class GatherFrame:
     """How uses are kept for the backward pass in the region being walked."""
 
     regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
@@ -33,7 +33,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Region:
+class SharedRegion:
     """A `jax.checkpoint` that is walked: its jaxpr (so that its id stays its own), and which results are pure."""
 
     jaxpr: Any

@@ -28,8 +28,8 @@ from zero_jax.sharding.spec import carries, named
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
-from zero_jax.transforms.gather.regions import Frame, Options
-from zero_jax.transforms.gather.walk import Walk
+from zero_jax.transforms.gather.regions import GatherFrame, Options
+from zero_jax.transforms.gather.walk import GatherWalk
 from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.
@@ -119,10 +119,10 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
         marked = _mark(params, specs, options)
         mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
-        walk = Walk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
+        walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
-        frame = Frame(regather=options.regather, prevent_cse=True, ends_forward=True)
+        frame = GatherFrame(regather=options.regather, prevent_cse=True, ends_forward=True)
         # Arrays that the function closes over may be its batch: only scalars are sure to be mere constants.
         closed_over = [Value(c, pure=jnp.ndim(c) == 0) for c in consts]
         outs = walk.run(jaxpr, closed_over, ins, frame)

@@ -29,7 +29,7 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.param_uses import last_use, used_whole
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
-from zero_jax.transforms.gather.regions import Frame, Options, Region
+from zero_jax.transforms.gather.regions import GatherFrame, Options, SharedRegion
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
@@ -37,7 +37,7 @@ from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, 
 MAX_RECIPE_DEPTH = 50
 
 
-class Walk:
+class GatherWalk:
     """One walk over one trace of a function."""
 
     def __init__(self, options: Options, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
@@ -45,7 +45,7 @@ class Walk:
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
-        self.regions: dict[Any, Region] = {}  # of those of equal layers JAX traces and differentiates one
+        self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
             "jit": self.inline,
@@ -58,7 +58,7 @@ class Walk:
             "gather": self.lookup,
         }
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
         env: dict[Any, Lazy | Value] = {}
         constvars = tuple(getattr(jaxpr, "constvars", ()))
@@ -110,7 +110,7 @@ class Walk:
         steps = () if options.stored_whole else gather_shardings(options.mesh, dims, options.axes.data)
         return Chain(steps, barrier=bool(steps))
 
-    def first_order(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
         if (widened := put_off(eqn, values)) is not None:
             return [widened]
@@ -135,7 +135,7 @@ class Walk:
                 self.notes.wide(value, eqn)
         return self.use(eqn, values, frame)
 
-    def use(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def use(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
         gathers = any(value.is_shard or value.dims is None for value in values if isinstance(value, Lazy))
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
@@ -169,7 +169,7 @@ class Walk:
 
         return region, split
 
-    def copied(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
         name = eqn.primitive.name
         if name in self.handlers:
@@ -239,7 +239,7 @@ class Walk:
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
-    def inline(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def inline(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """A nested `jit`: walks its body in place."""
         if jaxprs.has_explicit_shardings(eqn):
             return self.first_order(eqn, values, frame)
@@ -248,7 +248,7 @@ class Walk:
         with jaxprs.source_context(eqn):
             return self.run(jaxpr, [Value(c, pure=True) for c in consts], values, frame)
 
-    def remat(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def remat(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """The user's own `jax.checkpoint`: gathers inside it, keeps its policy."""
         del frame
         (inner,) = jaxprs.inner_jaxprs(eqn)
@@ -263,21 +263,21 @@ class Walk:
             outs = region.function(*split.arrays)
         return [Value(out, is_pure) for out, is_pure in zip(outs, region.pure, strict=True)]
 
-    def region(self, inner: Any, split: Roots, policy: Any, prevent_cse: Any) -> Region:
+    def region(self, inner: Any, split: Roots, policy: Any, prevent_cse: Any) -> SharedRegion:
         """Returns a `jax.checkpoint` of a walk over a jaxpr."""
         jaxpr, consts = jaxprs.open_jaxpr(inner)
         pure: list[bool] = []
 
         def call(*arrays: Any) -> list[Any]:
-            ins, within = split.rebuild(arrays), Frame(regather=False, prevent_cse=False)
+            ins, within = split.rebuild(arrays), GatherFrame(regather=False, prevent_cse=False)
             outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], ins, within)
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [as_array(out) for out in outs]
 
         function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=jaxprs.refuse_gathered(policy))
-        return Region(jaxpr=inner, function=function, pure=pure)
+        return SharedRegion(jaxpr=inner, function=function, pure=pure)
 
-    def cond(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def cond(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Gathers inside the branch that uses a param."""
         index, operands = as_array(values[0]), values[1:]
         split = Roots(operands)
@@ -296,7 +296,7 @@ class Walk:
             outs = lax.switch(index, [branch(b) for b in eqn.params["branches"]], *split.arrays)
         return [Value(out, pure) for out in outs]
 
-    def scan(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def scan(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Slices of stacked params enter the body as shards; loop-invariant params are gathered once before it."""
         parts = jaxprs.scan_parts(eqn)
         jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
@@ -376,7 +376,7 @@ class Walk:
         self.notes.gather(value, eqn, reason, early=True)
         return Value(self.whole(value, *value.roots), pure=True)
 
-    def lookup(self, eqn: Any, values: Sequence[Any], frame: Frame) -> list[Lazy | Value]:
+    def lookup(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Looks rows of examples up in a sharded table."""
         table, indices = values[0], values[1]
         if isinstance(table, Lazy) and table.cast is not None and isinstance(indices, Value) and not indices.pure:

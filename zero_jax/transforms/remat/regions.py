@@ -79,7 +79,7 @@ def flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> tuple[Any,
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Region:
+class RematRegion:
     """A flat jaxpr that is to be recomputed.
 
     Attributes:

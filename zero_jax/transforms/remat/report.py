@@ -11,7 +11,7 @@ import jax
 from zero_jax.core import jaxprs
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.remat.policies import Remat
-from zero_jax.transforms.remat.regions import Region, flat
+from zero_jax.transforms.remat.regions import RematRegion, flat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def _total(rows: list[tuple[int, RegionResiduals]]) -> RegionResiduals:
     )
 
 
-def residuals_of(function: Callable[[Any], list[Any]], region: Region) -> RegionResiduals:
+def residuals_of(function: Callable[[Any], list[Any]], region: RematRegion) -> RegionResiduals:
     """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
     setting = region.setting
     linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731

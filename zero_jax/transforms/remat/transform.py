@@ -25,7 +25,7 @@ from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
 from zero_jax.transforms.remat.regions import RematSetting
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.values import Mark, on_model
-from zero_jax.transforms.remat.walk import Frame, Log, Walk
+from zero_jax.transforms.remat.walk import Log, RematFrame, RematWalk
 
 _FUNCTION = "give a function of params and further arguments"
 __all__ = ["POLICIES", "Remat", "RematReport", "remat_report", "rematerialize", "resolve_remat"]
@@ -130,12 +130,14 @@ def _transform(
 ) -> Any:
     closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
-    walk = Walk(dataclasses.replace(setting, batch_sizes=sizes), log)
+    walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
     leaves = jax.tree.leaves(params)
     each = dims_of_each(params, specs, mesh=setting.mesh)
     marks = [Mark("param", on_model(dims, setting.axes.model)) for dims in each]
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     walk.check_names(jaxpr, place_of(loss_fn))
     marks += [Mark("value", held=True) for _ in values]
-    outs = walk.run(jaxpr, consts, [*leaves, *values], marks, Frame(in_loop=False, times=1, place=place_of(loss_fn)))
+    outs = walk.run(
+        jaxpr, consts, [*leaves, *values], marks, RematFrame(in_loop=False, times=1, place=place_of(loss_fn))
+    )
     return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])

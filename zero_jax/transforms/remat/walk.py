@@ -16,7 +16,7 @@ from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.subcalls import equations
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
-from zero_jax.transforms.remat.regions import REMAT, Region, RematSetting, evaluate, evaluate_eqn, flat
+from zero_jax.transforms.remat.regions import REMAT, RematRegion, RematSetting, evaluate, evaluate_eqn, flat
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
 
@@ -31,19 +31,19 @@ class Log:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Frame:
+class RematFrame:
     """Where a jaxpr is: in a loop that is not over layers, how often it runs, and the line of the user's around it."""
 
     in_loop: bool
     times: int
     place: str
 
-    def inside(self, eqn: Any) -> Frame:
+    def inside(self, eqn: Any) -> RematFrame:
         """Returns the frame of what is in an equation."""
         return dataclasses.replace(self, place=jaxprs.source_line(eqn) or self.place)
 
 
-class Walk:
+class RematWalk:
     """One walk over one trace of a function, which finds its blocks and evaluates them as regions."""
 
     def __init__(self, setting: RematSetting, log: Log):
@@ -63,7 +63,7 @@ class Walk:
                 )
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], marks: Sequence[Mark], frame: Frame
+        self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], marks: Sequence[Mark], frame: RematFrame
     ) -> list[Any]:
         """Evaluates a jaxpr."""
         inlined = functools.partial(evaluate, jaxpr, consts, unwrap=False)
@@ -90,7 +90,7 @@ class Walk:
             i += 1
         return [read(atom) for atom in jaxpr.outvars]
 
-    def blocks(self, jaxpr: Any, marks: Sequence[Mark], frame: Frame) -> dict[int, Block]:
+    def blocks(self, jaxpr: Any, marks: Sequence[Mark], frame: RematFrame) -> dict[int, Block]:
         """Returns the repeated blocks by where they begin, and notes what is like them and none."""
         if self.policy == "own":
             return {}
@@ -103,7 +103,7 @@ class Walk:
             self.leave(jaxpr.eqns[block.start], "a block that makes nothing but its results", frame)
         return blocks
 
-    def eqn(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def eqn(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """Evaluates an equation that is no part of a repeated block."""
         name = eqn.primitive.name
         if name in REMAT:
@@ -118,7 +118,7 @@ class Walk:
 
     # --- regions -------------------------------------------------------------------------------------------------
 
-    def block(self, jaxpr: Any, block: Block, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def block(self, jaxpr: Any, block: Block, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
 
@@ -132,7 +132,7 @@ class Walk:
         traced = flat(turn, [var.aval for var in block.reads])
         return self.region(eqns[0], "block of a Python loop", traced, values, marks, frame, prevent_cse=True)
 
-    def own_region(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def own_region(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """A `jax.checkpoint` of the model's own."""
         (inner,) = jaxprs.inner_jaxprs(eqn)
         jaxpr, consts = jaxprs.open_jaxpr(inner)
@@ -171,7 +171,7 @@ class Walk:
         traced: tuple[Any, Sequence[Any]],
         values: Sequence[Any],
         marks: Sequence[Mark],
-        frame: Frame,
+        frame: RematFrame,
         *,
         prevent_cse: bool,
         own_policy: Any = None,
@@ -179,7 +179,7 @@ class Walk:
         """Evaluates a flat jaxpr inside a `jax.checkpoint`."""
         jaxpr, consts = traced
         movable = [not mark.held for mark in marks]
-        region = Region(
+        region = RematRegion(
             setting=self.setting, jaxpr=jaxpr, consts=consts, marks=marks, movable=movable, own_policy=own_policy
         )
         plain = functools.partial(evaluate, jaxpr, consts, unwrap=False)
@@ -204,7 +204,7 @@ class Walk:
 
     # --- loops and branches ----------------------------------------------------------------------------------------
 
-    def scan(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def scan(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """The body of a scan over layers is a block; into other loops that use params the walk descends."""
         parts = jaxprs.scan_parts(eqn)
         jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
@@ -246,7 +246,7 @@ class Walk:
             marks[parts.num_consts + i] = dataclasses.replace(marks[parts.num_consts + i], dims=dims)
         return marks
 
-    def cond(self, eqn: Any, values: list[Any], marks: list[Mark], frame: Frame) -> list[Any]:
+    def cond(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """Descends into the branches."""
 
         def branch(inner: Any) -> Callable[..., list[Any]]:
@@ -258,11 +258,11 @@ class Walk:
 
     # --- the report ----------------------------------------------------------------------------------------------
 
-    def leave(self, eqn: Any, reason: str, frame: Frame) -> None:
+    def leave(self, eqn: Any, reason: str, frame: RematFrame) -> None:
         """Notes what is not rematerialized, or not placed."""
         self.log.left.append(Left(where=frame.inside(eqn).place, what=eqn.primitive.name, reason=reason))
 
-    def note(self, eqn: Any, kind: str, region: Region, function: Callable[..., Any], frame: Frame) -> None:
+    def note(self, eqn: Any, kind: str, region: RematRegion, function: Callable[..., Any], frame: RematFrame) -> None:
         """Notes a region and its residuals."""
         times = frame.times
         row = RegionRow(where=frame.inside(eqn).place, kind=kind, times=times)

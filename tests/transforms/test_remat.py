@@ -24,8 +24,8 @@ from rematting import (
 )
 
 import zero_jax as zero
+from zero_jax.core.subcalls import equations
 from zero_jax.training.sequence_sharding import sequence_parallel
-from zero_jax.transforms.remat.regions import equations
 from zero_jax.transforms.remat.transform import POLICIES, Remat, remat_report, rematerialize, resolve_remat
 
 KINDS = ("dict scan", "dict loop", "linen scan", "linen loop", "nnx scan", "nnx loop")

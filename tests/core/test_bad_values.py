@@ -184,7 +184,7 @@ def keys():
     for section, config_class in cli_train.sections().items():
         for name, kind in options.option_fields(config_class).items():
             yield section, name, kind, f"{config_class.__name__}.{name}"
-    yield "model", "preset", options.Kind(base=str, is_optional=False), "preset"
+    yield "model", "preset", options.OptionKind(base=str, is_optional=False), "preset"
 
 
 def test_every_key_of_a_config_file_refuses_what_it_cannot_be(tmp_path, capsys):

@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -57,6 +57,20 @@ def unbroken(kept_programs: pathlib.Path, tmp_path_factory: pytest.TempPathFacto
     import faults
 
     return faults.unbroken_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]:
+    """Lets something happen to batches by the step; the next run of the test is whole again."""
+    import faults
+
+    from zero_jax.trainer import loop
+
+    def start(at: dict) -> Callable[[], None]:
+        monkeypatch.setattr(loop, "train_batches", faults.tampering(at))
+        return lambda: monkeypatch.setattr(loop, "train_batches", faults.real_train_batches)
+
+    return start
 
 
 @pytest.fixture

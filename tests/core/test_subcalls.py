@@ -8,29 +8,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import mesh_of
+from test_jaxprs import TABLE, X, doubled, tripled
 
 from zero_jax.core import jaxprs, subcalls
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import equations, subcall
-
-X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
-TABLE = np.ones(4, np.float32)
-
-
-@jax.custom_jvp
-def doubled(x):
-    return 2 * x
-
-
-doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
-
-
-@jax.custom_vjp
-def tripled(x):
-    return 3 * x
-
-
-tripled.defvjp(lambda x: (tripled(x), None), lambda _, g: (3 * g,))
 
 
 @jax.custom_batching.custom_vmap

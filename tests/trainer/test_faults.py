@@ -36,17 +36,6 @@ from zero_jax.trainer.run import prepare
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
 
-@pytest.fixture
-def tamper(monkeypatch):
-    """Lets something happen to batches by the step; the next run of the test is whole again."""
-
-    def start(at):
-        monkeypatch.setattr(trainer, "train_batches", faults.tampering(at))
-        return lambda: monkeypatch.setattr(trainer, "train_batches", faults.real_train_batches)
-
-    return start
-
-
 def steps_of(records):
     return [record["step"] for record in records if record["kind"] == "train"]
 

@@ -28,17 +28,6 @@ from zero_jax.training.state.finite import NonfiniteState
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
 
-@pytest.fixture
-def tamper(monkeypatch):
-    """Lets something happen to batches by the step; the next run of the test is whole again."""
-
-    def start(at):
-        monkeypatch.setattr(trainer, "train_batches", faults.tampering(at))
-        return lambda: monkeypatch.setattr(trainer, "train_batches", faults.real_train_batches)
-
-    return start
-
-
 # What is not finite is not saved as good
 
 

@@ -31,10 +31,12 @@ from zero_jax.training import (
     trainable,
 )
 from zero_jax.transforms import (
+    Kernel,
     Move,
     Propagation,
     ValueSharding,
     count_flops,
+    kernels,
     propagate_shardings,
     rematerialize,
     sources,
@@ -54,6 +56,7 @@ class LossTrace:
         iteration of a loop over layers, or the largest other param.
       flops: operations of a step's products over all devices, recomputation included.
       unknown: why `moves` are not complete; empty where they are.
+      kernels: the kernels of the loss and its gradient of a microbatch, as `transforms.kernels` takes them to be.
     """
 
     moves: tuple[Move, ...]
@@ -62,6 +65,7 @@ class LossTrace:
     param_bytes: float
     flops: float
     unknown: str
+    kernels: tuple[Kernel, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def model_bytes(self) -> float | None:
@@ -110,6 +114,7 @@ def trace_loss(
         param_bytes=max(gradient.sliced_param_bytes, traced.largest_param_bytes()),
         flops=k * traced.flops,
         unknown=gradient.unknown,
+        kernels=traced.kernels,
     )
 
 
@@ -134,7 +139,9 @@ class _TracedLoss:
             self.inputs.append(ValueSharding(dims=((cut, *((),) * (x.ndim - 1)) if x.ndim else ()), varies=True))
         self.inputs.append(ValueSharding(dims=(), varies=True))
         self.loss = loss
+        self.batch_axes = axes.batch
         self.flops = 0.0
+        self.kernels: tuple[Kernel, ...] = ()
 
     def loss_of(self, variables: Variables, floating: PyTree, *, batch: PyTree, key: jax.Array) -> Any:
         """Calls the loss function with other floating params."""
@@ -152,7 +159,9 @@ class _TracedLoss:
         self.flops = count_flops(jaxpr)
         grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
-        return self._propagate(jaxpr, kept=range(num - grads, num))
+        found = self._propagate(jaxpr, kept=range(num - grads, num))
+        self.kernels = kernels(jaxpr, found.values, sizes=self.sizes, batch_axes=self.batch_axes)
+        return found
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

@@ -70,7 +70,8 @@ def plan_auto(
     """Searches stage, replica x data x model, microbatches and remat policy for a model, a topology and a batch.
 
     All settings are estimated and ranked; those with the least estimated time are compiled, and only compiled settings
-    can be the best.
+    can be the best. One of the compiled settings is plain: the fastest stage over `data` alone, with the model's own
+    remat and the fewest microbatches that fit.
 
     Args:
       loss_fn: the loss function, or several by name, such as the same with remat policies of its own.
@@ -88,7 +89,7 @@ def plan_auto(
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       max_num_microbatches: the most microbatches to try.
-      max_compiles: the most settings to compile.
+      max_compiles: the most settings to compile, the plain one included; 1 compiles that alone.
       **compiling: `name`, `cache`, `own_process`, `timeout_seconds` (of each compile) and `log`, as for `plan`.
 
     Raises:
@@ -129,6 +130,7 @@ def plan_auto(
         compile=compile,
         capacity_bytes=estimator.hardware.usable_bytes,
         max_compiles=max_compiles,
+        is_plain=_plain(settings, same.get("own", "own") if "own" in policies else next(iter(policies))),
         log=options.log,
     )
     best = ranking.best
@@ -156,6 +158,13 @@ def _policies(
         configured = resolve_remat(config.remat)
         remats = _REMATS if configured.is_own else (configured.name,)
     return {name: Policy(loss_fn=loss_fn, remat=name) for name in (resolve_remat(remat).name for remat in remats)}
+
+
+def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
+    """Returns the function that tells whether a setting is plain: the least axes beside `data`, a given remat policy."""
+    axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
+    least = min(map(axes, settings))
+    return lambda setting: axes(setting) == least and setting.remat == remat
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:

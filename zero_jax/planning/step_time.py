@@ -16,8 +16,8 @@ from zero_jax.hlo import Collective, Instruction, Program, Timeline, play
 from zero_jax.sharding.topology import Hardware, Topology
 
 # What a collective takes however little it sends: a hop of a ring, and the start of a kernel.
-_HOP_SECONDS = 1e-6
-_KERNEL_SECONDS = 3e-6
+HOP_SECONDS = 1e-6
+KERNEL_SECONDS = 3e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def estimate_time(
         if not work.is_known:
             unknown.append(instruction.name)
         busy = max(work.flops / hardware.flops_per_second, work.bytes / hardware.memory_bytes_per_second)
-        return busy + (_KERNEL_SECONDS if busy and hardware.platform == "cuda" else 0)
+        return busy + (KERNEL_SECONDS if busy and hardware.platform == "cuda" else 0)
 
     links = _Links(mesh, topology)
     timeline = play(program, hlo.collectives(program), seconds_of=seconds_of, link_seconds=links.seconds)
@@ -163,7 +163,7 @@ class _Links:
         factor = 1.0
         if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
             factor = max(1.0, hops / 4)  # on a ring most of it passes through others
-        return collective.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
+        return collective.sent_bytes * factor / bandwidth + hops * HOP_SECONDS
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
     def bandwidth(self, group: tuple[int, ...], *, kind: str) -> tuple[float, int]:
@@ -199,3 +199,11 @@ def _domain(device: Any, hardware: Hardware) -> int:
     if hardware.platform == "cuda":
         return int(device.process_index)
     return int(getattr(device, "slice_index", None) or 0)
+
+
+def link_rate(mesh: Mesh, topology: Topology, axes: Sequence[str], *, kind: str = "all-gather") -> float:
+    """Returns the bytes a second at which a device sends in collectives over some axes of a mesh."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), places, range(len(places)))
+    group = numbers.reshape(math.prod(mesh.shape[axis] for axis in axes), -1)[:, 0]
+    return _Links(mesh, topology).bandwidth(tuple(map(int, group)), kind=kind)[0]

@@ -10,6 +10,7 @@ from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, ga
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.passthrough import is_contraction
 from zero_jax.transforms.propagation.alive import sources
+from zero_jax.transforms.propagation.kernels import Kernel, kernels
 from zero_jax.transforms.propagation.kinds import ValueSharding
 from zero_jax.transforms.propagation.propagate import Move, Propagation, propagate_shardings
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
@@ -19,6 +20,7 @@ from zero_jax.transforms.separable.decision import Separability, separability
 
 __all__ = [
     "GatherReport",
+    "Kernel",
     "Move",
     "Propagation",
     "Remat",
@@ -30,6 +32,7 @@ __all__ = [
     "gather_on_use",
     "gather_report",
     "is_contraction",
+    "kernels",
     "propagate_shardings",
     "remat_report",
     "rematerialize",

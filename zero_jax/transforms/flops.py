@@ -33,13 +33,19 @@ def count_flops(jaxpr: Any) -> int:
     total = 0
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         sub = subcall(eqn)
-        if rule := _RULES.get(eqn.primitive.name):
-            total += rule(eqn)
+        if eqn.primitive.name in _RULES:
+            total += equation_flops(eqn)
         elif sub is not None and sub.branches:
             total += max(map(count_flops, sub.branches))
         else:
             total += (1 if sub is None else sub.length) * sum(map(count_flops, inner_jaxprs(eqn)))
     return total
+
+
+def equation_flops(eqn: Any) -> int:
+    """Counts the operations of a product or convolution; 0 for other equations."""
+    rule = _RULES.get(eqn.primitive.name)
+    return rule(eqn) if rule else 0
 
 
 def _dot(eqn: Any) -> int:

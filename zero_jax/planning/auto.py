@@ -161,7 +161,7 @@ def _policies(
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
-    """Returns the function that tells whether a setting is plain: the least axes beside `data`, a given remat policy."""
+    """Returns the function that tells a plain setting: the least axes beside `data`, and this remat policy."""
     axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
     least = min(map(axes, settings))
     return lambda setting: axes(setting) == least and setting.remat == remat

@@ -107,10 +107,10 @@ def search(
 ) -> Ranking:
     """Finds the fastest setting that fits: ranks all by estimate, compiles the best few.
 
-    First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each compiled program
-    corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and the fastest of them
-    is compiled next. If the program of a setting is too large, the settings that need no less by estimate are skipped.
-    If none has fitted, the last compile goes to the smallest by estimate.
+    First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
+    compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
+    the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
+    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
 
     Args:
       candidates: the settings.

@@ -203,7 +203,8 @@ class _Body:
                 value.sources = sources
                 value.vector_ops = ops + _VECTOR_OPS.get(operation.name, 1) * value.num_elements
                 again, times = sum(sources.values()), value.anchors.bit_count()
-                pays = again * times > again + value.num_bytes * (1 + times)
+                is_link = len(value.readers) == 1 and value.readers[0].is_elementwise  # the end of its chain is written
+                pays = not is_link and again * times > again + value.num_bytes * (1 + times)
                 value.is_stored = value.is_stored or value in needed or pays
 
     def end_of(self, value: _Value, needed: Collection[_Value]) -> _Value:

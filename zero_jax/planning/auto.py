@@ -99,7 +99,7 @@ def plan_auto(
     check_arguments(max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
-    policies = _policies(loss_fn, config, remats)
+    policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     sizes = _model_sizes(estimator, models)
     same = estimator.same_policies(max(sizes))
@@ -120,7 +120,7 @@ def plan_auto(
 
     def compile(setting: Candidate) -> Outcome:
         named = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(_apply(setting, job, policies), named)
+        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
         seconds = report.time.step_seconds if report.time else None
         return Outcome(fits=report.fits, bytes=report.needed_bytes, seconds=seconds, error=report.refusal)
 
@@ -137,12 +137,12 @@ def plan_auto(
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,
-        config=_apply(best, job, policies).config if best else None,
+        config=apply_setting(best, job, policies).config if best else None,
         reports=reports,
     )
 
 
-def _policies(
+def remat_policies(
     loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
     config: ZeroConfig,
     remats: Sequence[str] | None,
@@ -178,7 +178,7 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
     return tuple(model for model, refusal in refusals.items() if not refusal) or tuple(models)
 
 
-def _apply(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
+def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
     policy = policies[setting.remat]
     config = dataclasses.replace(

@@ -13,7 +13,7 @@ from zero_jax.hlo.program import Instruction, Program, integers
 # No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
 _FREE = re.compile(
     r"tuple|get-tuple-element|bitcast|parameter|constant|after-all|add-dependency|opt-barrier|partition-id|replica-id|"
-    r"while|conditional|call|[a-z-]+-(?:start|update|done)|async-.*"
+    r"while|conditional|call|send|recv|[a-z-]+-(?:start|update|done)|async-.*"
 )
 _FREE_CUSTOM_CALLS = (
     "AllocateBuffer",
@@ -22,6 +22,10 @@ _FREE_CUSTOM_CALLS = (
     "ConcatBitcast",
     "AssumeGatherIndicesInBound",
     "GatherScatterIndicesBitpacked",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "SliceId",
+    "ZeroCrop",
 )
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
 _DAY_CYCLES = 86_400 * 10**9
@@ -59,9 +63,7 @@ def cycles(instruction: Instruction) -> int | None:
     return int(match[1]) if match and 0 <= int(match[1]) < _DAY_CYCLES else None
 
 
-def roofline(
-    program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None
-) -> Work:
+def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
     Args:

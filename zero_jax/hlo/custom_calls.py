@@ -63,9 +63,7 @@ def kernel_call(
     return None
 
 
-def _pallas(
-    program: Program, computation: str, instruction: Instruction, decode: Decode | None
-) -> KernelCall | None:
+def _pallas(program: Program, computation: str, instruction: Instruction, decode: Decode | None) -> KernelCall | None:
     line = instruction.line
     estimate = re.search(r'"cost_estimate":\{([^}]*)\}', line)
     figures = dict(re.findall(r'"(\w+)":"?(-?\d+)', estimate[1])) if estimate else {}

@@ -7,6 +7,7 @@ import pytest
 
 from zero_jax import comms, memory
 from zero_jax.hlo import Program
+from zero_jax.planning import links
 from zero_jax.planning import step_time as plan_time
 from zero_jax.planning.job import CompiledText
 from zero_jax.sharding import topology
@@ -64,8 +65,17 @@ def test_a_closed_ring_works_both_ways():
 
 
 def test_slices_talk_over_the_network():
+    """Each of the 8 rings, one for each device of a slice, crosses with the share of one device."""
     found = estimate("2xv5e:2x4", fake_mesh((2, 4), slices=2))
-    assert found.exposed_seconds == pytest.approx(4_194_304 * 15 / 16 / 3.1e9 + 16e-6)
+    assert found.exposed_seconds == pytest.approx(4_194_304 * 15 / 16 / (8 * 3.1e9) + 16e-6)
+
+
+def test_one_device_of_each_host_has_its_own_share_and_eight_have_no_more_than_nvlink():
+    hosts = links.Links(fake_mesh((8,), slices=4), topology.parse("h100:4x8"))
+    assert hosts.bandwidth((0, 8, 16, 24), kind="all-gather") == (50e9, 4)
+    assert hosts.bandwidth((0, 1, 8, 9), kind="all-gather") == (100e9, 4)
+    assert hosts.bandwidth(tuple(range(32)), kind="all-reduce") == (400e9, 32)
+    assert hosts.bandwidth(tuple(range(32)), kind="all-to-all") == (50e9, 32)
 
 
 def test_gpus_have_no_cycles_but_bytes():
@@ -93,8 +103,8 @@ def test_assumptions_are_told():
     ],
 )
 def test_which_dims_close(name, dim, extent, closed):
-    links = plan_time._Links(fake_mesh((1,)), topology.parse(name))
-    assert links.is_ring(dim, extent) is closed
+    torus = links.Links(fake_mesh((1,)), topology.parse(name))
+    assert torus.is_ring(dim, extent) is closed
 
 
 def test_a_program_is_parsed_once_for_memory_traffic_and_time(monkeypatch):

@@ -17,9 +17,8 @@ import numpy as np
 from zero_jax.analysis import LossTrace, memory, trace_loss
 from zero_jax.planning.job import Job
 from zero_jax.planning.ranking import Candidate, Estimated
-from zero_jax.planning.roofline import Links, Roofline
+from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
-from zero_jax.planning.step_time import HOP_SECONDS
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -92,9 +91,9 @@ class Estimator:
         """Returns a mesh of `model` devices, all of them on the axis `model`."""
         return make_mesh(devices=self.devices[:model], model=model)
 
-    def _links(self, replica: int, model: int) -> Links:
+    def _links(self, replica: int, model: int) -> MeshLinks:
         """Returns the links of the mesh of a setting."""
-        return Links(make_mesh(devices=self.devices, replica=replica, model=model), self.topology)
+        return MeshLinks(make_mesh(devices=self.devices, replica=replica, model=model), self.topology)
 
     def _sizes(self, model: int) -> tuple[memory.MemoryEstimate, float]:
         """Returns the memory estimate on `model` devices, and the number of params per device."""
@@ -229,6 +228,6 @@ class Estimator:
         parts = setting.replica * setting.data
         links, seconds = self.links(setting.replica, setting.model), 0.0
         for move in traced.moves:
-            each = move.sent_bytes / (parts * setting.num_microbatches) / links.rate(move.axes)
-            seconds += setting.num_microbatches * move.times * (each + setting.model * HOP_SECONDS)
+            each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
+            seconds += setting.num_microbatches * move.times * each
         return seconds

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace
-from zero_jax.planning.step_time import KERNEL_SECONDS, link_rate
+from zero_jax.planning.links import HOP_SECONDS, Links
+from zero_jax.planning.step_time import KERNEL_SECONDS
 from zero_jax.sharding.topology import Topology
 from zero_jax.transforms import Kernel
 
@@ -83,7 +86,7 @@ class Roofline:
         return max(comms - self.efficiency.hidden * compute, comms * (1 - self.efficiency.hidden))
 
 
-class Links:
+class MeshLinks:
     """Seconds of collectives over the axes of a mesh.
 
     Args:
@@ -92,14 +95,26 @@ class Links:
     """
 
     def __init__(self, mesh: Mesh, topology: Topology):
-        self.mesh = mesh
-        self.rate = functools.cache(functools.partial(link_rate, mesh, topology))
+        self.mesh, self.links = mesh, Links(mesh, topology)
+        self.rate = functools.cache(self._rate)
+
+    def _rate(self, axes: tuple[str, ...]) -> tuple[float, int]:
+        """Returns the bytes a second at which a device sends over some axes together, and the hops of their ring."""
+        places = [self.mesh.axis_names.index(axis) for axis in axes]
+        numbers = np.moveaxis(np.arange(self.mesh.size).reshape(self.mesh.devices.shape), places, range(len(places)))
+        group = numbers.reshape(math.prod(self.mesh.shape[axis] for axis in axes), -1)[:, 0]
+        return self.links.bandwidth(tuple(map(int, group)), kind="all-gather")
 
     def gather_seconds(self, num_bytes: float, axes: Sequence[str]) -> float:
         """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it."""
         seconds = 0.0
         for axis in axes:
             size = self.mesh.shape[axis]
-            seconds += num_bytes * (1 - 1 / size) / self.rate((axis,)) if size > 1 else 0.0
+            seconds += num_bytes * (1 - 1 / size) / self.rate((axis,))[0] if size > 1 else 0.0
             num_bytes /= size
         return seconds
+
+    def send_seconds(self, num_bytes: float, axes: tuple[str, ...]) -> float:
+        """Returns the seconds of a collective over some axes in which a device sends so many bytes."""
+        bytes_per_second, hops = self.rate(axes)
+        return num_bytes / bytes_per_second + hops * HOP_SECONDS

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TrainStep,
         ZeroConfig,
         abstract_state,
+        compiler_options,
         ema_params,
         init_state,
         losses,
@@ -63,8 +64,9 @@ _PUBLIC = {
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
     "zero_jax.sharding.rules": "ShardingReport",
     "zero_jax.training": (
-        "MeshLoss Metrics NoiseScale TrainState TrainStep ZeroConfig abstract_state ema_params init_state losses "
-        "make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report state_shardings"
+        "MeshLoss Metrics NoiseScale TrainState TrainStep ZeroConfig abstract_state compiler_options ema_params "
+        "init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report "
+        "state_shardings"
     ),
     "zero_jax.transforms": ("GatherReport Remat RematReport gather_on_use gather_report remat_report rematerialize"),
 }
@@ -101,6 +103,7 @@ __all__ = [
     "checkpoint",
     "cluster",
     "comms",
+    "compiler_options",
     "data",
     "ema_params",
     "gather_on_use",

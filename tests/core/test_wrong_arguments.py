@@ -84,6 +84,7 @@ def planned(**more):
 CALLS = {
     "abstract_state": lambda: {"init_fn": lambda key: host_params(), "tx": TX, **PLACED},
     "batch_sharding": lambda: {"mesh": MESH},
+    "compiler_options": lambda: dict(PLACED),
     "gather_on_use": lambda: {"fn": loss_fn, "specs": P(), "mesh": MESH},
     "init_state": lambda: {"init_fn": host_params(), "tx": TX, "key": jax.random.key(0), **PLACED},
     "make_eval_step": lambda: {"loss_fn": loss_fn, **PLACED},

@@ -81,6 +81,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+class _AddEntry(argparse.Action):
+    """Adds NAME=VALUE to a dict; the value none is None."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Raises `argparse.ArgumentError` for a text of another form."""
+        name, separator, value = values.partition("=")
+        if not (name and separator and value):
+            raise argparse.ArgumentError(self, f"{_short(values)} is not of the form NAME=VALUE")
+        try:
+            check_value(values)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+        entries = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Formats the help with a wider column of option names."""
 
@@ -137,6 +153,8 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
+        elif kind.base is dict:
+            group.add_argument(option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", **settings)
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
@@ -179,7 +197,10 @@ def limits_of(destination: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionKind:
-    """The type of an option: a base type, whether None is a value, and the words that it is limited to."""
+    """The type of an option: a base type, whether None is a value, and the words that it is limited to.
+
+    A `dict` is an option NAME=VALUE that may be repeated.
+    """
 
     base: type
     is_optional: bool
@@ -204,6 +225,8 @@ def _kind(hint: Any) -> OptionKind | None:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     simple = [member for member in members if member in (bool, int, float, str)]
+    if any(typing.get_origin(member) is Mapping for member in members):
+        simple = [dict]
     return OptionKind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 

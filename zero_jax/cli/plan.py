@@ -205,6 +205,8 @@ def _write_config(
         "keep_gathered",
         "min_shard_size",
         "combine_bytes",
+        "overlap",
+        "compiler_options",
     )
     sections = {
         "model": {"preset": options.preset} | {name: shape[name] for name in option_fields(type(request.model.config))},

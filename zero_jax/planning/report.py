@@ -19,7 +19,14 @@ from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import TrainState, cast_batch, make_placement, normalize_loss
+from zero_jax.training import (
+    CompilerOption,
+    StepOptions,
+    TrainState,
+    cast_batch,
+    make_placement,
+    normalize_loss,
+)
 from zero_jax.transforms import forward_flops, resolve_remat
 
 # JAX gives a GPU program this share of the memory by default.
@@ -53,6 +60,7 @@ class PlanReport:
       compile_seconds: what compiling took when it was done.
       from_cache: whether it was done before.
       refusal: the compiler's error where it refused the program for its memory, else ''.
+      compiler_options: those of the step, each with what it is for.
       notes: further things to know.
     """
 
@@ -77,6 +85,7 @@ class PlanReport:
     compile_seconds: float
     from_cache: bool
     refusal: str
+    compiler_options: tuple[CompilerOption, ...]
     notes: tuple[str, ...]
 
     @property
@@ -112,7 +121,7 @@ class PlanReport:
         plain = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("memory", "comms", "memory_estimate", "comms_estimate", "time")
+            if field.name not in ("memory", "comms", "memory_estimate", "comms_estimate", "time", "compiler_options")
         }
         parts = {"memory": self.memory, "comms": self.comms, "memory_estimate": self.memory_estimate}
         parts |= {"comms_estimate": self.comms_estimate}
@@ -124,6 +133,7 @@ class PlanReport:
             "traffic_ratios": dict(self.traffic_ratios),
             **{name: part.to_json() if part else None for name, part in parts.items()},
             "time": dataclasses.asdict(self.time) if self.time else None,
+            "compiler_options": [dataclasses.asdict(option) for option in self.compiler_options],
         }
 
     def __str__(self) -> str:
@@ -154,6 +164,8 @@ class PlanReport:
             rows["it says"] = self.refusal.splitlines()[0]
         lines = [aligned(rows.items())]
         lines += [f"note: {note}" for note in self.notes]
+        if self.compiler_options:
+            lines += ["compiled with", *(f"  - {option}" for option in self.compiler_options)]
         if self.time:
             lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
         return "\n".join(lines)
@@ -222,6 +234,8 @@ def make_report(
         "memory_estimate": estimated,
         "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
     }
+    options = job.options(mesh)
+    common["compiler_options"] = options.options
     try:
         program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
     except OutOfMemory as error:
@@ -234,7 +248,7 @@ def make_report(
             compile_seconds=error.compile_seconds,
             from_cache=error.from_cache,
             refusal=error.message,
-            notes=_notes(job, mesh, state, error.not_kept),
+            notes=_notes(job, mesh, state, options, error.not_kept),
             **common,
         )
     on_phase("reading the program")
@@ -257,7 +271,7 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         refusal="",
-        notes=(*_notes(job, mesh, state, program.not_kept), *_gpu_notes(topology, needed)),
+        notes=(*_notes(job, mesh, state, options, program.not_kept), *_gpu_notes(topology, needed)),
         **common,
     )
 
@@ -280,7 +294,7 @@ def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (batch_size, "examples")
 
 
-def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
+def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str) -> tuple[str, ...]:
     """Returns notes that hold whether it fits or not."""
     notes = []
     axes = job.config.axes_of(mesh).model
@@ -290,6 +304,8 @@ def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
+    if options.unknown:
+        notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
     if not_kept:
         notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
     return tuple(notes)

@@ -15,12 +15,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import update_loss_scale
 from zero_jax.sharding.spec import dims_of
-from zero_jax.training.collective_combining import compiler_options
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
@@ -38,6 +38,7 @@ from zero_jax.training.state.train_state import (
     strongly_typed,
     trainable,
 )
+from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import Separability, rematerialize, separability, with_weight
 
@@ -62,7 +63,7 @@ class TrainStep:
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
         check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
         check_no_leaf_twice(state)
-        compiled = self.compiled(state)
+        compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
         return compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -80,21 +81,22 @@ class TrainStep:
         """Returns the `jax.jit` function for states of this structure."""
         return self.compiled(state).jitted
 
-    def compiled(self, state: PyTree) -> _Compiled:
+    def compiled(self, state: PyTree, *, is_nested: bool = False) -> _Compiled:
         """Returns what is compiled for states of this structure: one trace, one program.
 
-        The shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
+        Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost. The
+        shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
         """
         leaves, tree = jax.tree.flatten(state)
         if not all(hasattr(x, "shape") for x in leaves):
             state = with_shapes("state", state, remedy="give the state that zero.init_state or the last step returned")
             leaves = jax.tree.leaves(state)
-        structure = (tree, tuple(x.shape for x in leaves))
+        structure = (tree, tuple(x.shape for x in leaves), is_nested)
         if structure not in self.compiled_for:
             check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
             shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
             program = self.program
-            options = compiler_options(program.mesh.devices.flat[0].platform, program.config.combine_bytes)
+            options = {} if is_nested else step_options(program.mesh, program.config).values
             jitted = jax.jit(
                 program.step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options or None
             )

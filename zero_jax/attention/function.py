@@ -11,8 +11,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from zero_jax.attention import xla
+from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
+from zero_jax.attention.choice import choose
+from zero_jax.attention.placement import current_placement
 
 Implementation = Literal["fused", "splash", "cudnn", "xla"]
 
@@ -83,7 +85,14 @@ def dot_product_attention(
     )
     full_bias = None if bias is None else _with_dims("bias", jnp.asarray(bias), 4)
     full_mask = None if mask is None else _with_dims("mask", jnp.asarray(mask), 4)
-    out = xla.attention(q, k, v, full_bias, full_mask, case)
+    placement = current_placement(mesh)
+    choice = choose(
+        q, k, v, case, wanted=implementation, placement=placement, has_bias=bias is not None, has_mask=mask is not None
+    )
+    if choice.implementation == "xla":
+        out = xla.attention(q, k, v, full_bias, full_mask, case)
+    else:
+        out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=placement)
     return out if is_batched else out[0]
 
 

@@ -265,7 +265,7 @@ def make_report(
 def _forward_flops(job: Job, state: TrainState, mesh: Mesh) -> float:
     """Counts the forward pass on the variables as the loss function sees them."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
 
     def forward(variables: Any, batch: Any, key: Any) -> Any:
         variables = placement.cast(variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -38,6 +38,8 @@ class ZeroConfig:
         `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
         `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
         less (docs/remat.md has all). Or a `Remat`.
+      attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
+        wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
       keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
       min_shard_size: leaves of fewer elements are replicated.
@@ -60,6 +62,7 @@ class ZeroConfig:
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     remat: str | Remat = "own"
+    attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     keep_gathered: bool = False
     min_shard_size: int = 1024

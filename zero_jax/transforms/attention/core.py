@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
+from zero_jax.transforms.attention.follow import number
 from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
-from zero_jax.transforms.attention.scores import MASKED, Attended, number
+from zero_jax.transforms.attention.scores import MASKED, Attended
 
 
-class NotTheSame(Exception):  # noqa: N818
+class NotTheSame(Exception):
     """The kernel does not compute this; the argument says why."""
 
 
@@ -43,7 +44,8 @@ class Mask:
     def __str__(self) -> str:
         parts = ["causal"] if self.is_causal else []
         if self.high is not None or self.low not in (None, 0):
-            parts.append(f"window {-math.inf if self.high is None else -self.high} to {0 if self.low is None else -self.low}")
+            ends = (-math.inf if self.high is None else -self.high, math.inf if self.low is None else -self.low)
+            parts.append(f"window {ends[0]:g} to {ends[1]:g}")
         return ", ".join([*parts, *(["segments"] if self.segments else [])]) or "no mask"
 
 
@@ -156,7 +158,7 @@ def make_core(found: Attended, producers: Mapping[Any, Any], known: Mapping[Any,
         raise NotTheSame("an operand is a constant")
     query, q_factor = _peeled(*logits.product.operands[1 - side], producers, known, repeats=False)
     key, k_factor = _peeled(*logits.product.operands[side], producers, known, repeats=True)
-    value, _ = _peeled(*found.values, producers, known, repeats=True, factors=False)
+    value, _ = _peeled(*found.values, producers, known, repeats=True, exact=True)
     for var, _ in (query, key, value):
         if var.aval.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise NotTheSame(f"an operand is {var.aval.dtype}, and the kernel computes in float32")
@@ -253,7 +255,7 @@ def _peeled(
     known: Mapping[Any, Any],
     *,
     repeats: bool,
-    factors: bool = True,
+    exact: bool = False,
 ) -> tuple[tuple[Any, Indices], float]:
     """Returns what an operand was before it was cast to a wider dtype, multiplied by a number or repeated.
 
@@ -265,7 +267,7 @@ def _peeled(
       producers: the equation that each variable is a result of.
       known: what is known of each variable.
       repeats: whether repeated heads are taken once.
-      factors: whether multiplications by numbers are undone.
+      exact: whether casts and multiplications by numbers stay: the dtype of the values is that of the result.
 
     Returns:
       The variable, the indices of its dims, and what it is multiplied by.
@@ -274,12 +276,12 @@ def _peeled(
     factor = 1.0
     while (eqn := producers.get(var)) is not None and len(eqn.outvars) == 1:
         name, is_better = eqn.primitive.name, True
-        if name == "convert_element_type":
+        if name == "convert_element_type" and not exact:
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
             if not jnp.issubdtype(old, jnp.floating) or jnp.promote_types(old, new) != new:
                 break
             var = eqn.invars[0]
-        elif name in ("mul", "div") and factors:
+        elif name in ("mul", "div") and not exact:
             place = 0 if name == "div" or known_number(eqn.invars[1], known) is not None else 1
             value = known_number(eqn.invars[1 - place], known)
             if not value or not math.isfinite(value):

@@ -143,7 +143,7 @@ def renamed(indices: Iterable[Index], names: Mapping[Index, Index]) -> tuple[Ind
 
 
 def common(first: Indices, second: Indices) -> tuple[Indices, dict[Index, Index], dict[Index, Index]] | None:
-    """Returns new indices for a function of two arrays, and the names of theirs among these; None if they do not fit."""
+    """Returns new indices for a function of two arrays, and their names among these; None if they do not fit."""
     pairs = paired(first, second)
     if pairs is None:
         return None

@@ -32,8 +32,8 @@ def find_cores(jaxpr: Any, is_activation: Callable[[Any], bool]) -> AttentionCor
     results: set[Any] = set()
 
     def multiplies(eqn: Any) -> bool:
-        atoms = eqn.invars
-        return eqn.primitive.name == "dot_general" and not any(jaxprs.is_literal(a) or not is_activation(a) for a in atoms)
+        is_product = eqn.primitive.name == "dot_general"
+        return is_product and all(not jaxprs.is_literal(atom) and is_activation(atom) for atom in eqn.invars)
 
     for i, eqn in enumerate(jaxpr.eqns):
         if multiplies(eqn):

@@ -13,7 +13,9 @@ from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
 from zero_jax.transforms.attention import scores
 from zero_jax.transforms.attention.dims import after, common, renamed, shape_of
-from zero_jax.transforms.attention.masks import Affine, Choice, Leaf, Same, View, operation
+from zero_jax.transforms.attention.follow import follow
+from zero_jax.transforms.attention.masks import Affine, Choice, Leaf, Same, View
+from zero_jax.transforms.attention.operations import operation
 from zero_jax.transforms.attention.scores import Attended, Followed, Logits, Lost, Row, RowTest, Scores, Weights
 from zero_jax.transforms.attention.static import Known, known
 
@@ -73,8 +75,8 @@ class Prover(Pass[Any]):
         except TypeError:
             return
         if not eqn.effects:
-            numbers = [self._numbers.setdefault((key, i), ("result", len(self._numbers), i)) for i in range(len(eqn.outvars))]
-            self._numbers.update(zip(eqn.outvars, numbers, strict=True))
+            number = self._numbers.setdefault(key, ("result", len(self._numbers)))
+            self._numbers.update((var, (*number, i)) for i, var in enumerate(eqn.outvars))
 
     def operation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Returns what the results of an equation are."""
@@ -98,7 +100,7 @@ class Prover(Pass[Any]):
         if eqn.primitive.name == "dot_general":
             return self._product(eqn, operands)
         if any(isinstance(x, Followed) for x in operands) and not any(isinstance(x, Lost) for x in operands):
-            found = scores.follow(eqn, operands)
+            found = follow(eqn, operands)
             return self._lost(eqn, operands, found) if found is None or isinstance(found, Lost) else found
         if any(isinstance(x, Lost) for x in operands):
             return self._lost(eqn, operands, None)
@@ -120,7 +122,8 @@ class Prover(Pass[Any]):
             (place,) = weights
             found = scores.attended(eqn, operands[place], place, eqn.invars[1 - place].aval.shape)
             if found is not None:
-                reason = "the weights are not divided by their sum over the keys"
+                is_normal = any(symbol.kind == "lse" and symbol.over != found.contracted for symbol, _ in found.shift)
+                reason = "the softmax is not over the keys" if is_normal else "the weights are not divided by their sum"
                 self.lost[eqn.outvars[0]] = _at(eqn, Lost(reason, True))
                 return found
         for x in sorted((x for x in operands if isinstance(x, Lost)), key=lambda x: x.is_core):
@@ -172,8 +175,9 @@ def _moved(eqn: Any, x: Any) -> Any:
 def _compared(eqn: Any, operands: list[Any]) -> Choice | None:
     """Returns the comparison of an array of integers with itself at other places."""
     x, y = operands if len(operands) == 2 else (None, None)
-    is_equality = eqn.primitive.name in ("eq", "ne") and isinstance(x, View) and isinstance(y, View)
-    if not is_equality or x.leaf is not y.leaf or not jnp.issubdtype(x.leaf.dtype, jnp.integer):
+    if eqn.primitive.name not in ("eq", "ne") or not isinstance(x, View) or not isinstance(y, View):
+        return None
+    if x.leaf is not y.leaf or not jnp.issubdtype(x.leaf.dtype, jnp.integer):
         return None
     shared = common(x.indices, y.indices)
     if shared is None:

@@ -8,7 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+
+from zero_jax.core import jaxprs
 
 # Larger arrays are not computed while tracing.
 MAX_ELEMENTS = 2**26
@@ -31,7 +34,7 @@ class Known:
         """The values; None if they cannot be had."""
         try:
             array = self.make()
-        except (TypeError, ValueError, ArithmeticError, IndexError, MemoryError):
+        except (TypeError, ValueError, ArithmeticError, IndexError, MemoryError, RuntimeError):
             return None
         return None if array is None else np.asarray(array)
 
@@ -58,27 +61,46 @@ def without_broadcasts(array: np.ndarray) -> np.ndarray:
 
 
 def compute(eqn: Any, operands: Sequence[Known]) -> Known | None:
-    """Returns the result of an equation on known operands; None for a primitive without a rule."""
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None or len(eqn.outvars) != 1:
+    """Returns the result of an equation on known operands; None where that is not computed."""
+    if len(eqn.outvars) != 1 or eqn.effects or jaxprs.inner_jaxprs(eqn):
         return None
-    aval = eqn.outvars[0].aval
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
 
     def make() -> np.ndarray | None:
-        arrays = [operand.array for operand in operands]
-        if any(array is None for array in arrays):
-            return None
-        if eqn.primitive.name not in _VIEWS:
-            size = math.prod(np.broadcast_shapes(*(without_broadcasts(a).shape for a in arrays)))  # pyright: ignore[reportArgumentType]
-            if size > MAX_ELEMENTS:
+        arrays: list[np.ndarray] = []
+        for operand in operands:
+            if operand.array is None:
                 return None
-            arrays = [without_broadcasts(a) for a in arrays] if eqn.primitive.name in _ELEMENTWISE else arrays  # pyright: ignore[reportArgumentType]
+            arrays.append(operand.array)
+        if name in _ELEMENTWISE:
+            arrays = [without_broadcasts(array) for array in arrays]
+            if math.prod(np.broadcast_shapes(*(array.shape for array in arrays))) > MAX_ELEMENTS:
+                return None
+        elif name not in _VIEWS and max(math.prod(aval.shape), *(array.size for array in arrays)) > MAX_ELEMENTS:
+            return None
+        rule = _ELEMENTWISE.get(name) or _VIEWS.get(name)
         with np.errstate(all="ignore"):
-            result = np.asarray(rule(eqn.params, *arrays))
-        result = result.astype(aval.dtype, copy=False)
+            result = np.asarray(rule(eqn.params, *arrays) if rule else _by_jax(eqn, arrays)).astype(
+                aval.dtype, copy=False
+            )
         return result if result.shape == aval.shape else np.broadcast_to(result, aval.shape)
 
     return Known(aval.shape, make)
+
+
+def evaluated(eqn: Any, numbers: Sequence[Any]) -> Any:
+    """Returns an elementwise equation on numbers in place of arrays; None where that is not known."""
+    rule = _ELEMENTWISE.get(eqn.primitive.name)
+    if rule is None:
+        return None
+    with np.errstate(all="ignore"):
+        return np.asarray(rule(eqn.params, *map(np.asarray, numbers))).astype(eqn.outvars[0].aval.dtype)[()]
+
+
+def _by_jax(eqn: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """Evaluates an equation by JAX while something else is traced."""
+    with jax.ensure_compile_time_eval():
+        return jaxprs.bind(eqn, [jax.numpy.asarray(array) for array in arrays])[0]
 
 
 def _broadcast(params: Any, x: np.ndarray) -> np.ndarray:
@@ -133,7 +155,6 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _VIEWS: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "squeeze": lambda params, x: x.squeeze(tuple(params["dimensions"])),
     "slice": _slice,
@@ -141,15 +162,3 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     **dict.fromkeys(("copy", "copy_p", "stop_gradient", "sharding_constraint", "name"), _plain(lambda x: x)),
 }
-_OTHERS: dict[str, Callable[..., Any]] = {
-    "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
-    "reduce_and": lambda params, x: x.all(tuple(params["axes"])),
-    "reduce_or": lambda params, x: x.any(tuple(params["axes"])),
-    "reduce_max": lambda params, x: x.max(tuple(params["axes"])),
-    "reduce_min": lambda params, x: x.min(tuple(params["axes"])),
-    "reduce_sum": lambda params, x: x.sum(tuple(params["axes"])),
-    "cumsum": lambda params, x: np.flip(np.flip(x, params["axis"]).cumsum(params["axis"]), params["axis"])
-    if params["reverse"]
-    else x.cumsum(params["axis"]),
-}
-_RULES = {**_ELEMENTWISE, **_VIEWS, **_OTHERS}

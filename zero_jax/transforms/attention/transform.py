@@ -7,6 +7,7 @@ that is not known to be the same function is left as it is, and the report says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +16,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
+from zero_jax.sharding.mesh import Axes
+from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, merged
-from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, flatten, run
+from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
 from zero_jax.transforms.remat.regions import evaluate
 
 _FUNCTION = "give a function of params and further arguments"
-CHOICES = {"own": "attention is computed as the model does", "fused": "by a fused kernel where that is the same function"}
-
-
-def resolve_attention(attention: str) -> str:
-    """Returns the choice of a name.
-
-    Raises:
-      ValueError: there is no choice of that name.
-    """
-    if attention not in CHOICES:
-        hint = did_you_mean(str(attention), CHOICES)
-        raise ValueError(f"unknown attention {attention!r}: {hint}choose one of {', '.join(CHOICES)}")
-    return attention
+_CHOICES = ("own", "fused")
 
 
 def fuse_attention(
-    loss_fn: Callable[..., Any], attention: str = "fused", *, mesh: Mesh | None = None, implementation: str | None = None
+    loss_fn: Callable[..., Any],
+    attention: str = "fused",
+    *,
+    mesh: Mesh | None = None,
+    axes: Axes | None = None,
+    implementation: Any = None,
 ) -> Callable[..., Any]:
     """Transforms `loss_fn(params, ...)` so that a fused kernel computes its attention where it is the same function.
 
@@ -49,17 +46,23 @@ def fuse_attention(
     Args:
       loss_fn: any traceable function of a params pytree and further arguments.
       attention: `fused`, or `own` for the function as it is.
-      mesh: the mesh of the arrays, as for `dot_product_attention`; None takes the one that is traced for.
+      mesh: the mesh of the arrays; None takes that of `dot_product_attention`.
+      axes: the roles of its axes; None finds them by name.
       implementation: as for `dot_product_attention`.
 
     Returns:
       A function with the signature of `loss_fn`.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
-    if resolve_attention(attention) == "own":
+    if attention not in _CHOICES:
+        hint = did_you_mean(str(attention), _CHOICES)
+        raise ValueError(f"unknown attention {attention!r}: {hint}choose one of {', '.join(_CHOICES)}")
+    if attention == "own":
         return loss_fn
-    options = {"mesh": mesh, "implementation": implementation}
-    kernel = lambda core, read, aval: core(read, aval=aval, **options)  # noqa: E731
+
+    def kernel(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
+        with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes):
+            return core(read, aval=aval, implementation=implementation)
 
     @functools.wraps(loss_fn)
     def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +111,3 @@ def _without_scores(body: Body, arrays: list[Any], kernel: Callable[..., Any]) -
     closed = jax.make_jaxpr(lambda *xs: run(body, xs, kernel))(*arrays)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     return evaluate(jaxprs.without_dead_code(jaxpr), consts, arrays, unwrap=False)
-
-
-__all__ = ["CHOICES", "AttentionReport", "attention_report", "flatten", "fuse_attention", "resolve_attention"]

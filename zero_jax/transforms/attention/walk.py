@@ -109,7 +109,7 @@ class AttentionSearch:
         for var in find_cores(jaxpr, is_data.__getitem__).results - done:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
-        for i, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             for var in eqn.outvars:
                 found = prover.found.get(var)
                 where = at.inside(eqn if found is None else producers[found.result]).line
@@ -133,7 +133,7 @@ class AttentionSearch:
         of_consts, carry, slices = sub.split(known)
         first = sub.num_consts
         for i in range(sub.num_carry):  # what an iteration passes on as it is
-            if jaxpr.outvars[i] is not jaxpr.invars[first + i]:
+            if _origin(jaxpr, jaxpr.outvars[i]) is not jaxpr.invars[first + i]:
                 carry[i] = None
         in_data = [*data[:first], *([True] * sub.num_carry), *data[first + sub.num_carry :]]
         inputs = [*of_consts, *carry, *(None for _ in slices)]
@@ -160,6 +160,16 @@ def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 def _passed(value: Any) -> Any:
     """Returns what is known of a value within another jaxpr."""
     return value if isinstance(value, Known | Affine | Choice | View) else None
+
+
+def _origin(jaxpr: Any, atom: Any) -> Any:
+    """Returns the variable that a variable is equal to, if a `jax.checkpoint` returns what it takes."""
+    for eqn in reversed(jaxpr.eqns):
+        if atom in eqn.outvars and (sub := subcall(eqn)) is not None and sub.kind == "remat":
+            inner, _ = flatten(*jaxprs.open_jaxpr(sub.jaxpr))
+            result = _origin(inner, inner.outvars[eqn.outvars.index(atom)])
+            atom = eqn.invars[inner.invars.index(result)] if result in inner.invars else atom
+    return atom
 
 
 def _may_attend(eqn: Any) -> bool:
@@ -205,7 +215,7 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
     return {var: used[product] for var in cores if (product := prover.found[var].logits.product) in used}
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------------
+# --- evaluation ----------------------------------------------------------------------------------------------------
 
 
 def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:

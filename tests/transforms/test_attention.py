@@ -6,10 +6,12 @@ import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zero_jax as zero
 from zero_jax.core.subcalls import equations
+from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 MESH = zero.make_mesh(devices=jax.devices()[:1])
 
@@ -77,3 +79,37 @@ def test_another_function_is_left(name):
     report = zero.attention_report(loss, params, batch)
     assert not report.num_fused, report
     assert report.num_left == 1 and case.reason in report.rows[0].reason, report
+
+
+@pytest.mark.parametrize(
+    ("make", "scan"), [(gpt, True), (gpt_linen, False), (gpt_nnx, True)], ids=["gpt", "linen", "nnx"]
+)
+def test_reference_models_train_alike(make, scan):
+    config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=2, d_model=32, num_heads=4, scan=scan)
+    if make is gpt:
+        init_fn, loss_fn = functools.partial(gpt.init, config), gpt.loss_fn(config)
+    else:
+        init_fn, loss_fn = make.make(config)
+    mesh, tx = zero.make_mesh(data=4, model=2), optax.sgd(0.1)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (16, 9), np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["segments"] = np.sort(rng.integers(0, 3, (16, 8), np.int32), axis=1)
+    results = {}
+    for attention, remat, k in (("own", "own", 1), ("fused", "own", 1), ("fused", "full", 2)):
+        stage = 1 if k > 1 else 3
+        zero_config = zero.ZeroConfig(stage=stage, attention=attention, remat=remat, num_microbatches=k)
+        state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=zero_config)
+        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config)
+        state, metrics = step(state, batch)
+        evaluated = zero.make_eval_step(loss_fn, mesh=mesh, config=zero_config)(state, batch)
+        results[attention, remat] = jax.device_get((metrics.loss, metrics.grad_norm, evaluated.loss, state.params))
+    for result in results.values():
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), result, results["own", "own"])
+
+
+def test_unknown_attention():
+    with pytest.raises(ValueError, match="choose one of own, fused"):
+        zero.fuse_attention(lambda params: params, "flash")
+    with pytest.raises(ValueError, match="attention"):
+        zero.ZeroConfig(attention="flash")

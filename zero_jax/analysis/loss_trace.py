@@ -36,6 +36,7 @@ from zero_jax.transforms import (
     Propagation,
     ValueSharding,
     count_flops,
+    fuse_attention,
     kernels,
     propagate_shardings,
     rematerialize,
@@ -98,7 +99,8 @@ def trace_loss(
     placement = make_placement(params, mesh=mesh, config=config)
     specs = placement.variable_shardings()
     normalized = normalize_loss(loss_fn, mesh, placement.axes)
-    loss = rematerialize(normalized, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
+    fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
+    loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     variables = jax.eval_shape(placement.cast, params)
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")

@@ -40,7 +40,7 @@ from zero_jax.training.state.train_state import (
 )
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, rematerialize, separability, with_weight
+from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,7 +238,8 @@ class _Program:
         """
         config, k = self.config, self.config.num_microbatches
         specs = placement.variable_shardings()
-        loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+        loss_fn = fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes)
+        loss_fn = rematerialize(loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         if k > 1:
             loss_fn = with_weight(loss_fn, config.loss_weight)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state

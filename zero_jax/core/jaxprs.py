@@ -323,10 +323,10 @@ def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
     return refusing
 
 
-def used_inputs(fn: Callable[..., Any], avals: list[Any]) -> list[bool]:
-    """Tells which of a list of inputs the results of `fn(inputs)` depend on, by the trace of `fn`."""
-    jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(avals))
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+def used_inputs(jaxpr: Jaxpr) -> list[bool]:
+    """Tells which inputs of a jaxpr, open or closed, its results depend on."""
+    opened, _ = open_jaxpr(jaxpr)
+    _, used = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))
     return list(used)
 
 

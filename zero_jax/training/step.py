@@ -25,7 +25,7 @@ from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.update import call_update, update_if
+from zero_jax.training.optimizer.update import apply_update, update_if
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.training.state.shardings import state_shardings
@@ -358,7 +358,7 @@ class _Program:
         params = trainable(masters)
 
         def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, opt_state = call_update(self.tx, grads, opt_state, params, **offers)
+            updates, opt_state = apply_update(self.tx, grads, opt_state, params, **offers)
             return optax.apply_updates(params, updates), strongly_typed(opt_state)
 
         if self.config.skip_nonfinite is False:

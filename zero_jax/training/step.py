@@ -15,6 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
@@ -236,9 +237,10 @@ class _Program:
         """
         config, k = self.config, self.config.num_microbatches
         specs = placement.variable_shardings()
-        loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+        traced = TracedFunction(self.loss_fn)
         if k > 1:
-            loss_fn = with_weight(loss_fn, config.loss_weight)
+            traced = with_weight(traced, config.loss_weight)
+        loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
@@ -253,6 +255,7 @@ class _Program:
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
+            weight = [lax.stop_gradient(x.astype(jnp.float32)) for x in map(jnp.asarray, weight)]
             return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
@@ -276,7 +279,7 @@ class _Program:
         else:
             is_local = "grads" not in placement.groups
             found = separability(
-                self.loss_fn,
+                traced,
                 variables,
                 batch,
                 key,

@@ -364,12 +364,12 @@ def test_report():
     assert report.whole_bytes == whole_bytes
     assert report.per_device_bytes == (4 + 2) * 256 * 64 // 8 + whole_bytes
     assert str(report).splitlines() == [
-        "kernel  (256, 64)              float32   [data, -]  sharded",
-        "half    (256, 64)              bfloat16  [data, -]  sharded",
-        "odd     (13, 13)               float32   [-, -]  whole: no dim of (13, 13) is divisible by 8 devices "
+        "kernel  (256, 64)  float32   [data, -]  sharded",
+        "half    (256, 64)  bfloat16  [data, -]  sharded",
+        "odd     (13, 13)   float32   [-, -]     whole: no dim of (13, 13) is divisible by 8 devices "
         "(make_mesh(data_layout=...) splits them)",
-        "bias    (64,)                  float32   [-]  whole: under 128 elements",
-        "0.01 MiB a device, of which 0.00 left whole",
+        "bias    (64,)      float32   [-]        whole: under 128 elements",
+        f"{(12288 + whole_bytes) / 1e3:.2f} KB a device, {whole_bytes} bytes of it unsharded leaves",
     ]
 
 
@@ -377,7 +377,7 @@ def test_report_warns_where_whole_leaves_dominate():
     params = shapes(kernel=(64, 64), table=(50257, 13), scalar=())
     report = zero.sharding_report(params, mesh=mesh_of("8"), config=zero.ZeroConfig())
     *_, warning = str(report).splitlines()
-    assert warning == "warning: leaves left whole take more than half of that"
+    assert warning == "warning: unsharded leaves take more than half of that"
     assert "[scalar]" in str(report)
 
 

@@ -71,10 +71,10 @@ def test_a_run_learns_tells_and_leaves_its_figures(config, tmp_path):
     assert re.search(r"devices +8 x cpu", log)
     assert re.search(r"stage +3", log)
     assert "param bfloat16, compute bfloat16, reduce bfloat16, master float32, optimizer float32" in log
-    assert re.search(r"left whole +3 of 10 leaves, .*final_norm", log)
+    assert re.search(r"unsharded +3 of 10 leaves, .*final_norm", log)
     assert re.search(r"step +8/12  loss \d\.\d{3}  grad norm [\d.]+  lr 1\.\d\de-02 +[\d,]+ tokens/s ", log)
     # A CPU keeps no count: all arrays of this process are told, other tests' too.
-    assert re.search(r"step +8/12 .*[\d.]+ [KM]iB/device +\d+ s left", log)
+    assert re.search(r"step +8/12 .*[\d.]+ [KM]B/device +\d+ s left", log)
 
     folder = tmp_path / "runs" / "gpt-test-stage3"
     assert result.directory == str(folder)
@@ -304,13 +304,6 @@ def test_optimizers_learn_and_decay_matrices_alone(name):
 def test_optimizers_that_cannot_be_made(changes, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "shown"), [(0, "0 bytes"), (1023, "1,023 bytes"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")]
-)
-def test_bytes_for_people(num_bytes, shown):
-    assert metrics.format_bytes(num_bytes) == shown
 
 
 def test_looking_at_memory_does_not_use_any():

@@ -73,7 +73,7 @@ def plot_memory(
         raise ValueError("plot_memory: there are no bars to draw")
     sizes = list(dict.fromkeys(bar.num_devices for bar in bars))
     most = max(sum(1 for bar in bars if bar.num_devices == size) for size in sizes)
-    figure = _figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
+    figure = new_figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     shown: dict[str, str] = {}
     for panel, size in zip(panels, sizes, strict=True):
@@ -87,7 +87,7 @@ def plot_memory(
         figure.suptitle(title)
     handles = _memory_legend(bars, shown, capacity_bytes)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
@@ -113,7 +113,7 @@ def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
             )
     panel.set_xticks(range(len(bars)), [bar.label for bar in bars])
     panel.set_xlim(-0.6, len(bars) - 0.4)
-    _clean(panel)
+    tidy(panel)
     panel.grid(axis="x", visible=False)
     return shown
 
@@ -158,7 +158,7 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
     if not rows:
         raise ValueError("plot_throughput: there are no rows to draw")
     rows = sorted(rows, key=lambda row: row.num_devices)
-    figure = _figure(path, width=9, height=4)
+    figure = new_figure(path, width=9, height=4)
     panels = figure.subplots(1, 2)
     devices = [row.num_devices for row in rows]
     series = (
@@ -182,13 +182,13 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
         panel.set_ylabel(label)
         panel.set_ylim(0, max(values) * 1.15)
         panel.margins(x=0.08)
-        _clean(panel)
+        tidy(panel)
     first = series[1][1][0]
     panels[1].axhline(first, color="#666666", linestyle="--", linewidth=1, label="linear scaling")
     panels[1].legend(frameon=False, loc="lower right")
     if title:
         figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _gb(size: float) -> str:
@@ -206,7 +206,8 @@ def check_name(path: pathlib.Path | str) -> None:
         raise ValueError(f"cannot draw {str(path)!r}: there is no such folder, make it first")
 
 
-def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+def new_figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+    """Returns an empty matplotlib figure for a file, of a size in inches; raises as `check_name` does."""
     check_name(path)
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -217,16 +218,18 @@ def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
     return figure
 
 
-def _clean(panel: Any) -> None:
+def tidy(panel: Any) -> None:
+    """Gives axes the style of all figures: a pale grid, no frame above and at the right."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)
 
 
-def _save(figure: Any, path: pathlib.Path | str) -> None:
+def save_figure(figure: Any, path: pathlib.Path | str) -> None:
+    """Writes a figure to a file; the same data give the same bytes."""
     import matplotlib
 
-    # Text stays text in an SVG, and the same data give the same file.
+    # Text stays text in an SVG.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
         is_svg = pathlib.Path(path).suffix.lower() == ".svg"
         figure.savefig(path, metadata={"Date": None} if is_svg else None)

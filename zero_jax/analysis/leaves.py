@@ -130,7 +130,7 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
     if taken <= total / 2:
         return None
     return (
-        f"{len(unsharded)} leaves left whole take {format_bytes(taken)} of the {format_bytes(total)} of "
+        f"{len(unsharded)} unsharded leaves take {format_bytes(taken)} of the {format_bytes(total)} of "
         f"{', '.join(group for group in STATE_GROUPS if group in groups)} on a device, the largest {unsharded[0].path} "
         f"({format_bytes(unsharded[0].num_bytes)}): lower min_shard_size, give an override with another dim, "
         "or choose sizes that the number of devices divides"

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -318,16 +319,14 @@ class ShardingReport:
 
     def __str__(self) -> str:
         rows = []
-        width = max((len(p.path) for p in self.placements), default=4)
         for p in sorted(self.placements, key=lambda p: -p.num_bytes):
             spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
-            rows.append(f"{p.path:<{width}}  {p.shape!s:<22} {p.dtype:<9} [{spec}]  {p.reason}")
-        rows.append(
-            f"{self.per_device_bytes / 2**20:.2f} MiB a device, of which {self.whole_bytes / 2**20:.2f} left whole"
-        )
+            rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
+        sizes = map(format_bytes, (self.per_device_bytes, self.whole_bytes))
+        lines = [aligned(rows), "{} a device, {} of it unsharded leaves".format(*sizes)]
         if 2 * self.whole_bytes > self.per_device_bytes:
-            rows.append("warning: leaves left whole take more than half of that")
-        return "\n".join(rows)
+            lines.append("warning: unsharded leaves take more than half of that")
+        return "\n".join(lines)
 
 
 def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes) -> ShardingReport:

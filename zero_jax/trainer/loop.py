@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
@@ -19,11 +20,11 @@ from zero_jax.data import BatchBuffers, train_batches, validation_batches
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.profiling import Profiler
-from zero_jax.trainer.reporting.console import Console, lasting
+from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
+from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.trainer.reporting.run_description import describe_run, groups, num_params
 from zero_jax.trainer.reporting.writers import Writers, open_writers
-from zero_jax.trainer.result import Losses, TrainResult, draw_losses, run_losses
+from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
 from zero_jax.trainer.resume import Start, begin, identity
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
@@ -139,8 +140,8 @@ class _Training:
         sample = self._show_sample() if status in ("done", "unsaved") else ""
         self.console.close()
         self._beat("end")
-        train, validation = run_losses(self.run.folder, (self.progress.train, self.progress.validation))
-        self._draw(train, validation)
+        losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
+        self._draw(losses)
         return TrainResult(
             status=status,
             directory=str(self.run.folder),
@@ -151,10 +152,10 @@ class _Training:
             num_steps=self.step,
             num_skipped_steps=int(self.state.num_skipped_steps),
             num_failed_saves=self.checkpointer.num_failed,
-            first_train_loss=_end(train, 0),
-            final_train_loss=_end(train, -1),
-            first_validation_loss=_end(validation, 0),
-            final_validation_loss=_end(validation, -1),
+            first_train_loss=_loss_at(losses.train, 0),
+            final_train_loss=_loss_at(losses.train, -1),
+            first_validation_loss=_loss_at(losses.validation, 0),
+            final_validation_loss=_loss_at(losses.validation, -1),
             tokens_per_second=self.progress.tokens_per_second,
             compile_seconds=self.progress.compile_seconds,
             train_seconds=self.progress.seconds,
@@ -217,12 +218,12 @@ class _Training:
         }
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    def _draw(self, train: Losses, validation: Losses) -> None:
+    def _draw(self, losses: RunRecords) -> None:
         if not self.is_first:
             return
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
-        losses, path = {"train": train, "validation": validation}, self.run.folder / "loss.png"
-        failure = draw_losses(path, **losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
+        path = self.run.folder / "loss.png"
+        failure = draw_losses(path, losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
         if failure:
             self.say(f"no picture of the loss: {failure}")
 
@@ -353,8 +354,8 @@ def _norm(params: Any) -> jax.Array:
     return optax.tree.norm(optax.tree.cast(trainable(params), jnp.float32))
 
 
-def _end(losses: list[tuple[int, float]], index: int) -> float:
-    return losses[index][1] if losses else math.nan
+def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
+    return records[index]["loss"] if records else math.nan
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -8,11 +8,12 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from zero_jax.trainer.reporting.curves import plot_losses, read_run
+from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
 
-Losses = list[tuple[int, float]]
+Losses = Sequence[tuple[int, float]]
 
 _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
@@ -74,53 +75,46 @@ class TrainResult:
         return "\n".join(lines)
 
 
-def run_losses(folder: pathlib.Path, own: tuple[Losses, Losses]) -> tuple[Losses, Losses]:
-    """Returns step and loss of all training steps, and of all evaluations.
+def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> RunRecords:
+    """Returns the losses of all training steps and evaluations of a run.
 
     Args:
       folder: folder of the run.
-      own: both of this process: the file may lack its last steps, where its disk was full.
+      train: step and loss of the training steps of this process: the file may lack the last, where its disk was full.
+      validation: step and loss of the evaluations of this process.
     """
     try:
-        records = read_run(folder)
+        run = read_run(folder)
     except (OSError, ValueError):  # another process's file, or one that could not be written
-        return own
-    train, validation = (
-        {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in kind}
-        | dict(of_this_process)
-        for kind, of_this_process in zip((records.train, records.validation), own, strict=True)
-    )
-    return sorted(train.items()), sorted(validation.items())
+        run = RunRecords(name=folder.name, train=(), validation=())
+
+    def merged(records: Sequence[Mapping[str, Any]], own: Losses) -> tuple[dict[str, Any], ...]:
+        losses = {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in records}
+        return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(own)).items()))
+
+    return dataclasses.replace(run, train=merged(run.train, train), validation=merged(run.validation, validation))
 
 
-def draw_losses(
-    path: pathlib.Path,
-    *,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
-    title: str,
-    is_hurried: Callable[[], bool],
-) -> str | None:
+def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: Callable[[], bool]) -> str | None:
     """Draws the losses of a run that is over, in a thread that is not waited for long.
 
     Args:
-      path: where the picture goes; it appears when it is complete.
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      title: what the run is.
+      path: the file, which appears when it is complete.
+      run: the losses.
+      title: title of the figure.
       is_hurried: whether the process was asked to stop: it may be killed seconds later.
 
     Returns:
-      Why there is no picture, or None.
+      Why there is no figure, or None.
     """
     failures: list[str] = []
 
     def draw() -> None:
         partial = path.with_name(f".partial-{path.name}")
         try:
-            plot_losses(partial, train=train, validation=validation, title=title)
+            plot_runs(partial, [run], title=title)
             os.replace(partial, path)
-        except Exception as error:  # the run is done, and saved; a picture is not worth its end
+        except Exception as error:  # the run is done and saved, and must not fail because of a figure
             failures.append(str(error) or type(error).__name__)
             partial.unlink(missing_ok=True)
 

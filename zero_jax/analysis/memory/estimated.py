@@ -171,7 +171,7 @@ class MemoryEstimate:
             lines.append(f"in host memory: {format_bytes(self.host_bytes)}")
         if 2 * sum(leaf.device_bytes for leaf in self.whole if leaf.group != "grads") > self.state_bytes:
             lines.append(
-                "warning: leaves left whole take more than half of the state; see zero.sharding_report for the reasons"
+                "warning: unsharded leaves take more than half of the state; see zero.sharding_report for the reasons"
             )
         return "\n".join(lines)
 

@@ -8,8 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from zero_jax.core.extras import extra
-from zero_jax.trainer.reporting.metrics import format_bytes
+from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.spec import carries
+from zero_jax.sharding.stages import sharded_groups
+from zero_jax.trainer.reporting.metrics import per_device_bytes
+from zero_jax.training import TrainState, ZeroConfig, sharding_report
 
 with extra("train"):
     from rich import progress
@@ -180,12 +190,6 @@ _FIGURES: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def header(rows: Mapping[str, str]) -> str:
-    """Returns the lines that a run starts with: names and what they are, in two columns."""
-    width = max(map(len, rows), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
 def format_duration(seconds: float) -> str:
     """Returns a time for people, such as `3 min` or `2 days 4 h`."""
     if seconds < _MINUTE:
@@ -197,3 +201,54 @@ def format_duration(seconds: float) -> str:
         return f"{hours} h {rest} min"
     days, hours = divmod(round(seconds / _HOUR), 24)
     return f"{days} day{'s' if days > 1 else ''} {hours} h"
+
+
+def groups(state: TrainState) -> dict[str, Any]:
+    """Returns the groups of a state by name."""
+    return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state")}
+
+
+def num_params(state: TrainState) -> int:
+    """Returns the number of params."""
+    return sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[str, str]) -> str:
+    """Returns lines that say what a run is made of.
+
+    Args:
+      state: the state that it begins with.
+      mesh: its mesh.
+      zero: stage and precision.
+      rows: further lines by their titles; they come after the mesh's.
+    """
+    precision = resolve_precision(zero.precision)
+    dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
+    floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
+    dtypes["optimizer"] = "+".join(sorted(floating)) or "none"
+    group_bytes = [
+        f"{name} {format_bytes(per_device_bytes(tree))} of {format_bytes(sum(x.nbytes for x in jax.tree.leaves(tree)))}"
+        for name, tree in groups(state).items()
+        if jax.tree.leaves(tree)
+    ]
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    table = {
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({jax.__name__} {jax.__version__}{processes})",
+        "mesh": " x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+        "stage": str(zero.stage),
+        **rows,
+        "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
+        "a device holds": ", ".join(group_bytes),
+        "unsharded": _unsharded_leaves(state, mesh=mesh, zero=zero),
+    }
+    return aligned(table.items())
+
+
+def _unsharded_leaves(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:
+    """Returns which leaves the rules do not shard, although the stage would."""
+    report = sharding_report(state, mesh=mesh, config=zero)
+    paths = [p.path for p in report.placements if not carries(p.dims, axes_of(mesh).data)]
+    if not paths or not sharded_groups(zero.stage):
+        return "none"
+    shown = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return f"{len(paths)} of {len(report.placements)} leaves, {format_bytes(report.whole_bytes)}: {shown}"

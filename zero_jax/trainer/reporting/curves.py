@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.analysis import figures
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.extras import extra
 from zero_jax.core.files.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
 X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's palette, which most colour-blind people can tell apart, and further ones for many runs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B4513", "#7F7F7F", "#6A3D9A")
 _LABELS = {"loss": "loss (nats per token)", "grad_norm": "gradient norm", "mfu": "model FLOPs utilization"}
@@ -152,12 +151,13 @@ def plot_runs(
       title: what stands above.
 
     Raises:
-      ValueError: no runs, another suffix, or a figure that a run does not have.
+      ValueError: no runs, another suffix, no such folder, or a figure that a run does not have.
     """
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
     curves = [run.curve(metric, x=x) for run in runs]
-    figure, axes = _figure(path)
+    figure = figures.new_figure(path, width=8, height=4.8)
+    axes = figure.add_subplot()
     for i, curve in enumerate(curves):
         color = _COLORS[i % len(_COLORS)]
         axes.plot(curve.x, curve.y, color=color, linewidth=0.6, alpha=0.25)
@@ -170,42 +170,12 @@ def plot_runs(
         from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter())
-    _finish(axes, title=title, x=X_LABELS[x], y=_LABELS.get(metric, metric.replace("_", " ")))
+    axes.set(title=title, xlabel=X_LABELS[x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))
+    figures.tidy(axes)
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
     # Beside the curves, not over them: the longest names and the most runs still leave the curves alone.
     figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def plot_losses(
-    path: str | pathlib.Path,
-    *,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
-    title: str,
-) -> None:
-    """Draws training and validation loss of one run against the step.
-
-    Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      title: what the run is.
-    """
-    figure, axes = _figure(path)
-    steps, losses = np.array(train, float).reshape(-1, 2).T
-    window = _window(losses)
-    axes.plot(steps, losses, color="#c9d8e8", linewidth=0.8, label="training, each batch")
-    mean, label = smoothed(losses, window), f"training, mean of {window} batches"
-    axes.plot(steps, mean, color="#4c72b0", linewidth=1.5, label=label, **_lone_points(mean))
-    if validation:
-        label = f"validation ({validation[-1][1]:.3f} at the end)"
-        steps, losses = np.array(validation, float).T
-        axes.plot(steps, losses, color="#c44e52", linewidth=1.5, marker="o", markersize=4, label=label)
-    _finish(axes, title=title, x="step", y=_LABELS["loss"])
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False)
-    _save(figure, path)
+    figures.save_figure(figure, path)
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
@@ -245,34 +215,3 @@ def _styles(curves: Sequence[Curve]) -> list[Any]:
         line = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         styles.append(Line2D([], [], color="#666666", label="validation", **line))
     return styles if len(styles) > 1 else []
-
-
-def _figure(path: str | pathlib.Path) -> tuple[Any, Any]:
-    # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
-    with extra("plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, path: str | pathlib.Path) -> None:
-    import matplotlib
-
-    # Text stays text in an SVG, and the same data give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
-        is_svg = pathlib.Path(path).suffix.lower() == ".svg"
-        figure.savefig(path, metadata={"Date": None} if is_svg else None)
-
-
-def _finish(axes: Any, *, title: str, x: str, y: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -193,15 +193,6 @@ class Progress:
             sink(record)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Returns a size for people, such as `1.5 MiB`."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while abs(num_bytes) >= 1024 and power + 1 < len(units):
-        num_bytes, power = num_bytes / 1024, power + 1
-    return f"{num_bytes:,.0f} {units[power]}" if power == 0 else f"{num_bytes:,.1f} {units[power]}"
-
-
 def per_device_bytes(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes on each device that holds a part of every array."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))

@@ -19,9 +19,9 @@ from zero_jax.sharding.mesh import make_mesh
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import optimizers
 from zero_jax.trainer import run as training_run
+from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting import metrics
-from zero_jax.trainer.resume import ResumeError
 from zero_jax.training.state.train_state import ZeroConfig
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)

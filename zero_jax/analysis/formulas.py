@@ -80,14 +80,7 @@ def model_state_bytes(
 
 
 def max_params(
-    capacity_bytes: float,
-    *,
-    sharded: Collection[str],
-    num_devices: int,
-    model: int = 1,
-    optimizer_bytes: float = 12,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
+    capacity_bytes: float, *, sharded: Collection[str], num_devices: int, model: int = 1, **param_bytes: float
 ) -> float:
     """Returns the parameters of the largest model whose model states fit on devices of some size (section 5.4).
 
@@ -95,95 +88,31 @@ def max_params(
       capacity_bytes: bytes of a device that are there for model states.
       sharded: the groups that are sharded.
       num_devices: devices that they are sharded over (N_d).
-      model: model-parallel degree, which cuts every group.
-      optimizer_bytes: bytes a parameter of master params and optimizer state (K).
-      param_bytes: bytes of a low-precision parameter.
-      grad_bytes: bytes of a gradient.
+      model: model-parallel degree, which divides every group.
+      **param_bytes: bytes a parameter by group, as for `model_state_bytes`.
 
     Raises:
       ValueError: an unknown group or no device.
     """
-    each = model_state_bytes(
-        1,
-        sharded=sharded,
-        num_devices=num_devices,
-        optimizer_bytes=optimizer_bytes,
-        param_bytes=param_bytes,
-        grad_bytes=grad_bytes,
-    )
+    each = model_state_bytes(1, sharded=sharded, num_devices=num_devices, **param_bytes)
     return capacity_bytes * model / each.total_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResidualBytes:
-    """Bytes of residuals that one device keeps from the forward to the backward pass.
-
-    Attributes:
-      device_bytes: in the device's memory.
-      host_bytes: in host memory.
-    """
-
-    device_bytes: float
-    host_bytes: float
-
-
-def residual_bytes(
-    *,
-    num_layers: int,
-    d_model: int,
-    batch_size: int,
-    seq_len: int,
-    bytes_per_element: float = 2,
-    remat: bool = True,
-    model: int = 1,
-    offload: bool = False,
-) -> ResidualBytes:
-    """Returns the bytes of a transformer's residuals (sections 3.2 and 6.1).
-
-    Without remat a block keeps about 12 x `d_model` x `batch_size` x `seq_len` elements; with remat its input only.
-    Embeddings, the logits, and what the recomputation of one block needs for a moment are not counted.
-
-    Args:
-      num_layers: transformer blocks.
-      d_model: width of the residual stream.
-      batch_size: examples of one device in one forward pass.
-      seq_len: tokens of an example.
-      bytes_per_element: bytes of an element, 2 in 16-bit precision.
-      remat: whether blocks are recomputed in the backward pass.
-      model: devices that the saved residuals are sharded over (P_a); 1 keeps them unsharded.
-      offload: whether they are kept in host memory (P_a+cpu).
-
-    Raises:
-      ValueError: a size that is not positive.
-    """
-    sizes = {
-        "num_layers": num_layers,
-        "d_model": d_model,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "bytes_per_element": bytes_per_element,
-        "model": model,
-    }
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ValueError(f"{name}={size} is not positive: give the sizes of the transformer as one device runs it")
-    per_block = 1 if remat else _RESIDUALS_PER_BLOCK
-    kept = per_block * num_layers * d_model * batch_size * seq_len * bytes_per_element / model
-    return ResidualBytes(device_bytes=0 if offload else kept, host_bytes=kept if offload else 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerResiduals:
-    """The sizes that decide what a transformer keeps for the backward pass; `residual_bytes` has the rule.
+    """The residuals of a transformer: what one device keeps from the forward to the backward pass (sections 3.2, 6.1).
+
+    Without remat a block keeps about 12 x `d_model` x `batch_size` x `seq_len` elements; with remat only its input.
+    Embeddings, the logits, and what the recomputation of one block needs for a moment are not counted.
 
     Attributes:
       num_layers: transformer blocks.
       batch_size: examples of one device in one microbatch.
       seq_len: tokens of an example.
       d_model: width of the residual stream.
-      bytes_per_element: bytes of an element.
+      bytes_per_element: bytes of an element, 2 in 16-bit precision.
       remat: whether blocks are recomputed in the backward pass.
-      model: devices that the saved residuals are sharded over (P_a).
+      model: devices that the saved residuals are sharded over (P_a); 1 keeps them unsharded.
       offload: whether they are kept in host memory (P_a+cpu).
     """
 
@@ -191,20 +120,35 @@ class TransformerResiduals:
     batch_size: int
     seq_len: int
     d_model: int
-    bytes_per_element: int = 2
+    bytes_per_element: float = 2
     remat: bool = True
     model: int = 1
     offload: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a size that is not positive."""
+        for name in ("num_layers", "d_model", "batch_size", "seq_len", "bytes_per_element"):
+            size = getattr(self, name)
+            if size <= 0:
+                raise ValueError(
+                    f"{name}={size} is not positive: give the sizes of the transformer as one device runs it"
+                )
+
+    @property
+    def _bytes(self) -> float:
+        per_block = 1 if self.remat else _RESIDUALS_PER_BLOCK
+        elements = per_block * self.num_layers * self.d_model * self.batch_size * self.seq_len
+        return elements * self.bytes_per_element / self.model
+
     @property
     def device_bytes(self) -> float:
         """Bytes in the memory of a device."""
-        return residual_bytes(**dataclasses.asdict(self)).device_bytes
+        return 0 if self.offload else self._bytes
 
     @property
     def host_bytes(self) -> float:
         """Bytes in host memory, for each device."""
-        return residual_bytes(**dataclasses.asdict(self)).host_bytes
+        return self._bytes if self.offload else 0
 
 
 def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: int | None = None) -> float:

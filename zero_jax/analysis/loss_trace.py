@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.analysis.formulas import ResidualBytes
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables, joined
@@ -39,6 +38,14 @@ from zero_jax.transforms import (
     rematerialize,
     sources,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualBytes:
+    """Bytes of the residuals of one device, in its own memory and in host memory."""
+
+    device_bytes: float
+    host_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class InspectConfig:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        _check_step(self)
+        check_fields(self, lowest={"step": 0})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,8 @@ class ExportConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        _check_step(self)
+        check_fields(self, lowest={"step": 0})
         parse_size(self.max_shard_size)
-
-
-def _check_step(config: InspectConfig | ExportConfig) -> None:
-    check_fields(config)
-    if config.step is not None and config.step < 0:
-        raise ValueError(f"step={config.step}: give 0 or more, or None for the newest")
 
 
 def add_commands(commands: Any) -> None:

@@ -48,12 +48,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields, before a model is imported."""
-        check_fields(self)
+        check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis"), 1))
         parse(self.topology)
-        for name in ("batch_size", "replica", "model_axis"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
         _sizes(self.data_layout)

@@ -1,8 +1,9 @@
-"""The command `zero-jax train`."""
+"""The commands `zero-jax train`, and `plot` for the curves of its runs."""
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,18 +15,31 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
-from zero_jax.cli.options import add_fields, add_json, field_values, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.trainer import EXIT_STATUS, ResumeError, Run, TrainConfig, discarding, execute, hold, prepare
+from zero_jax.trainer import (
+    EXIT_STATUS,
+    X_LABELS,
+    ResumeError,
+    Run,
+    RunRecords,
+    TrainConfig,
+    discarding,
+    execute,
+    hold,
+    plot_runs,
+    prepare,
+    read_run,
+)
 from zero_jax.training import ZeroConfig
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -41,7 +55,7 @@ _PARTS = {
 
 
 def add_commands(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
+    """Adds the commands to a parser's subparsers."""
     parser = commands.add_parser(
         "train",
         usage="zero-jax train [OPTION ...]",
@@ -69,6 +83,7 @@ def add_commands(commands: Any) -> None:
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
     add_json(parser)
     parser.set_defaults(run=_train, parser=parser)
+    _add_plot(commands)
 
 
 def sections() -> dict[str, type]:
@@ -191,3 +206,49 @@ def _choose_platform(num_devices: int | None) -> None:
                 "compiles for more"
             )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plot",
+        usage="zero-jax plot RUN ... [OPTION ...]",
+        help="draw runs over one another",
+        description="Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: "
+        "each training step pale, the mean over some steps, and evaluations as dots.",
+    )
+    parser.add_argument("runs", type=reader(str, place="local"), nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out",
+        type=reader(str, place="local"),
+        default="curves.png",
+        metavar="FILE",
+        help="the picture: .png, .svg or .pdf (default: curves.png)",
+    )
+    parser.add_argument(
+        "--metric",
+        type=reader(str),
+        default="loss",
+        metavar="NAME",
+        help="name of a figure in the records, such as grad_norm, learning_rate or mfu (default: loss)",
+    )
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
+    parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
+    parser.set_defaults(run=_plot, parser=parser)
+
+
+def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
+    """Returns the runs, those with the same name under their paths."""
+    counts = collections.Counter(run.name for run in runs)
+    pairs = zip(paths, runs, strict=True)
+    return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
+
+
+@one_line_errors
+def _plot(options: argparse.Namespace) -> int:
+    try:
+        runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
+        plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
+    except OSError as error:
+        raise ValueError(f"cannot draw {options.out!r} ({error.strerror})") from error
+    print(f"drew {options.out}")
+    return 0

@@ -231,13 +231,6 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
     some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
     (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
     on some optimizers.
-
-    Args:
-      tree: arrays or `ShapeDtypeStruct`s.
-      placements: the tree of `place_params`.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      rules: as for `place_params`.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
     return map_named(lambda name, leaf: placer.place_like(name, leaf, by_path), tree)
@@ -250,13 +243,6 @@ def place_model_state(
 
     In this order: an override or a pattern of `param_specs` for its path `model_state/...`, the spec in its own
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
-
-    Args:
-      model_state: arrays or `ShapeDtypeStruct`s.
-      placements: the tree of `place_params`.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      rules: as for `place_params`.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
     given = _model_state_patterns(rules.param_specs)
@@ -301,10 +287,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -
     """Converts placements to `NamedSharding`s; without `data` unless `sharded`."""
 
     def sharding(placement: LeafPlacement) -> NamedSharding:
-        dims = placement.dims
-        if not sharded:
-            dims = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
-        return named(mesh, dims)
+        return named(mesh, placement.dims if sharded else without(placement.dims, axes.data))
 
     return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
 

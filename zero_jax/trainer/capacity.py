@@ -43,8 +43,8 @@ def check_capacity(
     device_bytes = _device_bytes(mesh)
     if size * len(mesh.local_devices) / mesh.size > device_bytes:
         raise ValueError(
-            f"the params take {format_bytes(size)} in all, and the {len(mesh.local_devices)} devices of this machine have "
-            f"{format_bytes(device_bytes)}: give a smaller model, or more machines"
+            f"the params take {format_bytes(size)} in all, and the {len(mesh.local_devices)} devices of this machine "
+            f"have {format_bytes(device_bytes)}: give a smaller model, or more machines"
         )
 
 

@@ -19,17 +19,16 @@ from zero_jax.core.tree import leaf_names
 from zero_jax.data import BatchBuffers, train_batches, validation_batches
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
+from zero_jax.trainer.checkpoints import Saver, Start, begin, identity
+from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
 from zero_jax.trainer.reporting.writers import Writers, open_writers
 from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
-from zero_jax.trainer.resume import Start, begin, identity
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
-from zero_jax.trainer.saving import Saver
-from zero_jax.trainer.validation import Validation
 from zero_jax.training import NoiseScale, make_train_step, trainable
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}

@@ -27,10 +27,10 @@ from zero_jax.data import DataConfig, Dataset, load_dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_capacity
+from zero_jax.trainer.evaluation import Sampler
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run_folder import check_name, make_folder
-from zero_jax.trainer.sampling import Sampler
 from zero_jax.training import MeshLoss, ZeroConfig, check_batch
 from zero_jax.transforms import rematerialize
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 MAX_BYTES = 2 * 10**9
 _DISCARDED = ".zero_jax-discarded-"  # an entry that is being removed, renamed so that no process starts to read it
-_PARTIAL = ".zero_jax-partial-"
+PARTIAL = ".zero_jax-partial-"  # an entry that is being written; a day old, it is removed by `evict_oldest`
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -48,7 +48,7 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
       OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_PARTIAL, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     partial = pathlib.Path(name)
     try:
         with open(handle, "wb") as file:
@@ -146,7 +146,7 @@ def evict_oldest(
     except OSError:
         return []
     _remove_abandoned(paths)
-    complete = [path for path in paths if not path.name.startswith((_DISCARDED, _PARTIAL))]
+    complete = [path for path in paths if not path.name.startswith((_DISCARDED, PARTIAL))]
     entries = [entry for path in complete if is_own(path) and (entry := _entry(path))]
     excess, removed = sum(entry.num_bytes for entry in entries) - max_bytes, []
     for entry in sorted(entries, key=lambda entry: entry.used):
@@ -204,5 +204,5 @@ def _remove_abandoned(paths: list[pathlib.Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
-            if path.name.startswith(_DISCARDED) or (path.name.startswith(_PARTIAL) and is_old):
+            if path.name.startswith(_DISCARDED) or (path.name.startswith(PARTIAL) and is_old):
                 _discard(path)

@@ -34,7 +34,6 @@ MAX_BYTES = 20 * 10**9  # of all tokens in the cache; those in use stay, whateve
 _VERSION = "2"  # of how sources are read: another one makes the cache anew
 _LOG_SECONDS = 5.0
 _AT_ONCE_BYTES = 1 << 30
-_ABANDONED_SECONDS = 24 * 3600.0
 
 
 def read_tokens(
@@ -68,8 +67,6 @@ def read_tokens(
         except ValueError as error:
             log(f"{error}; making it anew")
             _remove(folder, damaged)
-    with contextlib.suppress(OSError):
-        _remove_abandoned(cache)
     try:
         tokens = _in_use(make(folder), folder)
         evict_oldest(cache, is_own=_is_own, max_bytes=MAX_BYTES, keep=folder)
@@ -193,10 +190,3 @@ def log_progress(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Ch
             of_text = f" of {num_bytes / 1e6:,.0f} MB of text" if num_bytes else ""
             log(f"reading {name}: {num_tokens:,} tokens{of_text} in {logged - started:.0f} s")
         yield chunk
-
-
-def _remove_abandoned(cache: pathlib.Path) -> None:
-    """Removes incomplete folders of processes that ended while they wrote, a day ago or earlier."""
-    for path in cache.glob(".*-*.*"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from zero_jax.core.files.untrusted import json_checksum
+from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, ChunkChecksums, RunningChecksums, TokenFile, open_tokens
 
@@ -152,7 +153,7 @@ def write_folder(
       OSError: it cannot be written; nothing is left behind.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}"
+    temporary = folder.parent / f"{PARTIAL}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
         with contextlib.nullcontext() if token_file else (temporary / _TOKENS).open("wb") as stream:

@@ -12,6 +12,7 @@ import numpy as np
 
 from zero_jax.analysis import figures
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.extras import extra
 from zero_jax.core.files.json_lines import read_records
 
 RECORDS = "metrics.jsonl"
@@ -167,7 +168,8 @@ def plot_runs(
         style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
     if x == "tokens":
-        from matplotlib.ticker import EngFormatter
+        with extra("plot"):
+            from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter())
     axes.set(title=title, xlabel=X_LABELS[x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))

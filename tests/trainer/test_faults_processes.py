@@ -191,7 +191,7 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
     started = time.monotonic()
     status, _, err = finish(pair(kept_programs, fault, folder))
     assert status == (137 if fault == "one of two killed" else 1), err
-    assert "process 1 " in next(line for line in err.splitlines() if "told to end" in line)
+    assert "process 1 " in next(line for line in err.splitlines() if "the others get SIGTERM" in line)
     summary = err[err.index(reason) :]
     first, then = (float(re.search(r"after ([\d.]+) s", summary)[1]), time.monotonic() - started)
     assert then - first < BOUND_SECONDS, summary

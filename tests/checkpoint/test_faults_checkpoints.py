@@ -83,7 +83,7 @@ DAMAGE = {
     "record cut off": (lambda step: cut(step / RECORD), r"step_00000008/record/metadata cannot be read"),
     "bit flipped in record": (
         lambda step: flip(step / RECORD, 60),
-        r"step_00000008/record/metadata (does not have|cannot be|is of format)",
+        r"step_00000008/record/metadata (does not match|cannot be|is of format)",
     ),
     "record missing": (
         lambda step: (step / RECORD).unlink(),
@@ -92,7 +92,10 @@ DAMAGE = {
     "bit flipped in index": (lambda step: flip(step / INDEX, 40), r"leaf '.*' of .*step_00000008 .*manifest.ocdbt"),
     "index missing": (lambda step: (step / INDEX).unlink(), r"leaf '.*' of .*step_00000008 is damaged or cut off"),
     "empty folder": (empty, r"step_00000008/record/metadata is missing: this is not a complete checkpoint"),
-    "foreign folder": (make_foreign, r"step_00000008/record/metadata is missing; .*no checkpoint of zero_jax"),
+    "foreign folder": (
+        make_foreign,
+        r"step_00000008/record/metadata is missing; .*not a complete checkpoint of zero_jax",
+    ),
 }
 
 

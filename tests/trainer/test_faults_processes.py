@@ -153,7 +153,7 @@ def test_the_command_saves_on_sigterm_and_goes_on(kept_programs, tmp_path):
     status, out, err = finish(process)
     assert status == 75, err
     step = int(re.search(r"SIGTERM: stopping after step (\d+)", out)[1])
-    assert f"step_{step:08d}" in checkpoints(stopped) and "stopped when told to" in out
+    assert f"step_{step:08d}" in checkpoints(stopped) and "stopped by a signal" in out
     status, out, err = finish(start(kept_programs, *command_line(stopped)))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert read(stopped) == read(whole)

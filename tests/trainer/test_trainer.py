@@ -317,4 +317,4 @@ def test_what_a_run_of_one_step_tells_has_no_speed():
     fields = dict.fromkeys((field.name for field in dataclasses.fields(trainer.TrainResult)), 1)
     fields |= {"status": "preempted", "model": "gpt", "directory": "runs/a", "tokens_per_second": math.nan}
     told = str(trainer.TrainResult(**fields)).splitlines()[0]
-    assert told == "gpt: 1 step at stage 1 on 1 device in 1 s, 1 skipped; stopped when told to"
+    assert told == "gpt: 1 step at stage 1 on 1 device in 1 s, 1 skipped; stopped by a signal"

@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_jax.core.extras import extra
 
-# The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's palette, which most
-# colour-blind people can tell apart. Whatever is in none of them is drawn as `other temporaries`.
+# The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's colour-blind-safe
+# palette. All other groups are drawn as `other temporaries`.
 _PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "params": (("params",), "#0072B2"),
     "gradients": (("grads",), "#E69F00"),
@@ -24,10 +24,10 @@ _BAR_WIDTH = 0.4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBar:
-    """One stage on one number of devices.
+    """The memory of a stage on a number of devices.
 
     Attributes:
-      label: what stands below the bar, such as `stage 2`.
+      label: label below the bar, such as `stage 2`.
       num_devices: devices that the stage shards over; each number gets a panel of its own.
       formula_bytes: bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
       measured_bytes: bytes per device by group, from a compiled program; None where it was not measured. Groups of any
@@ -42,7 +42,7 @@ class MemoryBar:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThroughputRow:
-    """A model on one number of devices.
+    """The throughput of a model on a number of devices.
 
     Attributes:
       num_devices: devices.
@@ -58,12 +58,12 @@ class ThroughputRow:
 def plot_memory(
     path: pathlib.Path | str, bars: Sequence[MemoryBar], *, title: str = "", capacity_bytes: float | None = None
 ) -> None:
-    """Draws stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
+    """Plots stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
 
     Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      path: the file, `.png`, `.svg` or `.pdf`.
       bars: the bars, from left to right.
-      title: what the model and the devices are.
+      title: title of the figure.
       capacity_bytes: memory of a device, drawn as a line.
 
     Raises:
@@ -143,14 +143,14 @@ def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity
 
 
 def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, title: str = "") -> None:
-    """Draws the largest batch that fits and the estimated throughput, both per device, against the number of devices.
+    """Plots the largest batch that fits and the estimated throughput, both per device, against the number of devices.
 
-    A dashed line shows linear scaling, at which a device does as much on many devices as on the fewest.
+    A dashed line shows linear scaling: the same throughput per device as on the fewest devices.
 
     Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      path: the file, `.png`, `.svg` or `.pdf`.
       rows: the numbers of devices, in any order.
-      title: what the model and the devices are.
+      title: title of the figure.
 
     Raises:
       ValueError: no rows, or another suffix.
@@ -192,12 +192,12 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
 
 
 def _gb(size: float) -> str:
-    """Returns a number of GB with three digits or so."""
+    """Formats a number of GB with about three digits."""
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def check_name(path: pathlib.Path | str) -> None:
-    """Raises `ValueError` for a file that no picture can be written to, `MissingPackage` without matplotlib."""
+    """Raises `ValueError` for a path that no figure can be written to, `MissingPackage` without matplotlib."""
     with extra("plot"):
         import matplotlib  # noqa: F401
     if pathlib.Path(path).suffix.lower() not in _SUFFIXES:

@@ -63,7 +63,7 @@ def add_commands(commands: Any) -> None:
         description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
         "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture of the "
         "loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped because "
-        "the loss stayed not finite, 75 saved and stopped when told to, 76 hung.",
+        "the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -87,7 +87,7 @@ def add_commands(commands: Any) -> None:
 
 
 def sections() -> dict[str, type]:
-    """Returns the sections of a config file."""
+    """Returns the config class of each section of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
     return {"model": GPTConfig, "activations": ActivationConfig, **parts, "run": TrainConfig}
@@ -135,14 +135,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not have by null."""
+    """Replaces NaN and infinities, which JSON does not have, by None."""
     is_number = lambda value: not isinstance(value, float) or abs(value) < float("inf")  # noqa: E731
     return {name: value if is_number(value) else None for name, value in record.items()}
 
 
 @contextlib.contextmanager
 def _failed_saves_in_a_line() -> Iterator[None]:
-    """Keeps orbax from logging the traceback of a save that fails: a `Checkpointer` says in a line what failed."""
+    """Keeps orbax from logging the traceback of a failed save, of which a `Checkpointer` logs a line."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
@@ -161,7 +161,7 @@ def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, stat
 
 
 def _says_what_to_do(error: Exception) -> bool:
-    """Returns whether an error is shown without a traceback: one of the system or of zero_jax; others may be bugs."""
+    """Returns whether an error is of the system or of zero_jax, and shown without a traceback; others may be bugs."""
     if isinstance(error, OSError):
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -176,7 +176,7 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 
 
 def _save_options(run: Run, options: argparse.Namespace) -> None:
-    """Writes the options as the config file that gives the same run."""
+    """Writes the options as a config file for the same run."""
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
     shape = {name: value for name, value in values["model"].items() if value is not None}
     values["model"] = {"preset": options.preset, **shape}
@@ -186,7 +186,7 @@ def _save_options(run: Run, options: argparse.Namespace) -> None:
 def _choose_platform(num_devices: int | None) -> None:
     """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
 
-    Without it JAX would look for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
+    Otherwise JAX looks for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
 
     Raises:
       ValueError: more devices than a CPU can simulate.

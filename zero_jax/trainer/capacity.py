@@ -1,4 +1,4 @@
-"""Checks memory before anything is allocated: refuses a run whose batches or params cannot fit, however sharded."""
+"""Checks before anything is allocated that batches and params fit into memory, however they are sharded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ _BYTES_A_TOKEN = 16  # input, target, weight and segment
 def check_capacity(
     init_fn: Callable[[jax.Array], PyTree], *, batch_size: int, seq_len: int, prefetch_batches: int, mesh: Mesh
 ) -> None:
-    """Refuses a run that cannot fit, however it is sharded.
-
-    Args:
-      init_fn: what makes the params; it is traced, not run.
-      batch_size: sequences in a step, over all processes.
-      seq_len: tokens in a sequence.
-      prefetch_batches: batches that a process reads ahead.
-      mesh: the devices.
+    """Checks that batches and params fit into memory; `init_fn` is traced, not run.
 
     Raises:
       ValueError: the batches are larger than this machine's memory, or the params than that of all devices.

@@ -28,15 +28,15 @@ from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leav
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins.
+    """The start of a run.
 
     Attributes:
-      state: its first state.
-      step: steps that were done before.
-      position: examples that were taken before.
-      noise: the record of the gradient noise scale, if any.
-      is_evaluated: whether the validation loss of that state is known.
-      lines: what the log says of it.
+      state: the first state.
+      step: steps done before.
+      position: examples read before.
+      noise: the saved gradient noise scale, or None.
+      is_evaluated: whether the validation loss of the state is known.
+      lines: lines for the log.
     """
 
     state: TrainState
@@ -48,11 +48,11 @@ class Start:
 
 
 class ResumeError(ValueError):
-    """A run that cannot go on from what there is: another model, optimizer or text, or damaged checkpoints alone."""
+    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone."""
 
 
 def begin(run: Run) -> Start:
-    """Makes the state of a run, or restores what it or another run has saved.
+    """Initializes the state of a run, or restores it from a checkpoint of this run or of another.
 
     Raises:
       ResumeError: checkpoints of another model or text, or damaged ones alone.
@@ -74,7 +74,7 @@ def begin(run: Run) -> Start:
 
 
 def _accept(extra: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose record lacks what a run goes on from: saved by a loop of the user's own, or forged."""
+    """Raises `CheckpointError` for a record that no training run writes: a loop of the user's own, or forged."""
     try:
         missing = {"data", "noise_scale", "config", "is_evaluated"} - extra.keys()
         if missing:
@@ -92,7 +92,7 @@ def _accept(extra: Mapping[str, Any]) -> None:
 
 
 def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
-    """Returns where a checkpoint of the run's own left it, if it was trained on the same data."""
+    """Returns the start from the run's own checkpoint; raises if its data differ."""
     saved = restored.extra["data"]
     changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
     if changed:
@@ -117,7 +117,7 @@ def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
 
 
 def _source(path: str) -> tuple[str, int | None]:
-    """Returns the folder of checkpoints that a path leads to, and the step if it names one."""
+    """Returns the folder of checkpoints of a path, and the step if the path has one."""
     record, _ = find_checkpoint(path)
     is_step = record.path.name == pathlib.PurePath(path).name
     if is_step and record.path != step_path(record.path.parent, record.step):
@@ -128,7 +128,7 @@ def _source(path: str) -> tuple[str, int | None]:
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """Returns what decides which example comes at which position."""
+    """Returns what determines the order of the examples."""
     return {"fingerprint": run.dataset.fingerprint, "seed": run.config.seed, "seq_len": run.model.seq_len}
 
 
@@ -136,14 +136,7 @@ class Saver:
     """Saves the states of a run that are finite, and knows whether the last one is saved."""
 
     def __init__(self, checkpointer: Checkpointer, *, run: Run, start: Start, say: Callable[[str], None]):
-        """Saves nothing yet.
-
-        Args:
-          checkpointer: writes the checkpoints.
-          run: the run.
-          start: where it begins; leaves that are not finite there may stay so.
-          say: takes lines about what is not saved.
-        """
+        """Saves nothing yet; leaves that are not finite in `start` may stay so."""
         self._checkpointer, self._run, self._say = checkpointer, run, say
         self._first_step, self._num_failed_before = start.step, 0
         self._nonfinite_at_start = frozenset(nonfinite_leaves(start.state, mesh=run.mesh))
@@ -158,19 +151,18 @@ class Saver:
         num_nonfinite_steps: int,
         is_last: bool,
     ) -> bool:
-        """Begins to save a state, unless it came of a step that was not finite.
+        """Starts to save a state, unless its last step was not finite.
 
         Args:
-          step: steps that were done.
+          step: steps done.
           state: the state after them.
-          loss: its validation loss, if that was measured.
-          extra: what the record of the checkpoint has besides.
+          loss: its validation loss, or None.
+          extra: further entries of the checkpoint's record.
           num_nonfinite_steps: the latest steps in a row that were not finite.
-          is_last: whether the run ends here. If the update of a step that was not finite was skipped, the state is that
-            of the step before, and the end of a run keeps it.
+          is_last: whether the run ends here: a state whose last update was skipped is then saved, as it is finite.
 
         Returns:
-          Whether the run can go on: not with a state that is not finite itself.
+          Whether the run can continue: not with a state that is not finite.
         """
         is_skipped = is_last and self._run.zero.skip_nonfinite
         if num_nonfinite_steps and not is_skipped:
@@ -179,19 +171,19 @@ class Saver:
         leaves = [x for x in nonfinite_leaves(state, mesh=self._run.mesh) if x not in self._nonfinite_at_start]
         if leaves:
             others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""
-            self.tell_diverged(step, f"NaN or infinities in {leaves[0]}{others} of its state")
+            self.log_divergence(step, f"NaN or infinities in {leaves[0]}{others} of its state")
             return False
         if not math.isfinite(loss or 0):
             self._say(f"step {step}: not saved, because its validation loss is not finite")
             return True
-        self._checkpointer.wait()  # for the save before, which counts as well
+        self._checkpointer.wait()  # for the save before, whose failure counts as well
         self._num_failed_before = self._checkpointer.num_failed
         allow_nonfinite = bool(self._nonfinite_at_start)
         self._checkpointer.save(step, state, extra=extra, loss=loss, allow_nonfinite=allow_nonfinite)
         return True
 
     def wait_until_saved(self, step: int) -> bool:
-        """Waits for the save in flight; returns whether the state of the last step is saved, and says so if not."""
+        """Waits for the last save; returns whether the state of `step` is saved, and logs it if not."""
         self._checkpointer.wait()
         steps = self._checkpointer.steps()
         is_complete = step in steps and self._checkpointer.num_failed == self._num_failed_before
@@ -201,8 +193,8 @@ class Saver:
         self._say(f"the state of step {step} is NOT SAVED: {newest}")
         return False
 
-    def tell_diverged(self, step: int, why: str) -> None:
-        """Says why the run stops, and which checkpoint is left."""
+    def log_divergence(self, step: int, why: str) -> None:
+        """Logs why the run stops, and its newest checkpoint."""
         self._checkpointer.wait()
         steps = self._checkpointer.steps()
         newest = f"that of step {max(steps)}" if steps else "none: there was no save before"

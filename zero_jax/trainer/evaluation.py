@@ -21,7 +21,7 @@ from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make
 
 
 class Validation:
-    """Measures the loss of params on batches that stay the same."""
+    """Measures the loss of params on the same batches each time."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Validation:
         config: ZeroConfig,
         buffers: BatchBuffers,
     ):
-        """Takes what `make_eval_step` takes, the batches, and the memory on the devices that they go through."""
+        """Makes the eval step; the batches go to the devices through `buffers`."""
         self.batches, self._buffers = batches, buffers
         self._evaluate, self._total = make_eval_step(loss_fn, mesh=mesh, config=config), jax.jit(jnp.sum)
 
     def losses(self, state: TrainState, *, goes_on: Callable[[], bool]) -> tuple[float, float | None] | None:
-        """Returns the loss of the params and, where the optimizer keeps one, of their moving average; see `loss`."""
+        """Returns the loss of the params and, where the optimizer has one, of their moving average; see `loss`."""
         ema = ema_params(state.opt_state)
-        # What is not trained (integers) has no average.
+        # Params that are not trained (integers) have no average.
         trees = [state.params] if ema is None else [state.params, merge(state.params, ema)]
         losses: list[float] = []
         for params in trees:
@@ -50,11 +50,10 @@ class Validation:
         return losses[0], None if ema is None else losses[1]
 
     def loss(self, params: Any, *, goes_on: Callable[[], bool]) -> float | None:
-        """Returns the mean over all targets, by their weights; None where `goes_on`, asked after each batch, denies."""
+        """Returns the mean over all targets by weight, or None where `goes_on`, called after each batch, is False."""
         total = weight = 0.0
         for batch in map(self._buffers.fill, self.batches):
-            # Each loss is read before the next is asked for: simulated devices that run far ahead of others can
-            # deadlock.
+            # Each loss is read before the next is dispatched: simulated devices that run ahead of others can deadlock.
             batch_weight = float(self._total(batch["weights"]))
             total += float(self._evaluate(params, batch).loss) * batch_weight
             weight += batch_weight
@@ -65,17 +64,17 @@ class Validation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Sampler:
-    """Makes text that goes on from a prompt.
+    """Generates text after a prompt.
 
     Attributes:
       generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`.
       tokenizer: makes tokens of the prompt, and text of tokens.
       compute: dtype that the params are cast to, or None.
-      prompt: the text to go on from.
-      num_tokens: tokens to add.
-      temperature: below 1 likelier tokens are preferred.
-      top_k: how many of the likeliest tokens are chosen among, or None for all.
-      seed: of the choice.
+      prompt: the prompt.
+      num_tokens: tokens to generate.
+      temperature: sampling temperature.
+      top_k: samples among the `top_k` likeliest tokens; None among all.
+      seed: seed of the sampling.
     """
 
     generate_fn: Callable[..., Array]
@@ -88,10 +87,10 @@ class Sampler:
     seed: int
 
     def check(self, init_fn: Callable[[Array], Any]) -> None:
-        """Traces the sampling once, before there is anything to lose.
+        """Traces the sampling once, before the run starts.
 
         Raises:
-          ValueError: what the sampler cannot do, such as a `top_k` beyond the vocabulary.
+          ValueError: settings that cannot be sampled with, such as a `top_k` beyond the vocabulary.
         """
         if not self._prompt_tokens.size:
             raise ValueError(
@@ -107,7 +106,7 @@ class Sampler:
             raise ValueError(f"no sample can be made: {why}. sample_tokens=0 makes none") from error
 
     def on(self, mesh: Mesh) -> Callable[[Any], str]:
-        """Returns the function from params on a mesh to the text."""
+        """Returns a function from params on a mesh to generated text."""
         generate = jax.jit(self._tokens, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
         def sample(params: Any) -> str:

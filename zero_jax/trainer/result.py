@@ -1,4 +1,4 @@
-"""The result of a run: its figures, and a picture of its losses."""
+"""The result of a run: final metrics, and a figure of its losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What came of a run; losses are in nats per token.
+    """The final metrics of a run; losses are in nats per token, from the first step on, also of a resumed run.
 
-    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
-    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (the loss
-    stayed not finite, or the params were not; the last good checkpoint is there). Losses are those of the whole run,
-    what came before a resume included.
+    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; resume
+    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (stopped
+    because loss or params stayed not finite).
     """
 
     status: str
@@ -56,13 +55,13 @@ class TrainResult:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
-        timed = self.tokens_per_second == self.tokens_per_second  # not after a single step, which compiles
-        speed = f", {self.tokens_per_second:,.0f} tokens/s" if timed else ""
+        # NaN after a single step, which compiles
+        speed = "" if math.isnan(self.tokens_per_second) else f", {self.tokens_per_second:,.0f} tokens/s"
         how = {
             "done": "",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
-            "preempted": "; stopped when told to",
-            "preempted_unsaved": "; stopped when told to; THE LAST STATE IS NOT SAVED",
+            "preempted": "; stopped by a signal",
+            "preempted_unsaved": "; stopped by a signal; THE LAST STATE IS NOT SAVED",
             "diverged": "; stopped: loss or params were not finite",
         }
         lines = [

@@ -1,4 +1,4 @@
-"""How a run shows on a terminal, with a live bar, and in a log, with plain lines."""
+"""Shows a run on a terminal, with a live progress bar, or in a log, with plain lines."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ with extra("train"):
 Log = Callable[[str], None]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_SIGNAL_SECONDS = 0.2  # in which the signal comes that a terminal sends when it is closed
+_SIGNAL_SECONDS = 0.2  # until the signal comes that a closed terminal sends
 
 
 class Console:
     """Shows the records of a run.
 
-    On a terminal a bar with the figures of the last step stays at the bottom, and lines go above it. Anywhere else the
-    same lines go to `log` as they are, without an escape code.
+    On a terminal a bar with the metrics of the last step stays at the bottom, and lines go above it. Otherwise the same
+    lines go to `log`, without escape codes.
     """
 
     def __init__(
@@ -56,11 +56,10 @@ class Console:
         Args:
           num_steps: steps of the run.
           log_every: steps between two lines; the first and the last step have one too.
-          log: takes the lines where there is no live bar.
-          terminal: where a live bar goes if it is a terminal that can move its cursor, such as `sys.stdout`; None never
-            shows one.
-          first_step: steps that were done before, in a run that is resumed.
-          clock: seconds that never go back.
+          log: called with the lines where there is no live bar.
+          terminal: stream for a live bar, if it is a terminal that can move its cursor; None shows none.
+          first_step: steps done before, in a resumed run.
+          clock: monotonic clock, in seconds.
         """
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
         self._clock, self._start = clock, (first_step, clock())
@@ -81,7 +80,7 @@ class Console:
             expand=True,
         )
         self._task = self._bar.add_task("", total=self._num_steps, completed=first_step)
-        # What others print to the terminal goes above the bar too; a file or a pipe gets what it is sent.
+        # Other output to the terminal goes above the bar too; files and pipes are left alone.
         live = Live(
             get_renderable=lambda: Group(self._figures, self._bar),
             console=rich,
@@ -129,7 +128,7 @@ class Console:
             self.line(shown + eta)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._live is not None:
             live, self._live = self._live, None
             with contextlib.suppress(OSError):
@@ -147,10 +146,10 @@ class Console:
 
 
 def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log:
-    """Returns a log that a full disk or a terminal that is gone does not end: such a line is lost, and the run goes on.
+    """Wraps a log function so that a full disk or a closed terminal loses lines, but does not end the run.
 
-    A pipe whose reader has ended does end it: that is how a reader says that it has seen enough. Not where the run is
-    stopping anyway: a terminal that is closed takes the reader along, and what is done is still to be saved.
+    A pipe whose reader has ended (`head`) does end the run, unless it is stopping anyway, as when a terminal is closed
+    with its programs: then the state still has to be saved.
     """
 
     def log_line(line: str) -> None:
@@ -167,7 +166,7 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
 
 
 def figures(record: Mapping[str, Any]) -> str:
-    """Returns the figures of a record that people look at, on one line; what is None or missing is left out."""
+    """Formats the main metrics of a record as a line; None and missing ones are left out."""
     known = {name: value for name, value in record.items() if value is not None}
     label = "" if known.get("kind", "train") == "train" else f"{known['kind']} "
     forms = [form(known[name]) for name, form in _FIGURES.items() if name in known]
@@ -191,7 +190,7 @@ _FIGURES: Mapping[str, Callable[[Any], str]] = {
 
 
 def format_duration(seconds: float) -> str:
-    """Returns a time for people, such as `3 min` or `2 days 4 h`."""
+    """Formats a time, such as `3 min` or `2 days 4 h`."""
     if seconds < _MINUTE:
         return f"{seconds:.0f} s"
     if seconds < _HOUR:
@@ -204,7 +203,7 @@ def format_duration(seconds: float) -> str:
 
 
 def groups(state: TrainState) -> dict[str, Any]:
-    """Returns the groups of a state by name."""
+    """Returns the groups of a train state by name."""
     return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state")}
 
 
@@ -214,14 +213,7 @@ def num_params(state: TrainState) -> int:
 
 
 def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[str, str]) -> str:
-    """Returns lines that say what a run is made of.
-
-    Args:
-      state: the state that it begins with.
-      mesh: its mesh.
-      zero: stage and precision.
-      rows: further lines by their titles; they come after the mesh's.
-    """
+    """Describes a run in a table: devices, mesh, stage, `rows`, dtypes, bytes per device, and unsharded leaves."""
     precision = resolve_precision(zero.precision)
     dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
     floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
@@ -245,7 +237,7 @@ def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[
 
 
 def _unsharded_leaves(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:
-    """Returns which leaves the rules do not shard, although the stage would."""
+    """Lists the leaves that the rules leave unsharded, in a stage that shards."""
     report = sharding_report(state, mesh=mesh, config=zero)
     paths = [p.path for p in report.placements if not carries(p.dims, axes_of(mesh).data)]
     if not paths or not sharded_groups(zero.stage):

@@ -32,7 +32,7 @@ _CHECKSUMS = "sums.npy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens to write into a folder, with what they count.
+    """Tokens to write to a folder, with their counts.
 
     Attributes:
       tokens: a part of a document, a vector of integers.
@@ -51,13 +51,13 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """The fields of `meta.json` that say where tokens come from.
+    """The fields of `meta.json` about the source of the tokens.
 
     Attributes:
       source: name of the data set.
       tokenizer: name of the tokenizer.
       tokenizer_fingerprint: its fingerprint.
-      vocab_size: all tokens are less.
+      vocab_size: upper bound of the tokens, exclusive.
       end_of_document: the token after each document.
       num_text_bytes: bytes of the text, 0 if the source was tokens.
       num_replaced: invalid Unicode that was replaced in the text.
@@ -82,8 +82,8 @@ class Tokens:
       tokens: all tokens, a vector, in a file or in memory.
       offsets: the index of each document's first token, and the end of the last: int64 `[num_documents + 1]`.
       hashes: a hash of each document: uint64 `[num_documents]`.
-      meta: where the tokens come from.
-      file: size and time of change of the tokens' file when it was opened, if there is one.
+      meta: the source of the tokens.
+      file: size and modification time of the tokens' file when it was opened, if there is one.
     """
 
     tokens: np.ndarray | TokenFile
@@ -144,13 +144,13 @@ def write_folder(
     Args:
       folder: its path.
       chunks: the documents.
-      meta: where the tokens come from; its counts are taken from the chunks.
-      dtype: of the tokens in the folder.
-      token_file: a file that has the tokens already; only the other files are written, and refer to it.
-      attached: content of further files of the folder, by name.
+      meta: the source of the tokens; its counts are replaced by those of the chunks.
+      dtype: dtype of the tokens in the folder.
+      token_file: a file of the tokens; only the other files are written, and refer to it.
+      attached: content of further files, by name.
 
     Raises:
-      OSError: it cannot be written; nothing is left behind.
+      OSError: the folder cannot be written, and was removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{PARTIAL}{uuid.uuid4().hex}"
@@ -188,7 +188,7 @@ def write_folder(
 
 
 def keep_in_memory(chunks: Iterable[Chunk], *, meta: TokenMeta, dtype: np.dtype) -> Tokens:
-    """Returns the documents as tokens in memory; writes no file."""
+    """Collects the tokens in memory, without files."""
     stream = io.BytesIO()
     writer = _Writer(stream, dtype, meta)
     for chunk in chunks:
@@ -198,17 +198,14 @@ def keep_in_memory(chunks: Iterable[Chunk], *, meta: TokenMeta, dtype: np.dtype)
 
 
 def is_token_folder(path: pathlib.Path) -> bool:
-    """Tells whether a path is a token folder."""
+    """Returns whether a path is a token folder."""
     return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
 
 
 def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
     """Opens a token folder; the tokens are verified when they are read, the other files now.
 
-    Args:
-      folder: the folder.
-      is_cache: whether it can be made again: it is made invalid where its tokens turn out to be damaged, so that the
-        next run makes it anew.
+    Damaged tokens invalidate a folder of the cache (`is_cache`), so that the next run tokenizes again.
 
     Raises:
       ValueError: it is incomplete, damaged, or of an unknown version.

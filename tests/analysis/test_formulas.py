@@ -6,12 +6,8 @@ from zero_jax.analysis.formulas import (
     PAPER_CASES,
     TransformerResiduals,
     max_params,
-    model_parallel_elements,
     model_state_bytes,
     moved_elements,
-    remat_extra_compute,
-    sharded_residual_elements,
-    sharded_residual_overhead,
     transformer_params,
 )
 
@@ -67,14 +63,6 @@ def test_traffic():
     assert moved_elements(100, sharded=ALL, num_devices=4) == 225
     assert moved_elements(100, sharded=ALL, num_devices=1) == 0
     assert moved_elements(100, sharded=ALL) == 300
-
-
-def test_sharded_residuals_cost_a_twelfth():
-    sizes = {"num_layers": 3, "d_model": 8, "batch_size": 2, "seq_len": 5}
-    assert sharded_residual_elements(**sizes) == 240
-    assert model_parallel_elements(**sizes) == 12 * 240
-    assert sharded_residual_overhead() == pytest.approx(1 / 12)
-    assert remat_extra_compute() == pytest.approx(1 / 3)
 
 
 def test_params_of_a_transformer():

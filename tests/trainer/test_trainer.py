@@ -297,7 +297,7 @@ def test_optimizers_learn_and_decay_matrices_alone(name):
     [
         ({"optimizer": "adamv"}, "did you mean 'adamw'"),
         ({"learning_rate": 0.0}, "positive learning rate"),
-        ({"weight_decay": -1.0}, "no negative numbers"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: give at least 0"),
         ({"final_learning_rate": 2.0}, "at most 1"),
     ],
 )

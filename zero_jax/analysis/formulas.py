@@ -24,9 +24,12 @@ _GROUPS = frozenset({"params", "master", "grads", "opt_state"})
 # Elements that a transformer block keeps for the backward pass, per element of its input (section 3.2, footnote 3).
 _RESIDUALS_PER_BLOCK = 12
 
-# Elements that Megatron's model parallelism moves per block and element of its input: two all-reduces, of two each, in
-# the forward pass, in the recomputation and in the backward pass (section 8.1).
-_MODEL_PARALLEL_MOVES = 12
+# P_a moves each block's input over `model` once more. Megatron's model parallelism moves 12 times that: two all-reduces
+# of two moves each in the forward pass, in the recomputation and in the backward pass (section 8.1).
+SHARDED_RESIDUAL_OVERHEAD = 1 / 12
+
+# Remat adds a forward pass to a step of one forward pass and a backward pass of twice its cost (section 3.2).
+REMAT_EXTRA_COMPUTE = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,28 +172,6 @@ def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: 
     num_gathers = 2 if "params" in sharded else 1
     share = 1.0 if num_devices is None else (num_devices - 1) / num_devices
     return (1 + num_gathers) * num_params * share
-
-
-def sharded_residual_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
-    """Returns the extra elements that P_a moves over `model` per step: an all-gather of each block's input (8.1)."""
-    return num_layers * d_model * batch_size * seq_len
-
-
-def model_parallel_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
-    """Returns the elements that Megatron's model parallelism moves over `model` per step, with remat (section 8.1)."""
-    return _MODEL_PARALLEL_MOVES * num_layers * d_model * batch_size * seq_len
-
-
-def sharded_residual_overhead() -> float:
-    """Returns what P_a adds to the traffic of model parallelism, as a share of it: 1/12 (section 8.1)."""
-    sizes = {"num_layers": 1, "d_model": 1, "batch_size": 1, "seq_len": 1}
-    return sharded_residual_elements(**sizes) / model_parallel_elements(**sizes)
-
-
-def remat_extra_compute() -> float:
-    """Returns what remat adds to the computation of a step, as a share of it: a forward pass more, of three (3.2)."""
-    forward, backward = 1, 2
-    return forward / (forward + backward)
 
 
 def transformer_params(*, num_layers: int, d_model: int, vocab_size: int = 50257, seq_len: int = 1024) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 
 from zero_jax.analysis.formulas import (
     PAPER_CASES,
+    REMAT_EXTRA_COMPUTE,
+    SHARDED_RESIDUAL_OVERHEAD,
     TransformerResiduals,
     max_params,
     model_state_bytes,
     moved_elements,
-    remat_extra_compute,
-    sharded_residual_overhead,
     transformer_params,
 )
 from zero_jax.core.text_tables import aligned
@@ -244,7 +244,7 @@ def communication() -> PaperTable:
         name="communication",
         title="Sections 7, 8: elements that a device sends per step, in multiples of psi, on many devices",
         columns=("", "psi"),
-        rows=(*rows, ("P_a, of the traffic of model parallelism", sharded_residual_overhead())),
+        rows=(*rows, ("P_a, of the traffic of model parallelism", SHARDED_RESIDUAL_OVERHEAD)),
         show=show_ratio,
         note="On N devices, (N - 1) / N of it. P_a adds one all-gather of seq x hidden per block and example.",
     )
@@ -265,8 +265,8 @@ def residuals() -> PaperTable:
         sizes = {"num_layers": num_layers, "d_model": d_model, "batch_size": 32, "seq_len": 1024}
         cells = []
         for kind, options in kinds.items():
-            kept = TransformerResiduals(**sizes, **options)
-            cells.append(float(kept.host_bytes if kind.endswith("host") else kept.device_bytes) / 1e9)
+            saved = TransformerResiduals(**sizes, **options)
+            cells.append(float(saved.host_bytes if kind.endswith("host") else saved.device_bytes) / 1e9)
         rows.append((name, *cells))
     return PaperTable(
         name="residuals",
@@ -274,7 +274,7 @@ def residuals() -> PaperTable:
         columns=("model", *kinds),
         rows=tuple(rows),
         show=show_gb,
-        note=f"Remat adds {100 * remat_extra_compute():.0f}% of computation. The paper has about 8 GB for 1.5B with "
+        note=f"Remat adds {100 * REMAT_EXTRA_COMPUTE:.0f}% of computation. The paper has about 8 GB for 1.5B with "
         "remat (5.0 by its rule of one input a block), and 33 and 2 GB for 100B (the elements, or one byte each).",
     )
 

@@ -1,4 +1,4 @@
-"""The commands `zero-jax inspect` and `zero-jax export`: what a checkpoint holds, and its params for other programs."""
+"""The commands `zero-jax inspect` (describes a checkpoint) and `export` (writes its params as safetensors)."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from zero_jax.core.field_checks import check_fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Says what to look at.
+    """Options of `zero-jax inspect`.
 
     Attributes:
       step: step of the checkpoint; none takes the newest.
@@ -29,7 +29,7 @@ class InspectConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Says what to export.
+    """Options of `zero-jax export`.
 
     Attributes:
       step: step of the checkpoint; none takes the newest.
@@ -53,7 +53,7 @@ class ExportConfig:
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subparsers."""
     inspect = _command(
-        commands, "inspect", _inspect, help="what does a checkpoint hold, and is it whole?",
+        commands, "inspect", _inspect, help="what is in a checkpoint, and is it undamaged?",
         description="Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position "
         "in the data of the run that saved it.",
     )  # fmt: skip

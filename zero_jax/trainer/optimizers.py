@@ -63,16 +63,12 @@ class OptimizerConfig:
 
     def __post_init__(self):
         """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
-        check_fields(self)
+        check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
         _check_name("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         _check_name("schedule", self.schedule, schedules.SCHEDULES)
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
-            )
-        if (self.warmup_steps or 0) < 0 or not self.weight_decay >= 0:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}: give no negative numbers"
             )
         schedules.check_schedule(
             self.schedule, final_share=self.final_learning_rate, decay_fraction=self.decay_fraction

@@ -135,12 +135,7 @@ class SentBytes:
 
 @functools.lru_cache(maxsize=4096)
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the devices of a group differ.
-
-    Args:
-      groups: Indices into the mesh's flat devices.
-      shape: The (name, size) of the mesh's axes.
-    """
+    """Returns the mesh axes along which the devices of a group (flat indices) differ; `shape` is (name, size) pairs."""
     sizes = [size for _, size in shape]
     varies = np.zeros(len(sizes), bool)
     for group in groups:
@@ -156,14 +151,7 @@ def read_rows(
     leaves: Sequence[ArgumentLeaf],
     unknown_trip_count: int | None = None,
 ) -> tuple[Row, ...]:
-    """Lists the collectives of a program with what they are for.
-
-    Args:
-      program: The program.
-      mesh: The mesh that it was compiled for, if known.
-      leaves: The leaves of the train state, whose params the collectives move.
-      unknown_trip_count: As for `hlo.collectives`.
-    """
+    """Lists the collectives of a program, with the mesh axes, phase and param of each."""
     collectives = hlo.collectives(program, unknown_trip_count=unknown_trip_count)
     phases, names = Phases(program), _ParamNames(leaves)
     overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
@@ -210,7 +198,7 @@ def _label(collective: Collective, phase: str, op_name: str) -> str:
 
 
 def _overlaps(program: Program, collectives: Sequence[Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
-    """Plays the schedule in cycles, or where the compiler estimates none in bytes, with collectives that take none."""
+    """Simulates the schedule in cycles, or in bytes without the compiler's cycles, with collectives of no duration."""
     has_cycles = any(hlo.cycles(instruction) is not None for instruction in program.instructions())
 
     def weight(program: Program, computation: str, instruction: Instruction) -> float:

@@ -37,12 +37,7 @@ def cache_folder(kind: str) -> pathlib.Path:
 
 
 def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
-    """Writes an entry with its checksum atomically: a process that ends meanwhile leaves no entry.
-
-    Args:
-      path: the file; the checksum includes its name, so that no entry is taken for another.
-      content: the content.
-      mark: the line that files of this kind and version begin with.
+    """Writes an entry atomically, after a mark of its kind and version and a checksum of name and content.
 
     Raises:
       OSError: it cannot be written.
@@ -60,7 +55,7 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
 
 
 def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
-    """Returns the content of an entry and marks it as used, or None; a damaged entry is removed."""
+    """Returns the content of an entry and marks it as used, or None; removes a damaged entry."""
     try:
         written = path.read_bytes()
     except OSError:
@@ -134,9 +129,9 @@ def evict_oldest(
 
     Args:
       folder: the cache; folders in it are not searched.
-      is_own: whether a path, a file or a folder, is an entry of this cache, by a mark that nothing else has.
-      max_bytes: total size of the entries that may stay.
-      keep: an entry that stays whatever its size, such as the newest.
+      is_own: whether a file or a folder is an entry of this cache.
+      max_bytes: total size of the entries that stay.
+      keep: an entry that is not removed, such as the newest.
 
     Returns:
       The removed entries. Entries that are `in_use`, and those that cannot be removed, stay.

@@ -60,11 +60,7 @@ def plot_memory(
 ) -> None:
     """Plots stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
 
-    Args:
-      path: the file, `.png`, `.svg` or `.pdf`.
-      bars: the bars, from left to right.
-      title: title of the figure.
-      capacity_bytes: memory of a device, drawn as a line.
+    The file is `.png`, `.svg` or `.pdf`; `capacity_bytes` of a device is drawn as a line.
 
     Raises:
       ValueError: no bars, or another suffix.
@@ -145,12 +141,8 @@ def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity
 def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, title: str = "") -> None:
     """Plots the largest batch that fits and the estimated throughput, both per device, against the number of devices.
 
-    A dashed line shows linear scaling: the same throughput per device as on the fewest devices.
-
-    Args:
-      path: the file, `.png`, `.svg` or `.pdf`.
-      rows: the numbers of devices, in any order.
-      title: title of the figure.
+    A dashed line shows linear scaling: the same throughput per device as on the fewest devices. The file is `.png`,
+    `.svg` or `.pdf`.
 
     Raises:
       ValueError: no rows, or another suffix.

@@ -159,7 +159,7 @@ class _TracedLoss:
         self.flops = count_flops(jaxpr)
         grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
-        return self._propagate(jaxpr, lasting_outputs=range(num - grads, num))
+        return self._propagate(jaxpr, kept=range(num - grads, num))
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""
@@ -193,5 +193,5 @@ class _TracedLoss:
         )
         return ResidualBytes(device_bytes=device, host_bytes=host)
 
-    def _propagate(self, jaxpr: Any, lasting_outputs: Any = ()) -> Propagation:
-        return propagate_shardings(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=lasting_outputs)
+    def _propagate(self, jaxpr: Any, kept: Any = ()) -> Propagation:
+        return propagate_shardings(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)

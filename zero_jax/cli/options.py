@@ -272,3 +272,8 @@ def _check_path(value: str, place: Place) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def log_line(line: str) -> None:
+    """Prints a line of progress to stderr."""
+    print(line, file=sys.stderr, flush=True)

@@ -121,7 +121,8 @@ def load_dataset(
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
-        tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
+        own = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else "bytes"
+        tokenizer = tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
         source = find_source(config.data, format=config.format)
@@ -146,11 +147,6 @@ def load_dataset(
         fingerprint=_fingerprint(tokens, train, validation),
         notes=_notes(tokens, num_left_out),
     )
-
-
-def _tokenizer_of(folder: pathlib.Path, name: str) -> Tokenizer:
-    own = folder / TOKENIZER_FILE
-    return load_tokenizer(name if name != "auto" else own if own.is_file() else "bytes")
 
 
 def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:

@@ -153,13 +153,15 @@ class Saver:
     ) -> bool:
         """Starts to save a state, unless its last step was not finite.
 
+        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite.
+
         Args:
           step: steps done.
           state: the state after them.
           loss: its validation loss, or None.
           extra: further entries of the checkpoint's record.
           num_nonfinite_steps: the latest steps in a row that were not finite.
-          is_last: whether the run ends here: a state whose last update was skipped is then saved, as it is finite.
+          is_last: whether the run ends here.
 
         Returns:
           Whether the run can continue: not with a state that is not finite.

@@ -81,7 +81,7 @@ class _Training:
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
-        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else _silent
+        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else lambda _: None
         self.say = log
         self.preemption = Preemption(log=log)
         self._take_folder(stack)
@@ -257,7 +257,7 @@ class _Training:
                 is_last = self.step == config.steps
                 evaluates = is_last or self.step % config.eval_every == 0
                 saves = stops or is_last or self.checkpointer.is_due(self.step)
-                samples = not is_last and _is_due(self.step, config.sample_every)
+                samples = not is_last and config.sample_every > 0 and self.step % config.sample_every == 0
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
                     self._read_back(waiting)
                     waiting = None
@@ -355,11 +355,3 @@ def _norm(params: Any) -> jax.Array:
 
 def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
     return records[index]["loss"] if records else math.nan
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _silent(_: str) -> None:
-    pass

@@ -75,12 +75,9 @@ class TrainResult:
 
 
 def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> RunRecords:
-    """Returns the losses of all training steps and evaluations of a run.
+    """Returns the losses of all training steps and evaluations of a run, from its folder and from this process.
 
-    Args:
-      folder: folder of the run.
-      train: step and loss of the training steps of this process: the file may lack the last, where its disk was full.
-      validation: step and loss of the evaluations of this process.
+    The file may lack the last steps, where its disk was full; `train` and `validation` are (step, loss) pairs.
     """
     try:
         run = read_run(folder)
@@ -95,17 +92,7 @@ def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> Ru
 
 
 def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: Callable[[], bool]) -> str | None:
-    """Draws the losses of a run that is over, in a thread that is not waited for long.
-
-    Args:
-      path: the file, which appears when it is complete.
-      run: the losses.
-      title: title of the figure.
-      is_hurried: whether the process was asked to stop: it may be killed seconds later.
-
-    Returns:
-      Why there is no figure, or None.
-    """
+    """Plots the losses of a finished run atomically, within a minute, or 5 s once `is_hurried`; returns any error."""
     failures: list[str] = []
 
     def draw() -> None:

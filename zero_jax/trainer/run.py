@@ -267,9 +267,11 @@ def prepare(
         find_checkpoint(config.init_from)  # before there is a folder
     sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
+    specs = config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
     return Run(
         config=config,
-        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=_param_specs(config, model)),
+        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs),
         model=model,
         mesh=mesh,
         dataset=dataset,
@@ -312,11 +314,6 @@ def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sam
     )
     sampler.check(model.init_fn)
     return sampler
-
-
-def _param_specs(config: TrainConfig, model: Model) -> Any:
-    specs = config.zero.param_specs
-    return model.param_specs if specs is None and config.model_axis > 1 else specs
 
 
 def _check_processes(mesh: Mesh) -> None:

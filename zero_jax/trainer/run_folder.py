@@ -39,14 +39,10 @@ def make_folder(
     resume: bool,
     check: Callable[[str], None] = lambda _: None,
 ) -> pathlib.Path:
-    """Makes the folder of a run in process 0, and returns it in all processes.
+    """Makes the folder `out/name` of a run in process 0, and returns it in all processes.
 
-    Args:
-      out: folder of all runs.
-      name: the run's name, or None for `made_up`.
-      made_up: the default name; a number is added where it exists.
-      resume: whether the folder may exist.
-      check: raises `FileExistsError` for a name that is used elsewhere.
+    Without a name it is `made_up`, with a number where that exists. `check` raises `FileExistsError` for a name that is
+    used elsewhere.
 
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.

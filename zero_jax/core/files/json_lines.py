@@ -49,10 +49,7 @@ class JsonLinesWriter:
     def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
         """Opens the file.
 
-        Args:
-          path: the file.
-          resume_step: the step that the run resumes after; later records, and invalid lines, are removed. None starts
-            a new file, which must not exist yet.
+        In a file that exists, records after `resume_step` and invalid lines are removed; None makes a new file.
         """
         self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():

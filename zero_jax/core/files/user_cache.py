@@ -6,7 +6,6 @@ Several processes may use a folder at once. Files that are no entries of the cac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import os
@@ -111,13 +110,6 @@ def in_use(entry: pathlib.Path) -> Iterator[None]:
         os.close(handle)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Entry:
-    path: pathlib.Path
-    num_bytes: int
-    used: float
-
-
 def evict_oldest(
     folder: pathlib.Path,
     *,
@@ -142,24 +134,24 @@ def evict_oldest(
         return []
     _remove_abandoned(paths)
     complete = [path for path in paths if not path.name.startswith((_DISCARDED, PARTIAL))]
-    entries = [entry for path in complete if is_own(path) and (entry := _entry(path))]
-    excess, removed = sum(entry.num_bytes for entry in entries) - max_bytes, []
-    for entry in sorted(entries, key=lambda entry: entry.used):
+    entries = [(*entry, path) for path in complete if is_own(path) and (entry := _use_and_bytes(path))]
+    excess, removed = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes, []
+    for _, num_bytes, path in sorted(entries):
         if excess <= 0:
             break
-        if entry.path != keep and _remove(entry.path):
-            removed.append(entry.path)
-            excess -= entry.num_bytes
+        if path != keep and _remove(path):
+            removed.append(path)
+            excess -= num_bytes
     return removed
 
 
-def _entry(path: pathlib.Path) -> _Entry | None:
-    """Returns an entry with its size and last use, or None if it was removed meanwhile."""
+def _use_and_bytes(path: pathlib.Path) -> tuple[float, int] | None:
+    """Returns the time of the last use of an entry and its bytes, or None if it was removed meanwhile."""
     try:
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
         # The size on the disk: a sparse file takes less than its length.
         num_bytes = sum(file.lstat().st_blocks * 512 for file in files)
-        return _Entry(path=path, num_bytes=num_bytes, used=path.lstat().st_mtime)
+        return path.lstat().st_mtime, num_bytes
     except OSError:
         return None
 

@@ -141,13 +141,8 @@ def write_folder(
 
     Several processes may do this at once: the folder of the first to finish stays.
 
-    Args:
-      folder: its path.
-      chunks: the documents.
-      meta: the source of the tokens; its counts are replaced by those of the chunks.
-      dtype: dtype of the tokens in the folder.
-      token_file: a file of the tokens; only the other files are written, and refer to it.
-      attached: content of further files, by name.
+    The counts of `meta` are replaced by those of the chunks. With a `token_file` of the tokens only the other files are
+    written, and refer to it. `attached` are further files by name.
 
     Raises:
       OSError: the folder cannot be written, and was removed.

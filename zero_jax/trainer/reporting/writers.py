@@ -202,13 +202,7 @@ def open_writers(
 ) -> Writers:
     """Opens the writers of a run: `metrics.jsonl` in its folder `directory`, and those of the config.
 
-    Args:
-      config: further writers.
-      directory: folder of the run.
-      name: name of the run.
-      run_config: the run's config, which Weights & Biases shows.
-      resume_step: the step that the run resumes after; None for a new run.
-      log: called with a line about each writer that fails.
+    Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`; None is a new run.
     """
     folder = pathlib.Path(directory)
     factories: dict[str, Callable[[], Writer]] = {

@@ -79,7 +79,7 @@ def test_leaves_left_whole_that_dominate_are_a_warning():
         "blocks/out",
     )}  # fmt: skip
     (warning,) = report.warnings
-    assert "left whole take" in warning and "min_shard_size" in warning and "state/" in warning
+    assert "unsharded leaves take" in warning and "min_shard_size" in warning and "state/" in warning
     assert "WARNING" in str(report)
 
 
@@ -255,8 +255,8 @@ def test_live_leaves_left_whole_that_dominate_are_a_warning():
     report = memory.measure_arrays({"params": params})
     assert [leaf.path for leaf in report.left_whole] == ["params/large"]
     (warning,) = report.warnings
-    assert "params/large" in warning and "1 leaves left whole take 324 bytes of the 356 bytes" in warning
-    assert "1 leaves left whole, 324 bytes" in str(report)
+    assert "params/large" in warning and "1 unsharded leaves take 324 bytes of the 356 bytes" in warning
+    assert "1 unsharded leaves, 324 bytes" in str(report)
 
 
 def test_a_donated_array_is_an_error():

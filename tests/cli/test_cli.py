@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import zero_options as cli_zero
 from zero_jax.training.state.train_state import ZeroConfig

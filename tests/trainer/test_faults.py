@@ -334,7 +334,7 @@ def test_a_folder_for_signs_of_life_that_cannot_be_made_is_told(tmp_path, unbrok
     (tmp_path / "runs/run/processes").write_text("a file in its place")
     assert train(tmp_path).status == "done"
     assert read(tmp_path) == read(unbroken)
-    assert "watchdog: cannot leave word" in capfd.readouterr().err
+    assert "watchdog: cannot write heartbeats" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("last", ['{"kind": "train", "step": 9, "lo', "\x00\x00\x00", '{"step": "seven"}\n[]\n'])

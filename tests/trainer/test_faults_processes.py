@@ -153,7 +153,7 @@ def test_the_command_saves_on_sigterm_and_goes_on(kept_programs, tmp_path):
     status, out, err = finish(process)
     assert status == 75, err
     step = int(re.search(r"SIGTERM: stopping after step (\d+)", out)[1])
-    assert f"step_{step:08d}" in checkpoints(stopped) and "stopped when told to" in out
+    assert f"step_{step:08d}" in checkpoints(stopped) and "stopped by a signal" in out
     status, out, err = finish(start(kept_programs, *command_line(stopped)))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert read(stopped) == read(whole)
@@ -191,7 +191,7 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
     started = time.monotonic()
     status, _, err = finish(pair(kept_programs, fault, folder))
     assert status == (137 if fault == "one of two killed" else 1), err
-    assert "process 1 " in next(line for line in err.splitlines() if "told to end" in line)
+    assert "process 1 " in next(line for line in err.splitlines() if "the others get SIGTERM" in line)
     summary = err[err.index(reason) :]
     first, then = (float(re.search(r"after ([\d.]+) s", summary)[1]), time.monotonic() - started)
     assert then - first < BOUND_SECONDS, summary

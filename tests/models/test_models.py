@@ -65,7 +65,10 @@ def to_nnx(params, config: gpt.GPTConfig):
     return state
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, id=str(v), marks=() if v["remat"] else pytest.mark.slow) for v in VARIANTS],
+)
 def test_linen_and_nnx_are_the_same_function(variant):
     config = gpt.GPTConfig(**SIZES, **variant)
     batch = make_batch(config)

@@ -101,3 +101,9 @@ def test_folders_are_small_and_say_what_they_are():
 def test_no_module_is_a_drawer_of_odds_and_ends():
     names = {part for name in files() for part in name.split(".")}
     assert not {"utils", "util", "common", "helpers", "config", "engine", "misc"} & names
+
+
+def test_a_module_of_tests_sets_its_marks_once():
+    """The second `pytestmark` replaces the first, and what was slow is run by all."""
+    for path in pathlib.Path(__file__).parent.rglob("*.py"):
+        assert len(re.findall(r"^pytestmark\b", path.read_text(encoding="utf-8"), re.MULTILINE)) <= 1, path

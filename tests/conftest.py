@@ -1,6 +1,7 @@
 """Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
 
 import atexit
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -18,6 +19,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     _flags += ["--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
+# Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
+gc.set_threshold(50_000, 20, 50)
 # Tests that count compilations must not find programs that an earlier run has left.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.

@@ -218,7 +218,7 @@ def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step
     assert read(tmp_path) == read(unbroken)
 
 
-@pytest.mark.parametrize("full", [8, 12])
+@pytest.mark.parametrize("full", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_save_of_which_nothing_can_be_written_is_one_that_failed_and_no_later_one(
     full, tmp_path, monkeypatch, unbroken
 ):

@@ -119,7 +119,7 @@ def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, 
     assert compiling == {(1, "compile"), (2, "step")}
 
 
-@pytest.mark.parametrize("where", ["config.toml", "config.json"])
+@pytest.mark.parametrize("where", ["config.toml", pytest.param("config.json", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_name_free(where, tmp_path, monkeypatch):
     write, full = pathlib.Path.write_text, [True]
 

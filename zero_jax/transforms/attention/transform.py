@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.evaluation import evaluate, inlining, trace_call
 from zero_jax.core.signatures import check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes
 from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, merged
 from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
-from zero_jax.transforms.remat.regions import evaluate
 
 _FUNCTION = "give a function of params and further arguments"
 _CHOICES = ("own", "fused")
@@ -97,7 +97,7 @@ def _search(
     loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Body, Any, list[Any], AttentionSearch]:
     """Traces a function and finds its cores; returns its shape of results and its arrays, too."""
-    closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
+    closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     leaves = jax.tree.leaves(params)
     search = AttentionSearch()
@@ -110,4 +110,4 @@ def _without_scores(body: Body, arrays: list[Any], kernel: Callable[..., Any]) -
     """Evaluates a body without what was computed for its attention alone."""
     closed = jax.make_jaxpr(lambda *xs: run(body, xs, kernel))(*arrays)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    return evaluate(jaxprs.without_dead_code(jaxpr), consts, arrays, unwrap=False)
+    return evaluate(jaxprs.without_dead_code(jaxpr), consts, arrays, inlining())

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import flattened
 from zero_jax.core.subcalls import Subcall, equations_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
@@ -19,7 +20,6 @@ from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
 from zero_jax.transforms.attention.scores import Attended, Logits, Product, Row, Scores, Weights
 from zero_jax.transforms.attention.static import Known
-from zero_jax.transforms.remat.regions import evaluate, flat
 
 _ENTERED = ("scan", "remat", "cond")
 
@@ -152,8 +152,7 @@ class AttentionSearch:
 
 def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr with its calls inlined, without what no result depends on."""
-    inlined = functools.partial(evaluate, jaxpr, consts, unwrap=False)
-    opened, consts = flat(lambda *arrays: inlined(arrays), [var.aval for var in jaxpr.invars])
+    opened, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
     return jaxprs.without_dead_code(opened), consts
 
 

@@ -164,7 +164,7 @@ class _Program:
             placement, variables, batch, key, state.loss_scale, needed
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        grads = self.unscale(grads, masters, placement, scale)
+        grads = self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
         offers = {
@@ -206,7 +206,7 @@ class _Program:
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
-            grads = fill_zeros(self.unscale(grads, masters, placement, scale), masters)
+            grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return loss.astype(jnp.float32) / scale, grads
 
         @jax.custom_jvp
@@ -333,13 +333,16 @@ class _Program:
             )
         return results or accumulator.sharded(placed_grads, *inputs)
 
-    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
+    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
 
         def finish(master: jax.Array, sharding: NamedSharding, grad: jax.Array | None) -> jax.Array | None:
             if grad is None:
                 return None
-            return lax.with_sharding_constraint(grad.astype(master.dtype) / scale.astype(master.dtype), sharding)
+            grad = grad.astype(master.dtype)
+            if loss_scale is not None:
+                grad = grad / loss_scale.scale.astype(master.dtype)
+            return lax.with_sharding_constraint(grad, sharding)
 
         return jax.tree.map(finish, masters, placement.param_shardings("master"), grads, is_leaf=lambda x: x is None)
 

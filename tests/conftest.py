@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -21,6 +22,10 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
 # Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
 gc.set_threshold(50_000, 20, 50)
+# `nohup` and shells that start this in the background ignore signals that tests send; processes inherit that.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 # Tests that count compilations must not find programs that an earlier run has left.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.

@@ -7,32 +7,33 @@ import sys
 
 import pytest
 
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import zero_options as cli_zero
 from zero_jax.training.state.train_state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
---batch-size --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --config --d-model --data --decay-fraction
---devices --ema-decay --epsilon --eval-batches --eval-every --final-learning-rate --format --hang-seconds --help
---init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every --loss-chunk
---max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
---no-keep-gathered --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite --no-tensorboard
---num-heads --num-layers --num-microbatches --optimizer --out --paper-config --position --precision --prefetch-batches
---profile-steps --remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan
---schedule --seed --separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature
---tensorboard --text-field --token-cache --token-dtype --tokenizer --top-k --validation-fraction --vocab-size --wandb
---warmup-steps --weight-decay -h
+--attention
+--batch-size --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config --d-model --data
+--decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --final-learning-rate --format
+--hang-seconds --help --init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every
+--loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
+--no-keep-gathered --no-overlap --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite
+--no-tensorboard --num-heads --num-layers --num-microbatches --optimizer --out --overlap --paper-config --position
+--precision --prefetch-batches --profile-steps --remat --replica --resume --sample-every --sample-prompt
+--sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len --sequence-parallel
+--skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
+--top-k --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
---batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --d-model --data-layout --decay-fraction
---ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate --loss --loss-chunk
---min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered --no-scan
---no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches --optimizer --paper-config
---param-specs
---position --precision --remat --replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage
---timeout --topology --vocab-size --weight-decay -h
+--attention
+--batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model --data-layout
+--decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate
+--loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered
+--no-overlap --no-scan --no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches
+--optimizer --overlap --paper-config --param-specs --position --precision --remat --replica --scan --schedule
+--seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
@@ -143,9 +144,23 @@ def test_a_row_of_the_papers_table_stands_for_its_options(tmp_path):
         assert told == (2, "full_offloaded", PAPER_CONFIGS["C5"].combine_bytes, "fp16", clip_norm)
 
 
+def test_compiler_options_are_given_one_by_one(tmp_path):
+    (tmp_path / "a.toml").write_text('[zero]\noverlap = false\ncompiler_options = {xla_a = 1, xla_b = "none"}\n')
+    arguments = ["--compiler-option", "xla_c=true", "--compiler-option=xla_a=x=y"]
+    train = cli.parse(["train", "--config", str(tmp_path / "a.toml"), *arguments])
+    zero = cli_zero.read_zero(train, default=ZeroConfig())
+    assert not zero.overlap and zero.compiler_options == {"xla_a": "x=y", "xla_b": None, "xla_c": "true"}
+    for command in ("plan", "memory", "comms"):
+        zero = cli_zero.read_zero(cli.parse([command, "--no-overlap", *arguments]), default=ZeroConfig())
+        assert not zero.overlap and zero.compiler_options == {"xla_a": "x=y", "xla_c": "true"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["plan", "--compiler-option", "xla_a"], "argument --compiler-option: 'xla_a' is not of the form NAME=VALUE"),
+        (["plan", "--compiler-option", "--xla_a=1"], "argument --compiler-option: expected one argument"),
+        (["plan", "--compiler-option=--xla_a=1"], "'--xla_a' is no name of an option: give one without dashes"),
         (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
         (["plan", "--layouts", "--data-layout", "4x4"], "--data-layout: --layouts compiles all of them"),

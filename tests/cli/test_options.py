@@ -15,7 +15,13 @@ SECTIONS = {"zero": ZeroConfig, "optimizer": OptimizerConfig}
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "config.toml"
     written = {
-        "zero": {"stage": 2, "clip_norm": None, "precision": "bf16", "keep_gathered": True},
+        "zero": {
+            "stage": 2,
+            "clip_norm": None,
+            "precision": "bf16",
+            "keep_gathered": True,
+            "compiler_options": {"xla_a": True, "xla_b": None, "xla_c": 'x"'},
+        },
         "optimizer": {"learning_rate": 0.5, "optimizer": "lion"},
     }
     write_file(path, written, title='with "quotes"')
@@ -24,6 +30,7 @@ def test_what_is_written_is_read(tmp_path):
         "ZeroConfig.clip_norm": None,
         "ZeroConfig.precision": "bf16",
         "ZeroConfig.keep_gathered": True,
+        "ZeroConfig.compiler_options": {"xla_a": True, "xla_b": None, "xla_c": 'x"'},
         "OptimizerConfig.learning_rate": 0.5,
         "OptimizerConfig.optimizer": "lion",
     }
@@ -36,6 +43,7 @@ def test_what_is_written_is_read(tmp_path):
         ("[zero]\nstge = 3", r"key of \[zero\] 'stge' is unknown: did you mean 'stage'?"),
         ("[zero]\nstage = '3'", "zero.stage = '3': give a value of type int"),
         ("[zero]\nstage = true", "zero.stage = True: give a value of type int"),
+        ("[zero]\ncompiler_options = 3", "zero.compiler_options = 3: give a value of type dict"),
         ("[zero]\nparam_specs = 3", "'param_specs' is unknown"),
         ("zero = 3", r"write a section \[zero\]"),
         ("[zero\n", "is no TOML"),
@@ -53,6 +61,7 @@ def test_a_file_that_is_not_there(tmp_path):
         read_file(tmp_path / "none.toml", SECTIONS)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_train_takes_a_file_and_the_command_line_has_the_last_word(tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text(

@@ -21,10 +21,7 @@ def read_file(
 ) -> dict[str, Any]:
     """Reads a config file; returns its values by the destinations of the options for the same fields.
 
-    Args:
-      path: the file.
-      sections: the config class of each section.
-      extra: further keys of the section `model`, which are their own destinations.
+    `sections` has the config class of each section, `extra` further keys of the section `model`.
 
     Raises:
       ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.
@@ -53,6 +50,8 @@ def _check_known(what: str, name: str, known: Collection[str]) -> None:
 def _checked(what: str, value: Any, kind: OptionKind, destination: str) -> Any:
     if kind.is_optional and value == "none":
         return None
+    if kind.base is dict and isinstance(value, dict):
+        return {name: None if entry == "none" else entry for name, entry in value.items()}
     try:
         check_value(value, **limits_of(destination))
         if kind.base is float and type(value) is int:
@@ -94,5 +93,11 @@ def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any
     lines = [f"# {title}"]
     for section, entries in sections.items():
         lines += ["", f"[{section}]"]
-        lines += [f"{name} = {json.dumps('none' if value is None else value)}" for name, value in entries.items()]
+        lines += [f"{name} = {_toml(value)}" for name, value in entries.items()]
     write_text(pathlib.Path(path), "\n".join(lines) + "\n")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(entry)}' for name, entry in value.items())}}}"
+    return json.dumps("none" if value is None else value)

@@ -81,6 +81,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+class _AddEntry(argparse.Action):
+    """Adds NAME=VALUE to a dict; the value none is None."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Raises `argparse.ArgumentError` for a text of another form."""
+        name, separator, value = values.partition("=")
+        if not (name and separator and value):
+            raise argparse.ArgumentError(self, f"{_short(values)} is not of the form NAME=VALUE")
+        try:
+            check_value(values)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+        entries = getattr(namespace, self.dest) or {}
+        setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Formats the help with a wider column of option names."""
 
@@ -94,13 +110,7 @@ def explicit(options: argparse.Namespace) -> frozenset[str]:
 
 
 def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
-    """Raises `ValueError` if the command line has one of these options.
-
-    Args:
-      options: the parsed command line.
-      names: names of options, with their dashes.
-      reason: why they have no effect here.
-    """
+    """Raises `ValueError` with a reason if the command line has one of these options (names with dashes)."""
     fields = {destination.split(".")[-1] for destination in explicit(options)}
     refused = [name for name in names if name[2:].replace("-", "_") in fields]
     if refused:
@@ -137,6 +147,8 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
+        elif kind.base is dict:
+            group.add_argument(option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", **settings)
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:
@@ -145,12 +157,9 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
 
 
 def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[[str], Any]:
-    """Returns the function that reads the text of an option, for `add_argument(type=...)`.
+    """Returns a parser of `int`, `float` or `str` options, for `add_argument(type=...)`.
 
-    Args:
-      base: `int`, `float` or `str`.
-      is_optional: whether `none` is a value.
-      **limits: the limits of `check_value`.
+    `none` is a value if `is_optional`; the limits are those of `check_value`.
     """
 
     def parse(text: str) -> Any:
@@ -179,7 +188,10 @@ def limits_of(destination: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptionKind:
-    """The type of an option: a base type, whether None is a value, and the words that it is limited to."""
+    """The type of an option: a base type, whether None is a value, and the words that it is limited to.
+
+    A `dict` is an option NAME=VALUE that may be repeated.
+    """
 
     base: type
     is_optional: bool
@@ -204,6 +216,8 @@ def _kind(hint: Any) -> OptionKind | None:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = typing.get_args(hint) if is_union else (hint,)
     simple = [member for member in members if member in (bool, int, float, str)]
+    if any(typing.get_origin(member) is Mapping for member in members):
+        simple = [dict]
     return OptionKind(base=simple[0], is_optional=type(None) in members) if simple else None
 
 
@@ -281,3 +295,8 @@ def _check_path(value: str, place: Place) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def log_line(line: str) -> None:
+    """Prints a line of progress to stderr."""
+    print(line, file=sys.stderr, flush=True)

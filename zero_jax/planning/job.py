@@ -26,7 +26,16 @@ from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
 from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
-from zero_jax.training import MeshLoss, TrainState, ZeroConfig, abstract_state, make_train_step
+from zero_jax.training import (
+    CompilerOption,
+    MeshLoss,
+    StepOptions,
+    TrainState,
+    ZeroConfig,
+    abstract_state,
+    make_train_step,
+    step_options,
+)
 
 _STATS = (
     "argument_size_in_bytes",
@@ -60,7 +69,7 @@ class Job:
       replica: size of the axis `replica`.
       model: size of the axis `model`.
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses.
-      compiler_options: passed to `Lowered.compile`.
+      compiler_options: passed to `Lowered.compile`, beside those of the config, which they replace.
     """
 
     loss_fn: Callable[..., Any] | MeshLoss
@@ -81,6 +90,16 @@ class Job:
     def state(self, mesh: Mesh) -> TrainState:
         """Returns the abstract train state."""
         return abstract_state(self.init_fn, self.tx, mesh=mesh, config=self.config)
+
+    def options(self, mesh: Mesh) -> StepOptions:
+        """Returns the compiler options of the step: those of the config, and the job's own."""
+        options = step_options(mesh, self.config)
+        own = [
+            CompilerOption(name=name, value=value, purpose="given to the plan")
+            for name, value in (self.compiler_options or {}).items()
+        ]
+        rest = [option for option in options.options if option.name not in (self.compiler_options or {})]
+        return dataclasses.replace(options, options=(*rest, *own))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

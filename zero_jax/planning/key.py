@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import re
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 
 from zero_jax.sharding.topology import compiler_target, parse
+from zero_jax.training import flag_words
 
 # The format of the cache's entries: entries of another number are ignored.
 SCHEMA = 3
@@ -73,8 +73,7 @@ def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
         "names": program_names(lowered.as_text(debug_info=True)),
         "topology": compiler_target(topology),
         "devices": [getattr(device, "coords", device.id) for device in mesh.devices.flat],
-        "options": [(name, repr(value)) for name, value in sorted((job.compiler_options or {}).items())],
-        "combine_bytes": job.config.combine_bytes,
+        "options": sorted((name, repr(value)) for name, value in job.options(mesh).values.items()),
         "variables": variables(os.environ),
         "settings": [(name, str(value)) for name, value in program_settings().items()],
         "packages": packages(),
@@ -111,15 +110,7 @@ def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
 
 def flags(text: str) -> list[str]:
     """Returns the flags of `XLA_FLAGS`, a text or the name of a file, without those that do not change the program."""
-    if text.strip() and not text.strip().startswith("-"):
-        try:
-            text = pathlib.Path(text.strip()).read_text(encoding="utf-8", errors="replace")
-        except (OSError, ValueError):
-            return [text]
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = text.split()
+    words = flag_words(text)
     names = [word.partition("=")[0] for word in words]
     dumps = ["--xla_dump"] if any(map(_DUMP_FLAGS.fullmatch, names)) else []
     rest = zip(words, names, strict=True)

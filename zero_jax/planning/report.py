@@ -19,11 +19,20 @@ from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.sharding.topology import parse
-from zero_jax.training import TrainState, cast_batch, make_placement, normalize_loss
-from zero_jax.transforms import attention_flops, count_flops, resolve_remat
+from zero_jax.training import (
+    CompilerOption,
+    StepOptions,
+    TrainState,
+    cast_batch,
+    make_placement,
+    normalize_loss,
+)
+from zero_jax.transforms import AttentionReport, attention_flops, attention_report, count_flops, resolve_remat
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
+# More rows of attention are not shown.
+_MAX_ATTENTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class PlanReport:
       stage: the ZeRO stage.
       precision: name of the precision policy, or `custom`.
       remat: the remat policy, what it keeps and where.
+      attention: the attentions of the loss function: which ones a fused kernel computes, and why not the others; None
+        with `attention="own"`.
       num_params: parameters.
       batch_size: examples of a step, over all devices and microbatches.
       num_microbatches: forward passes of a step.
@@ -53,6 +64,7 @@ class PlanReport:
       compile_seconds: what compiling took when it was done.
       from_cache: whether it was done before.
       refusal: the compiler's error where it refused the program for its memory, else ''.
+      compiler_options: those of the step, each with what it is for.
       notes: further things to know.
     """
 
@@ -63,6 +75,7 @@ class PlanReport:
     stage: int
     precision: str
     remat: str
+    attention: AttentionReport | None
     num_params: int
     batch_size: int
     num_microbatches: int
@@ -77,6 +90,7 @@ class PlanReport:
     compile_seconds: float
     from_cache: bool
     refusal: str
+    compiler_options: tuple[CompilerOption, ...]
     notes: tuple[str, ...]
 
     @property
@@ -112,10 +126,11 @@ class PlanReport:
         plain = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("memory", "comms", "memory_estimate", "comms_estimate", "time")
+            if field.name
+            not in ("memory", "comms", "memory_estimate", "comms_estimate", "time", "attention", "compiler_options")
         }
         parts = {"memory": self.memory, "comms": self.comms, "memory_estimate": self.memory_estimate}
-        parts |= {"comms_estimate": self.comms_estimate}
+        parts |= {"comms_estimate": self.comms_estimate, "attention": self.attention}
         return {
             **plain,
             "mesh": dict(self.mesh),
@@ -124,6 +139,7 @@ class PlanReport:
             "traffic_ratios": dict(self.traffic_ratios),
             **{name: part.to_json() if part else None for name, part in parts.items()},
             "time": dataclasses.asdict(self.time) if self.time else None,
+            "compiler_options": [dataclasses.asdict(option) for option in self.compiler_options],
         }
 
     def __str__(self) -> str:
@@ -145,6 +161,8 @@ class PlanReport:
             "remat": self.remat,
             "verdict": verdict,
         }
+        if self.attention is not None:
+            rows["attention"] = f"{self.attention.num_fused} fused, {self.attention.num_left} left as they are"
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
         if self.time:
@@ -153,7 +171,10 @@ class PlanReport:
         if self.refusal:
             rows["it says"] = self.refusal.splitlines()[0]
         lines = [aligned(rows.items())]
+        lines += [f"attention: {row}" for row in (self.attention.rows[:_MAX_ATTENTIONS] if self.attention else ())]
         lines += [f"note: {note}" for note in self.notes]
+        if self.compiler_options:
+            lines += ["compiled with", *(f"  - {option}" for option in self.compiler_options)]
         if self.time:
             lines += ["the time assumes"] + [f"  - {assumption}" for assumption in self.time.assumptions]
         return "\n".join(lines)
@@ -215,6 +236,7 @@ def make_report(
         "stage": job.config.stage,
         "precision": precision,
         "remat": str(resolve_remat(job.config.remat)),
+        "attention": _attention(job, state, mesh) if job.config.attention == "fused" else None,
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
@@ -222,6 +244,8 @@ def make_report(
         "memory_estimate": estimated,
         "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
     }
+    options = job.options(mesh)
+    common["compiler_options"] = options.options
     try:
         program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
     except OutOfMemory as error:
@@ -234,7 +258,7 @@ def make_report(
             compile_seconds=error.compile_seconds,
             from_cache=error.from_cache,
             refusal=error.message,
-            notes=_notes(job, mesh, state, error.not_kept),
+            notes=_notes(job, mesh, state, options, error.not_kept),
             **common,
         )
     on_phase("reading the program")
@@ -259,21 +283,32 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         refusal="",
-        notes=(*_notes(job, mesh, state, program.not_kept), *_gpu_notes(topology, needed)),
+        notes=(*_notes(job, mesh, state, options, program.not_kept), *_gpu_notes(topology, needed)),
         **common,
     )
 
 
+def _attention(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
+    """Reports the attentions of the loss function as the train step has it."""
+    return attention_report(*_loss_and_arguments(job, state, mesh))
+
+
 def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:
     """Traces the forward pass on the variables as the loss function sees them."""
+    forward, *arguments = _loss_and_arguments(job, state, mesh)
+    return jax.make_jaxpr(forward)(*arguments)
+
+
+def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
 
     def forward(variables: Any, batch: Any, key: Any) -> Any:
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    return jax.make_jaxpr(forward)(state.variables, job.batch, key)
+    return forward, state.variables, job.batch, key
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
@@ -282,7 +317,7 @@ def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
     return (max(tokens), "tokens") if tokens else (batch_size, "examples")
 
 
-def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
+def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str) -> tuple[str, ...]:
     """Returns notes that hold whether it fits or not."""
     notes = []
     axes = job.config.axes_of(mesh).model
@@ -292,6 +327,8 @@ def _notes(job: Job, mesh: Mesh, state: Any, not_kept: str) -> tuple[str, ...]:
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
+    if options.unknown:
+        notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
     if not_kept:
         notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
     return tuple(notes)

@@ -13,12 +13,12 @@ from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 
 # The start of a kernel of a GPU.
-_KERNEL_SECONDS = 3e-6
+KERNEL_SECONDS = 3e-6
 # The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
 # TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
 # TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
 # whose time is published).
-_KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
+KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
 # A compiler's estimate above this many times what flops and bytes take (and above a second) is none.
 _IMPLAUSIBLE = 1e4
 
@@ -163,7 +163,7 @@ class _Compute:
             self.engines.add(work.engine)
         if not work.is_exact:
             self.inexact.add(instruction.name)
-        return busy + (_KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
+        return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
 
     def kernel_seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
         """Returns the time of an instruction that is a kernel, else 0."""
@@ -179,7 +179,7 @@ class _Compute:
 
     def busy(self, work: hlo.Work) -> float:
         """Returns the seconds of some work, bound by matrix products or by memory."""
-        peak = self.hardware.flops_per_second * _KERNEL_SHARES.get(work.engine, 1.0)
+        peak = self.hardware.flops_per_second * KERNEL_SHARES.get(work.engine, 1.0)
         return max(work.flops / peak, work.bytes / self.hardware.memory_bytes_per_second)
 
 
@@ -206,7 +206,7 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool) ->
     for engine in sorted(compute.engines):
         assumptions.append(
             f"kernels ({engine}): their own cost estimate, else the matrix products of their grid or shapes, at "
-            f"{_KERNEL_SHARES[engine]:.0%} of {peak}"
+            f"{KERNEL_SHARES[engine]:.0%} of {peak}"
         )
     if has_network:
         assumptions.append("each transfer between slices has a device's share of the network to itself, and 20 us")

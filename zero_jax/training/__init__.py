@@ -27,14 +27,17 @@ from zero_jax.training.state.train_state import (
     trainable,
 )
 from zero_jax.training.step import TrainStep, make_train_step
+from zero_jax.training.xla_options import CompilerOption, StepOptions, compiler_options, flag_words, step_options
 from zero_jax.training.zero_config import ZeroConfig
 
 __all__ = [
+    "CompilerOption",
     "MeshLoss",
     "Metrics",
     "NoiseScale",
     "NonfiniteState",
     "Placement",
+    "StepOptions",
     "TrainState",
     "TrainStep",
     "ZeroConfig",
@@ -43,7 +46,9 @@ __all__ = [
     "check_batch",
     "check_decay",
     "check_is_state",
+    "compiler_options",
     "ema_params",
+    "flag_words",
     "init_state",
     "losses",
     "make_eval_step",
@@ -59,6 +64,7 @@ __all__ = [
     "sharding_report",
     "softmax_cross_entropy_with_integer_labels",
     "state_shardings",
+    "step_options",
     "trainable",
     "unchanged",
 ]

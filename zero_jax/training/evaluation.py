@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ from zero_jax.training.grads import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
+from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import gather_on_use, scatter_grads
+from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads
 
 
 @jax.tree_util.register_dataclass
@@ -72,24 +74,30 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
       that the loss function returns is dropped.
     """
     axes = check_config(config).axes_of(mesh)
-    function = user_loss(loss_fn, mesh)
+    function = user_loss(loss_fn, mesh, axes)
     normalized = function.named()
 
-    @jax.jit
     def eval_step(variables: Variables, batch: PyTree) -> Metrics:
         placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
         cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, cast, batch, key, config=config)
-        loss, (aux, _) = placed_loss(normalized, placement, config)(cast, batch, key)
+        fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
+        loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
         return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
+
+    @functools.cache
+    def jitted(is_nested: bool) -> Any:
+        options = {} if is_nested else step_options(mesh, config).values  # JAX takes those of the outermost function
+        return jax.jit(eval_step, compiler_options=options or None)
 
     def evaluate(state: PyTree, batch: PyTree) -> Metrics:
         variables = as_variables(state.variables if isinstance(state, TrainState) else state)
         if function.model_state is None:  # a loss function of the params alone, such as another one than in training
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
-        return eval_step(variables, shard_batch(batch, mesh=mesh, axes=axes))
+        is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
+        return jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes))
 
     return evaluate
 

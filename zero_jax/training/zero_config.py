@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -38,7 +39,12 @@ class ZeroConfig:
         `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
         `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
         less (docs/remat.md has all). Or a `Remat`.
+      attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
+        wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
+      overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
+      compiler_options: further compiler options by name, without dashes, such as
+        `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
       keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
       min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
@@ -60,7 +66,10 @@ class ZeroConfig:
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     remat: str | Remat = "own"
+    attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
+    overlap: bool = True
+    compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
     min_shard_size: int = 1024
     param_specs: PyTree = None
@@ -78,6 +87,7 @@ class ZeroConfig:
         resolve_precision(self.precision)
         resolve_remat(self.remat)
         compiled_patterns(self.keep_batch_dtype)
+        _check_compiler_options(self.compiler_options)
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
         if self.min_shard_size < 0:
@@ -102,6 +112,21 @@ def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in keep_batch_dtype]
     except re.error as error:
         raise ValueError(f"{given}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
+
+
+def _check_compiler_options(options: Any) -> None:
+    """Raises `ValueError` for anything but a mapping from names of compiler options to their values."""
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise ValueError(f"compiler_options={options!r}: give a dict of compiler options, or None")
+    for name, value in options.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w+", name):
+            raise ValueError(f"compiler_options: {name!r} is no name of an option: give one without dashes and value")
+        if not isinstance(value, str | int | float | None) or value in ("", math.inf, -math.inf) or value != value:
+            raise ValueError(
+                f"compiler_options: {name}={value!r}: give a boolean, number or text, or None to remove it"
+            )
 
 
 def check_config(config: Any) -> ZeroConfig:

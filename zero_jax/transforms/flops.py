@@ -64,6 +64,12 @@ def _count(jaxpr: Any, wanted: Collection[int] | None) -> int:
     return total
 
 
+def equation_flops(eqn: Any) -> int:
+    """Counts the operations of a product or convolution; 0 for other equations."""
+    rule = _RULES.get(eqn.primitive.name)
+    return rule(eqn) if rule else 0
+
+
 def _num_shards(eqn: Any) -> int:
     """Returns how many different parts of its operands the devices of a `shard_map` compute on; 1 of another call."""
     specs = eqn.params.get("in_specs") if KINDS.get(eqn.primitive.name) == "shard_map" else None
@@ -119,12 +125,25 @@ _CUDNN = {
     for dtype in ("", "_fp8")
     for wrapper in ("", "_wrapper")
 }
+
+
+def _attention(num_products: int) -> Callable[[Any], int]:
+    """Of `zero_jax.attention`, all queries with all keys, masked or not."""
+
+    def rule(eqn: Any) -> int:
+        (b, t, n, h), (_, s, _, _), (*_, v) = (atom.aval.shape for atom in eqn.invars[:3])
+        return num_products * b * n * t * s * (h + v)  # half of the products have the size h, half v
+
+    return rule
+
+
+_ATTENTION = {"zero_attention": _attention(2), "zero_attention_cotangents": _attention(5), **_CUDNN}
 _RULES: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "pallas_call": _kernel,
-    **_CUDNN,
+    **_ATTENTION,
 }
 
 # The batched products that a value is computed from, and those that went through an exponential.
@@ -151,7 +170,7 @@ class _Scores(Pass[Origins]):
             result = self.product(eqn, joined[1])
         elif name in _EXPONENTIALS:
             result = frozenset(), joined[0] | joined[1]
-        elif name in _CUDNN or (name == "pallas_call" and _is_attention(eqn)):
+        elif name in _ATTENTION or (name == "pallas_call" and _is_attention(eqn)):
             self.notes[id(eqn)] = True
             result = _NOTHING
         elif name in _RULES:

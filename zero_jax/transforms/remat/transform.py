@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import trace_call
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
@@ -128,7 +129,7 @@ def _transform(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
+    closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
     walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
     leaves = jax.tree.leaves(params)

@@ -1,0 +1,189 @@
+"""The compiler options of a step: by hardware and config, what the environment and the user say, what is not known."""
+
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax import hlo
+from zero_jax.sharding.spec import named
+from zero_jax.sharding.topology import HARDWARE
+from zero_jax.training.xla_options import step_options, wanted_options
+
+MIB = 2**20
+OFF = {"overlap": False}
+
+
+def device(name, platform=None, version=""):
+    hardware = HARDWARE[name]
+    client = types.SimpleNamespace(platform_version=version)
+    return types.SimpleNamespace(
+        platform=platform or hardware.platform, device_kind=hardware.device_kind, client=client
+    )
+
+
+def wanted(where, environment=None, **config):
+    options = wanted_options(where, zero.ZeroConfig(**config), environment or {})
+    return {option.name: option.value for option in options}
+
+
+CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu", client=None)
+UNKNOWN = types.SimpleNamespace(platform="tpu", device_kind="TPU v99", client=None)
+
+
+def test_hardware_without_an_entry_has_no_options():
+    for where in (CPU, UNKNOWN, device("v3"), device("h100", platform="gpu", version="rocm 7")):
+        assert wanted(where) == {}
+
+
+def test_overlap_is_one_switch():
+    for name in ("v5p", "v6e", "h100", "b200"):
+        assert wanted(device(name))
+        assert wanted(device(name), **OFF) == {}
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_no_default_is_one_that_its_maker_warns_of(name):
+    fused = {option for option, value in wanted(device(name)).items() if "async_collective_fusion" in option and value}
+    assert not fused or name == "v5e"
+
+
+def test_a_gpu_has_an_option_for_each_kind_that_is_combined():
+    options = wanted(device("h100"), combine_bytes=3, **OFF)
+    assert set(options.values()) == {3}
+    assert {name.split("xla_gpu_")[1].split("_combine")[0] for name in options} == {
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+    }
+    assert wanted(device("h100", platform="gpu"), combine_bytes=3, **OFF) == options
+    assert wanted(device("h100"), combine_bytes=3).items() > options.items()  # over the table's own
+
+
+def test_combine_bytes_is_refused_for_a_platform_that_is_not_known():
+    quantum = types.SimpleNamespace(platform="quantum", device_kind="quantum", client=None)
+    assert wanted(quantum) == {}
+    with pytest.raises(ValueError, match=r"'quantum'.*leave it None"):
+        wanted(quantum, combine_bytes=MIB)
+
+
+def test_the_config_names_options_one_by_one():
+    h100 = device("h100")
+    first, second, *rest = wanted(h100)
+    changed = wanted(h100, compiler_options={first: None, second: "False", "xla_other": 3})
+    assert changed == {**{name: wanted(h100)[name] for name in rest}, second: False, "xla_other": 3}
+    assert wanted(h100, compiler_options={"xla_other": "TRUE"}, **OFF) == {"xla_other": True}
+
+
+@pytest.mark.parametrize("flags", ["--{}=false", "--other=1 --no{}", "--{}"])
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_a_flag_of_the_environment_is_not_replaced_by_a_default(variable, flags):
+    v5p = device("v5p")
+    first, *rest = wanted(v5p)
+    flags = flags.format(first)
+    assert list(wanted(v5p, {variable: flags})) == rest
+    assert wanted(v5p, {variable: flags}, compiler_options={first: False})[first] is False
+
+
+def test_flags_in_a_file_count_as_well(tmp_path):
+    first, *rest = wanted(device("h100"))
+    (tmp_path / "flags").write_text(f"--{first}=false\n")
+    assert list(wanted(device("h100"), {"XLA_FLAGS": str(tmp_path / "flags")})) == rest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([("a", 1)], "give a dict of compiler options, or None"),
+        ({"--a": 1}, "'--a' is no name of an option: give one without dashes"),
+        ({1: 1}, "1 is no name"),
+        ({"a": [1]}, r"a=\[1\]: give a boolean, number or text, or None"),
+        ({"a": float("nan")}, "a=nan"),
+        ({"a": ""}, "a=''"),
+    ],
+)
+def test_what_is_no_option_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        zero.ZeroConfig(compiler_options=options)
+
+
+def linear(params, batch):
+    return ((batch["x"] @ params["w"]) ** 2).mean()
+
+
+def step_and_state(**config):
+    mesh, tx = zero.make_mesh(), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=2, min_shard_size=0, **config)
+    state = zero.init_state(lambda key: {"w": jnp.ones((8, 8))}, tx, jax.random.key(0), mesh=mesh, config=config)
+    batch = {"x": jnp.ones((8, 8))}
+    return zero.make_train_step(linear, tx, mesh=mesh, config=config), state, batch, {"mesh": mesh, "config": config}
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out_with_one_warning():
+    unknown = {"xla_nonsense_of_test_xla_options": True}
+    step, state, batch, rest = step_and_state(compiler_options=unknown)
+    with pytest.warns(UserWarning, match=r"for cpu does not know the option 'xla_nonsense.*ZeroConfig\(compiler_opt"):
+        state, metrics = step(state, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert zero.make_eval_step(linear, **rest)(state, batch).loss < metrics.loss
+    assert step_options(**rest).unknown == tuple(unknown)
+    assert zero.compiler_options(**rest) == {}
+
+
+KNOWN = {"xla_cpu_enable_fast_math": False}
+
+
+def test_a_wrong_value_is_the_compilers_error():
+    step, state, batch, _ = step_and_state(compiler_options=dict.fromkeys(KNOWN, "maybe"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_enable_fast_math"):
+        step(state, batch)
+
+
+def test_a_step_within_a_jitted_function_leaves_the_options_to_that():
+    step, state, batch, rest = step_and_state(compiler_options=KNOWN)
+    assert zero.compiler_options(**rest) == KNOWN
+    batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+    evaluate = zero.make_eval_step(linear, **rest)
+
+    def both(state):
+        state, metrics = jax.lax.scan(step, state, batches)
+        return metrics.loss, evaluate(state, batch).loss
+
+    losses, after = jax.jit(both, compiler_options=zero.compiler_options(**rest))(state)
+    assert losses[0] > losses[1] > after
+
+
+def test_whoever_compiles_the_lowered_step_can_name_other_options():
+    step, state, batch, _ = step_and_state(compiler_options=KNOWN)
+    compiled = step.lower(state, batch).compile(compiler_options={"xla_cpu_enable_fast_math": True})
+    assert compiled(state, zero.shard_batch(batch, mesh=zero.make_mesh()))[1].loss > 0
+
+
+def test_a_cpu_program_compiles_with_combine_bytes():
+    step, state, batch, rest = step_and_state(combine_bytes=MIB)
+    assert zero.compiler_options(**rest) == {}
+    assert step(state, batch)[1].loss > 0
+
+
+@pytest.mark.tpu_compiler
+def test_a_tpu_program_joins_all_reduces_up_to_the_size():
+    mesh = zero.make_mesh(topology="v5e:2x2")
+    stacks = [jax.ShapeDtypeStruct((4, 512, 512), jnp.bfloat16, sharding=named(mesh, (("data",), (), ())))] * 6
+    add = jax.jit(lambda xs: [x.sum(0) for x in xs], out_shardings=named(mesh, ()))
+    lowered = add.lower(stacks)
+
+    def largest(combine_bytes):
+        options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(combine_bytes=combine_bytes))
+        found = hlo.collectives(lowered.compile(compiler_options=options).as_text())
+        assert {c.kind for c in found} == {"all-reduce"}
+        assert sum(c.full_bytes for c in found) == 6 * MIB // 2
+        return max(c.full_bytes for c in found)
+
+    assert largest(0) == MIB // 2
+    assert largest(MIB) == MIB
+    assert largest(64 * MIB) == 3 * MIB

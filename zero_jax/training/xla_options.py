@@ -1,0 +1,265 @@
+"""Compiler options of a step: collectives that run beside computation, and how many bytes of them are combined.
+
+By default XLA:TPU and XLA:GPU make most collectives of a step synchronous: nothing is computed while they run. The
+table has the options that change this, by hardware (docs/overlap.md has what each is worth). The ZeRO paper, section
+6.2 (C_B): small messages are slow, so they are combined, but into buffers of a constant size and not into one buffer
+for the entire model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from zero_jax.sharding.topology import hardware_of
+from zero_jax.training.zero_config import ZeroConfig, check_config
+
+Value = str | int | float | bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompilerOption:
+    """A compiler option of a step.
+
+    Attributes:
+      name: as the compiler calls it, without dashes.
+      value: a boolean, number or text.
+      purpose: what it is for.
+    """
+
+    name: str
+    value: Value
+    purpose: str
+
+    def __str__(self) -> str:
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.name}={value}: {self.purpose}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """The compiler options of a step on some hardware.
+
+    Attributes:
+      options: those that the compiler knows, in the order in which they are passed.
+      unknown: names of those that it does not know, which are left out.
+    """
+
+    options: tuple[CompilerOption, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The values by name, as `jax.jit(..., compiler_options=...)` takes them."""
+        return {option.name: option.value for option in self.options}
+
+
+def _option(name: str, value: Value, purpose: str) -> CompilerOption:
+    return CompilerOption(name=name, value=value, purpose=purpose)
+
+
+_SPARSE_CORE = (
+    _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
+            "all-gathers run on the SparseCores while the TensorCore computes"),
+    _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
+            "reduce-scatters run on the SparseCores while the TensorCore computes"),
+    _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
+            "all-gathers are not fused with computation, which would keep them on the TensorCore"),
+)  # fmt: skip
+_COMBINED_GPU_BYTES = 2**30
+_GPU = (
+    _option("xla_gpu_enable_latency_hiding_scheduler", True,
+            "computation is scheduled between the start and the end of a collective"),
+    _option("xla_gpu_enable_pipelined_all_gather", True,
+            "all-gathers of a loop's next iteration run beside this one's computation"),
+    _option("xla_gpu_enable_pipelined_reduce_scatter", True,
+            "reduce-scatters of a loop's last iteration run beside this one's computation"),
+    _option("xla_gpu_enable_pipelined_all_reduce", True,
+            "all-reduces of a loop's last iteration run beside this one's computation"),
+    _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "all-gathers of a layer are one collective, of up to 1 GiB"),
+    _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "reduce-scatters of a layer are one collective, of up to 1 GiB"),
+    _option("xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "all-reduces of a layer are one collective, of up to 1 GiB"),
+)  # fmt: skip
+# What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
+# runs one thing after another. An option is here for hardware on which it was compiled with each JAX release that is
+# tested, and made no program slower by the estimate. Left out: `xla_tpu_enable_async_collective_fusion` for
+# all-gathers, of which libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
+_OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
+    "v5p": _SPARSE_CORE,
+    "v6e": _SPARSE_CORE,
+    "gpu": _GPU,
+}
+# The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
+# combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
+_COMBINE_GPU = tuple(
+    f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
+_COMBINE: Mapping[str, tuple[str, ...]] = {
+    "gpu": _COMBINE_GPU,
+    "cuda": _COMBINE_GPU,
+    "rocm": _COMBINE_GPU,
+    "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",),
+    "cpu": (),
+}
+_FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_UNKNOWN = re.compile(r"No such compile option: '([^']+)'")
+
+
+def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
+    """Returns the compiler options that `make_train_step` compiles with, for a step that you compile yourself.
+
+    They are for `jax.jit(step, compiler_options=...)` or `lowered.compile(compiler_options=...)`. A step of
+    `make_train_step` has them already, unless it is called within another jitted function: JAX takes the options of
+    the outermost function alone, so give them to that.
+
+    Args:
+      mesh: the mesh, of real or compile-only devices.
+      config: `overlap`, `compiler_options` and `combine_bytes` are read.
+
+    Returns:
+      The values by the options' names; none on a CPU. An option that the compiler does not know is left out, with a
+      warning.
+
+    Raises:
+      ValueError: `combine_bytes` for a platform whose options are not known.
+    """
+    check_config(config).axes_of(mesh)
+    return step_options(mesh, config).values
+
+
+def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
+    """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
+    device = _own_device(mesh)
+    wanted = wanted_options(device, config, os.environ)
+    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
+    for name in unknown:
+        _warn(name, device.device_kind)
+    return StepOptions(options=tuple(option for option in wanted if option.name not in unknown), unknown=unknown)
+
+
+def wanted_options(device: Any, config: ZeroConfig, environment: Mapping[str, str]) -> tuple[CompilerOption, ...]:
+    """Returns the options that a config asks for on a device, whether its compiler knows them or not.
+
+    Flags of the environment replace defaults, and what the config names replaces both.
+    """
+    options = {option.name: option for option in _defaults(device)} if config.overlap else {}
+    for name in set(options).intersection(_flag_names(environment)):
+        del options[name]
+    options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
+    for name, value in (config.compiler_options or {}).items():
+        options.pop(name, None)
+        if value is not None:
+            options[name] = CompilerOption(name=name, value=_typed(value), purpose="given in the config")
+    return tuple(options.values())
+
+
+def _defaults(device: Any) -> tuple[CompilerOption, ...]:
+    if device.platform in ("gpu", "cuda"):
+        is_rocm = "rocm" in str(getattr(device.client, "platform_version", "")).lower()
+        return () if is_rocm else _OVERLAP["gpu"]
+    hardware = hardware_of(device)
+    return _OVERLAP.get(hardware.name, ()) if hardware else ()
+
+
+def _combining(platform: str, combine_bytes: int | None) -> Iterator[CompilerOption]:
+    """Yields the options that combine collectives up to a size; a larger array is still moved by one collective.
+
+    On GPUs they are for all-gathers, reduce-scatters and all-reduces, on TPUs for all-reduces, which alone have one.
+    """
+    if combine_bytes is None:
+        return
+    if platform not in _COMBINE:
+        raise ValueError(
+            f"combine_bytes={combine_bytes} is not known to apply to {platform!r}, only to {', '.join(_COMBINE)}: "
+            "leave it None"
+        )
+    for name in _COMBINE[platform]:
+        yield CompilerOption(name=name, value=combine_bytes, purpose="combine_bytes of the config")
+
+
+def _typed(value: Value) -> Value:
+    """Returns true and false as booleans, which XLA:GPU does not take as text."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def flag_words(text: str) -> list[str]:
+    """Returns the flags of `XLA_FLAGS` or `LIBTPU_INIT_ARGS`: a text, or the name of a file of them."""
+    if text.strip() and not text.strip().startswith("-"):
+        try:
+            text = pathlib.Path(text.strip()).read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError):
+            return [text]
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
+
+
+def _flag_names(environment: Mapping[str, str]) -> set[str]:
+    words = [word for name in _FLAG_VARIABLES for word in flag_words(environment.get(name, ""))]
+    names = {word.partition("=")[0].lstrip("-") for word in words}
+    return names | {name.removeprefix("no") for name in names}  # --noxla_option is --xla_option=false
+
+
+def _own_device(mesh: Mesh) -> Any:
+    """Returns a device that this process can compile for."""
+    devices = list(mesh.devices.flat)
+    return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    """What a compiler is told apart by, and a device of it."""
+
+    platform: str
+    device_kind: str
+    device: Any = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, device: Any) -> _Compiler:
+        return cls(device.platform, device.device_kind, device)
+
+
+@functools.cache
+def _unknown(compiler: _Compiler, options: tuple[tuple[str, Value], ...]) -> tuple[str, ...]:
+    """Returns the names of options that a compiler does not know: it is asked to compile a constant with them."""
+    remaining, unknown = dict(options), []
+    shape = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(compiler.device))
+    while remaining:
+        try:
+            jax.jit(_identity).lower(shape).compile(compiler_options=dict[str, Any](remaining))
+            break
+        except jax.errors.JaxRuntimeError as error:
+            match = _UNKNOWN.search(str(error))
+            if not (match and match[1] in remaining):
+                break  # of another kind, such as a wrong value, which compiling the step reports
+            del remaining[match[1]]
+            unknown.append(match[1])
+    return tuple(unknown)
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+@functools.cache
+def _warn(name: str, device_kind: str) -> None:
+    warnings.warn(
+        f"the compiler for {device_kind} does not know the option {name!r}, which is left out: remove it with "
+        f"ZeroConfig(compiler_options={{{name!r}: None}}), or use overlap=False",
+        stacklevel=2,
+    )

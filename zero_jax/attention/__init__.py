@@ -7,5 +7,6 @@ the step is traced for (`mesh_context`).
 
 from zero_jax.attention.function import dot_product_attention
 from zero_jax.attention.placement import mesh_context
+from zero_jax.attention.primitive import RESIDUALS
 
-__all__ = ["dot_product_attention", "mesh_context"]
+__all__ = ["RESIDUALS", "dot_product_attention", "mesh_context"]

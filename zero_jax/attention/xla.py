@@ -22,7 +22,8 @@ def attention(query: Array, key: Array, value: Array, bias: Array | None, mask: 
       mask: False where a query does not see a key, broadcastable to `[B, N, T, S]`.
       case: everything else.
     """
-    if case.logits_soft_cap is not None or value.shape[-1] != query.shape[-1]:
+    is_float16 = query.dtype == jnp.float16  # for which `jax.nn` asks for a product that only GPUs have
+    if case.logits_soft_cap is not None or value.shape[-1] != query.shape[-1] or is_float16:
         return _explicit(query, key, value, bias, mask, case)
     if case.segment_ids is not None:
         mask = _same_segment(case.segment_ids) if mask is None else mask & _same_segment(case.segment_ids)
@@ -49,7 +50,8 @@ def _explicit(query: Array, key: Array, value: Array, bias: Array | None, mask: 
     # A row that sees nothing weighs all keys alike, as in `jax.nn.dot_product_attention`.
     logits = jnp.where(_visible(query, key, mask, case), logits, _HIDDEN)
     weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(key.dtype).reshape(b, k, n // k, t, s)
-    out = jnp.einsum("bkgts,bskv->btkgv", weights, value).reshape(b, t, n, value.shape[-1])
+    out = jnp.einsum("bkgts,bskv->btkgv", weights, value, preferred_element_type=logits.dtype)
+    out = out.astype(value.dtype).reshape(b, t, n, value.shape[-1])
     if case.query_seq_lengths is not None:
         out *= (jnp.arange(t) < case.query_seq_lengths[:, None])[:, :, None, None].astype(out.dtype)
     return out

@@ -54,4 +54,10 @@ def _convolution(eqn: Any) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // out_features
 
 
-_RULES = {"dot_general": _dot, "conv_general_dilated": _convolution}
+def _attention(eqn: Any) -> int:
+    """Counts both products of fused attention, of all queries with all keys, masked or not."""
+    (b, t, n, h), (_, s, _, _), (*_, v) = (atom.aval.shape for atom in eqn.invars[:3])
+    return 2 * b * n * t * s * (h + v)
+
+
+_RULES = {"dot_general": _dot, "conv_general_dilated": _convolution, "zero_attention": _attention}

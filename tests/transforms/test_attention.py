@@ -2,7 +2,7 @@
 
 import functools
 
-import attention_cases as cases
+import attention_models as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +58,7 @@ def test_the_same_function_is_replaced(name):
     case = cases.SAME[name]
     params, batch = arrays(case)
     loss = functools.partial(loss_of, case)
-    fused = zero.fuse_attention(loss)
+    fused = zero.fuse_attention(loss, mesh=MESH)
     report = zero.attention_report(loss, params, batch)
     assert report.num_fused and not report.num_left, report
     assert case.says in str(report)
@@ -110,6 +110,6 @@ def test_reference_models_train_alike(make, scan):
 
 def test_unknown_attention():
     with pytest.raises(ValueError, match="choose one of own, fused"):
-        zero.fuse_attention(lambda params: params, "flash")
+        zero.fuse_attention(lambda params: params, "flash", mesh=MESH)
     with pytest.raises(ValueError, match="attention"):
         zero.ZeroConfig(attention="flash")

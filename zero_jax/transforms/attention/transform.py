@@ -7,7 +7,6 @@ that is not known to be the same function is left as it is, and the report says 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,24 +19,25 @@ from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, inlining, trace_call
-from zero_jax.core.signatures import check_callable, place_of
+from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, merged
 from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
 
 _FUNCTION = "give a function of params and further arguments"
 _CHOICES = ("own", "fused")
+_IMPLEMENTATIONS = (None, "fused", "splash", "cudnn", "xla")
 
 
 def fuse_attention(
     loss_fn: Callable[..., Any],
     attention: str = "fused",
     *,
-    mesh: Mesh | None = None,
+    mesh: Mesh,
     axes: Axes | None = None,
-    implementation: Any = None,
+    implementation: str | None = None,
 ) -> Callable[..., Any]:
     """Transforms `loss_fn(params, ...)` so that a fused kernel computes its attention where it is the same function.
 
@@ -46,22 +46,31 @@ def fuse_attention(
     Args:
       loss_fn: any traceable function of a params pytree and further arguments.
       attention: `fused`, or `own` for the function as it is.
-      mesh: the mesh of the arrays; None takes that of `dot_product_attention`.
+      mesh: the mesh of the arrays.
       axes: the roles of its axes; None finds them by name.
       implementation: as for `dot_product_attention`.
 
     Returns:
       A function with the signature of `loss_fn`.
+
+    Raises:
+      ValueError: `attention` or `implementation` is unknown.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
-    if attention not in _CHOICES:
+    check_arguments(axes=axes)
+    axes = axes or axes_of(mesh)
+    if not isinstance(implementation, str | None) or implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r}: choose None or one of {', '.join(filter(None, _IMPLEMENTATIONS))}"
+        )
+    if not isinstance(attention, str) or attention not in _CHOICES:
         hint = did_you_mean(str(attention), _CHOICES)
         raise ValueError(f"unknown attention {attention!r}: {hint}choose one of {', '.join(_CHOICES)}")
     if attention == "own":
         return loss_fn
 
     def kernel(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
-        with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes):
+        with mesh_context(mesh, axes):
             return core(read, aval=aval, implementation=implementation)
 
     @functools.wraps(loss_fn)

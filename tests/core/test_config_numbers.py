@@ -26,6 +26,7 @@ ZERO_IS_FINE = {
     "LaunchConfig": {"grace_seconds"},
     "InspectConfig": {"step"},
     "ExportConfig": {"step"},
+    "DecoderConfig": {"num_experts", "expert_balance"},
 }
 # What a field needs beside it to be allowed at all.
 BESIDE = {"decay_fraction": {"schedule": "wsd"}, "momentum": {"optimizer": "sgd"}}

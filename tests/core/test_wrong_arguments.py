@@ -85,6 +85,7 @@ CALLS = {
     "abstract_state": lambda: {"init_fn": lambda key: host_params(), "tx": TX, **PLACED},
     "batch_sharding": lambda: {"mesh": MESH},
     "compiler_options": lambda: dict(PLACED),
+    "dot_product_attention": lambda: dict.fromkeys(("query", "key", "value"), jnp.ones((2, 4, 2, 8))),
     "fuse_attention": lambda: {"loss_fn": loss_fn, "mesh": MESH},
     "gather_on_use": lambda: {"fn": loss_fn, "specs": P(), "mesh": MESH},
     "init_state": lambda: {"init_fn": host_params(), "tx": TX, "key": jax.random.key(0), **PLACED},

@@ -58,8 +58,8 @@ KINDS = [
     (lambda: zero.gather_on_use(host_params(), loss_fn, mesh=MESH), "fn={.* is no function: .*gather_on_use.fn, specs"),
     (lambda: zero.rematerialize(None, "full", mesh=MESH), "loss_fn=None is no function"),
     (lambda: zero.remat_report(None, host_params(), make_batch(), remat="full", mesh=MESH), "loss_fn=None is no fun"),
-    (lambda: zero.Checkpointer(None), "directory=None is no path: give the folder"),
-    (lambda: zero.restore(3, init_fn=host_params, tx=TX, **PLACED), "directory=3 is no path: give the folder"),
+    (lambda: zero.Checkpointer(None), "directory=None is not a path: give the folder"),
+    (lambda: zero.restore(3, init_fn=host_params, tx=TX, **PLACED), "directory=3 is not a path: give the folder"),
     (lambda: zero.params_ema("x"), "ema_decay='x': give a number above 0"),
 ]  # fmt: skip
 

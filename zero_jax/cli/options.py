@@ -89,10 +89,6 @@ class _AddEntry(argparse.Action):
         name, separator, value = values.partition("=")
         if not (name and separator and value):
             raise argparse.ArgumentError(self, f"{_short(values)} is not of the form NAME=VALUE")
-        try:
-            check_value(values)
-        except ValueError as error:
-            raise argparse.ArgumentError(self, str(error)) from error
         entries = getattr(namespace, self.dest) or {}
         setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
 
@@ -148,7 +144,9 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
         elif kind.base is dict:
-            group.add_argument(option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", **settings)
+            group.add_argument(
+                option.removesuffix("s"), action=_AddEntry, metavar="NAME=VALUE", type=reader(str), **settings
+            )
         elif kind.choices:
             group.add_argument(option, choices=kind.choices, **settings)
         else:

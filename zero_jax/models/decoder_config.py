@@ -7,6 +7,26 @@ from typing import Any, Literal
 ACTIVATIONS = ("silu", "gelu")
 
 
+_LARGEST = 2**31 - 1
+_MAY_BE_ZERO = ("num_experts", "expert_balance")
+
+
+def _check_number(name: str, value: Any, kind: Any) -> None:
+    """Raises `ValueError` for a boolean or number that is not of the kind that a field is annotated with."""
+    wanted = str(getattr(kind, "__name__", kind))
+    if value is None and "None" in wanted:
+        return
+    if wanted == "bool":
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={str(value)[:60]!r}: give True or False")
+    elif wanted.startswith(("int", "float")):
+        is_int = wanted.startswith("int")
+        if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
+            raise ValueError(f"{name}={str(value)[:60]!r}: give {'a whole number' if is_int else 'a number'}")
+        if not 0 <= value <= _LARGEST or (value == 0 and name not in _MAY_BE_ZERO):
+            raise ValueError(f"{name}={str(value)[:60]}: give a positive number of at most {_LARGEST}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched for contexts longer than those of the pretraining.
@@ -97,10 +117,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Refuses shapes that cannot be built."""
-        positive = ("vocab_size", "seq_len", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*positive, "d_hidden", "window_period", "experts_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        for field in dataclasses.fields(self):
+            _check_number(field.name, getattr(self, field.name), field.type)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: query heads share "
@@ -110,8 +128,6 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions rotate pairs of features")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window={self.window}: give at least 1 token, or None for no window")
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}")
 

@@ -171,6 +171,16 @@ def test_a_cpu_program_compiles_with_combine_bytes():
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_the_compiler_knows_the_defaults(topology):
+    mesh, unknown = zero.make_mesh(topology=topology), "xla_nonsense_of_a_tpu"
+    with pytest.warns(UserWarning, match=unknown):
+        options = step_options(mesh, zero.ZeroConfig(compiler_options={unknown: 1}))
+    assert options.unknown == (unknown,)
+    assert options.values == wanted(device(topology.partition(":")[0])) != {}
+
+
+@pytest.mark.tpu_compiler
 def test_a_tpu_program_joins_all_reduces_up_to_the_size():
     mesh = zero.make_mesh(topology="v5e:2x2")
     stacks = [jax.ShapeDtypeStruct((4, 512, 512), jnp.bfloat16, sharding=named(mesh, (("data",), (), ())))] * 6

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_jax import checkpoint, cluster, data, trainer
     from zero_jax.analysis import PAPER_CONFIGS, LossTrace, comms, memory, paper, trace_loss
+    from zero_jax.attention import dot_product_attention
     from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
@@ -43,9 +44,12 @@ if TYPE_CHECKING:
         state_shardings,
     )
     from zero_jax.transforms import (
+        AttentionReport,
         GatherReport,
         Remat,
         RematReport,
+        attention_report,
+        fuse_attention,
         gather_on_use,
         gather_report,
         remat_report,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "zero_jax": "checkpoint cluster data trainer",
     "zero_jax.analysis": "LossTrace PAPER_CONFIGS comms memory paper trace_loss",
+    "zero_jax.attention": "dot_product_attention",
     "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
@@ -68,12 +73,16 @@ _PUBLIC = {
         "init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report "
         "state_shardings"
     ),
-    "zero_jax.transforms": ("GatherReport Remat RematReport gather_on_use gather_report remat_report rematerialize"),
+    "zero_jax.transforms": (
+        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
+        "remat_report rematerialize"
+    ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [
     "PAPER_CONFIGS",
+    "AttentionReport",
     "AutoPlan",
     "BatchBuffers",
     "CheckpointConfig",
@@ -99,13 +108,16 @@ __all__ = [
     "Variables",
     "ZeroConfig",
     "abstract_state",
+    "attention_report",
     "batch_sharding",
     "checkpoint",
     "cluster",
     "comms",
     "compiler_options",
     "data",
+    "dot_product_attention",
     "ema_params",
+    "fuse_attention",
     "gather_on_use",
     "gather_report",
     "init_state",

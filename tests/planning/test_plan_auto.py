@@ -66,7 +66,10 @@ def test_more_traffic_takes_longer():
     assert seconds(setting(3)) > seconds(setting(2))
     assert seconds(setting(3, num_microbatches=4)) > seconds(setting(3))
     assert seconds(setting(3, keep_gathered=True)) < seconds(setting(3))
-    assert seconds(setting(1, num_microbatches=4)) == seconds(setting(1))
+    # Stage 1 sums its microbatches before it sends them.
+    data_seconds = estimator().data_seconds
+    assert data_seconds(setting(1, num_microbatches=4)) == data_seconds(setting(1)) == data_seconds(setting(2))
+    assert data_seconds(setting(2, num_microbatches=4)) == pytest.approx(2.5 * data_seconds(setting(2)))
 
 
 def auto(**options):

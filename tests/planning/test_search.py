@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import random
 
 import pytest
 
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
-from zero_jax.planning.ranking import Candidate, Estimated, Outcome, shortage
-from zero_jax.planning.search import candidates, search
+from zero_jax.planning.ranking import Candidate, Estimated, Outcome, Ranked, shortage
+from zero_jax.planning.search import candidates, corrected_seconds, search
 
 STAGES = dict(enumerate(PAPER_CASES.values()))
 
@@ -16,7 +17,7 @@ STAGES = dict(enumerate(PAPER_CASES.values()))
 def estimate(setting):
     """1.6 billion params: 25.6 GB unsharded; 0.5 GB an example of a microbatch; microbatches and gathers take time."""
     states = model_state_bytes(1.6e9, sharded=STAGES[setting.stage], num_devices=setting.data)
-    residuals = 0.5e9 * setting.per_device_microbatch_size
+    residuals = 0.5e9 * setting.batch_size // (setting.replica * setting.data * setting.num_microbatches)
     seconds = 1 + 0.1 * setting.num_microbatches + (0.5 if setting.stage == 3 else 0)
     return Estimated(
         bytes=states.total_bytes + residuals,
@@ -127,6 +128,90 @@ def test_compiles_the_fastest_and_ranks_by_the_compiler():
     rest = [entry.seconds for entry in got.ranked[3:]]
     assert rest == sorted(rest) and all(entry.outcome is None for entry in got.ranked[3:])
     assert got.num_compiled == 3
+
+
+def is_plain(setting):
+    return setting.replica == 1
+
+
+def test_the_plain_setting_is_the_control():
+    # The fastest by estimate, with replicas, is compiled second; the control is the fastest plain one.
+    for max_compiles in (1, 2):
+        compiler, lines = Compiler(), []
+        run(compiler=compiler, max_compiles=max_compiles, is_plain=is_plain, log=lines.append)
+        assert compiler.asked[0] == Candidate(stage=2, data=8, batch_size=32)
+        assert f"compiling 1 of at most {max_compiles}: {compiler.asked[0]}, the plain setting, as a control" in lines
+        assert len(compiler.asked) == max_compiles
+
+
+def test_the_next_plain_setting_is_the_control_where_the_compiler_refuses_the_first():
+    compiler = Compiler(lambda s: Outcome(fits=s.stage == 3, bytes=1e9 if s.stage == 3 else 99e9, seconds=1))
+    got = run(compiler=compiler, max_compiles=4, is_plain=is_plain)
+    (control,) = [setting for setting in compiler.asked if setting.stage == 3 and is_plain(setting)][:1]
+    assert control.num_microbatches == 1  # of all that fit, the fewest microbatches
+    assert all(is_plain(setting) for setting in compiler.asked[: compiler.asked.index(control)])
+    assert got.best.stage == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_compiled_setting_is_faster_than_the_best(seed):
+    draw = random.Random(seed)
+
+    def outcome(setting):
+        unknown = draw.random() < 0.2
+        return Outcome(fits=draw.random() < 0.7, bytes=1e9, seconds=None if unknown else draw.lognormvariate(0, 2))
+
+    compiler = Compiler(outcome)
+    got = run(compiler=compiler, max_compiles=8, is_plain=is_plain)
+    compiled = {x.setting: x.outcome.seconds for x in got.ranked if x.outcome}
+    assert set(compiled) <= set(compiler.asked) and is_plain(compiler.asked[0])
+    if known := [seconds for seconds in compiled.values() if seconds is not None]:
+        assert compiled[got.best] == min(known)
+    # Compiled settings come first, and their times are never those of an estimate.
+    assert [bool(x.outcome) for x in got.ranked] == [True] * len(compiled) + [False] * (len(got.ranked) - len(compiled))
+    assert all(x.seconds == (x.outcome.seconds or float("inf")) for x in got.ranked[: len(compiled)])
+
+
+def ranked(seconds, outcome=None, **fields):
+    setting = Candidate(**{"stage": 3, "data": 8, "batch_size": 32} | fields)
+    return Ranked(setting=setting, estimated=Estimated(bytes=1e9, seconds=seconds), outcome=outcome)
+
+
+def test_what_is_compiled_corrects_the_other_estimates():
+    waiting = ranked(2.0, remat="none", num_microbatches=4)
+    assert corrected_seconds(waiting, []) is None
+    twice = ranked(1.0, Outcome(fits=True, seconds=2.0))
+    assert corrected_seconds(waiting, [twice]) == pytest.approx(4.0)
+    # It shares stage, replica and model with the one (4 ** 3 = 64), remat and microbatches too with the other (1024).
+    eightfold = ranked(1.0, Outcome(fits=True, seconds=8.0), remat="none", num_microbatches=2)
+    ratio = 2 ** ((64 * 1 + 1024 * 3) / (64 + 1024))
+    assert corrected_seconds(waiting, [twice, eightfold]) == pytest.approx(2.0 * ratio)
+    # What failed teaches nothing.
+    failed = ranked(1.0, Outcome(fits=False, error="crashed"))
+    assert corrected_seconds(waiting, [failed, ranked(1.0)]) is None
+
+
+def test_the_next_setting_is_chosen_by_corrected_estimates():
+    # No remat takes ten times as long as estimated: after one such program the others of its kind are not tried.
+    def estimate(setting):
+        return Estimated(bytes=1e9, seconds=1.0 if setting.remat == "none" else 2.0 + setting.num_microbatches)
+
+    def outcome(setting):
+        return Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds * (10 if setting.remat == "none" else 1))
+
+    compiler = Compiler(outcome)
+    settings = candidates(num_devices=8, batch_size=32, stages=(3,), remats=("none", "full"))
+    plain = lambda setting: setting.remat == "full" and is_plain(setting)  # noqa: E731
+    got = run(settings, compiler=compiler, estimate=estimate, max_compiles=3, is_plain=plain)
+    assert [setting.remat for setting in compiler.asked] == ["full", "none", "full"]
+    assert got.best.remat == "full" and got.ranked[0].seconds == 3.0
+    rest = [entry for entry in got.ranked if not entry.outcome]
+    assert all(x.corrected_seconds and x.seconds == x.corrected_seconds for x in rest)
+    assert all(x.seconds > 5 for x in rest if x.setting.parts == compiler.asked[1].parts)
+    text = str(got)
+    assert "estimate, corrected" in text
+    ranks = [line.split()[0] for line in text.splitlines() if line.lstrip()[:2].strip().isdigit()]
+    assert ranks == ["1", "2", "3"]  # estimates have no rank beside what is compiled
 
 
 def test_goes_on_when_the_compiler_says_no():

@@ -1,15 +1,17 @@
 """The text of a compiled XLA program as data; imports neither jax nor zero_jax.
 
 `parse` turns the text into a `Program` of computations and instructions, once. From it `collectives` lists what is
-sent, how often and between which devices, `peak` the buffers that are alive at the peak of memory, `cycles` and
-`roofline` the cost of an instruction, `play` which collectives overlap with computation, and `Phases` the pass that an
-instruction belongs to. Names and shapes are parsed here, and only here.
+sent, how often and between which devices, and `network_transfers` what goes to other slices; `peak` the buffers that
+are alive at the peak of memory; `cycles` and `roofline` the cost of an instruction, kernels included; `play` which
+collectives overlap with computation; and `Phases` the pass that an instruction belongs to. Names and shapes are parsed
+here, and only here.
 """
 
-from zero_jax.hlo.cost import cycles, roofline
+from zero_jax.hlo.cost import Work, cycles, roofline
 from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.memory import Buffer, Heap, peak
+from zero_jax.hlo.network import NetworkTransfer, network_transfers
 from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, parse
 from zero_jax.hlo.schedule import Timeline, play
@@ -22,15 +24,18 @@ __all__ = [
     "Heap",
     "HeapLayout",
     "Instruction",
+    "NetworkTransfer",
     "Phases",
     "Program",
     "Timeline",
+    "Work",
     "arrays",
     "by_kind",
     "collectives",
     "cycles",
     "gathered_path",
     "layout_options",
+    "network_transfers",
     "parse",
     "parse_shape",
     "peak",

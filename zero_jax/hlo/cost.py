@@ -6,13 +6,14 @@ import re
 
 import numpy as np
 
+from zero_jax.hlo.custom_calls import Decode, kernel_call
 from zero_jax.hlo.layout import Array, arrays, parse_shape
 from zero_jax.hlo.program import Instruction, Program, integers
 
 # No work of their own: names for parts of values, and what the schedule or a called computation accounts for.
 _FREE = re.compile(
     r"tuple|get-tuple-element|bitcast|parameter|constant|after-all|add-dependency|opt-barrier|partition-id|replica-id|"
-    r"while|conditional|call|[a-z-]+-(?:start|update|done)|async-.*"
+    r"while|conditional|call|send|recv|[a-z-]+-(?:start|update|done)|async-.*"
 )
 _FREE_CUSTOM_CALLS = (
     "AllocateBuffer",
@@ -21,8 +22,13 @@ _FREE_CUSTOM_CALLS = (
     "ConcatBitcast",
     "AssumeGatherIndicesInBound",
     "GatherScatterIndicesBitpacked",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "SliceId",
+    "ZeroCrop",
 )
 _GEMMS = re.compile(r'custom_call_target="__cublas\$(?:lt\$)?(?:gemm|matmul)[^"]*"')
+_DAY_CYCLES = 86_400 * 10**9
 _SAME_DATA = ("bitcast", "reshape", "convert", "copy", "transpose")
 _READS_PART = ("dynamic-slice", "slice", "gather")
 
@@ -36,32 +42,43 @@ class Work:
         is bound by memory.
       bytes: Bytes read and written; of an operand that is only sliced or updated in place, the slice.
       is_known: Whether all of it was understood; not so for custom calls of unknown targets.
+      engine: The kind of kernel that does it, as of `KernelCall`; '' for the compiler's own code.
+      is_exact: Whether it is known how much of a kernel is executed; where not, all of it counts.
     """
 
     flops: float
     bytes: int
     is_known: bool = True
+    engine: str = ""
+    is_exact: bool = True
 
 
 def cycles(instruction: Instruction) -> int | None:
-    """Returns the cycles that XLA:TPU's cost model gives an instruction, or None where it gives none."""
-    match = re.search(r'"estimated_cycles":"(\d+)"', instruction.line)
-    return int(match[1]) if match else None
+    """Returns the cycles that XLA:TPU's cost model gives an instruction, or None where it gives none.
+
+    Where it knows none, as of a Pallas kernel, the compiler of JAX 0.12 writes the largest integer: no instruction
+    takes a day.
+    """
+    match = re.search(r'"estimated_cycles":"(-?\d+)"', instruction.line)
+    return int(match[1]) if match and 0 <= int(match[1]) < _DAY_CYCLES else None
 
 
-def roofline(program: Program, computation: str, instruction: Instruction) -> Work:
+def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
     Args:
       program: The program.
       computation: The name of the computation that holds the instruction.
       instruction: An instruction outside of fusions; a fusion counts as a whole.
+      decode: Decodes the bodies of Pallas kernels into text.
     """
     opcode, line = instruction.opcode, instruction.line
     if _FREE.fullmatch(opcode) or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):
         return Work(flops=0, bytes=0)
-    flops = _flops(program, computation, instruction)
     num_bytes = _moved_bytes(program, computation, instruction)
+    if opcode == "custom-call" and (call := kernel_call(program, computation, instruction, decode)):
+        return Work(flops=call.flops, bytes=call.bytes or num_bytes, engine=call.engine, is_exact=call.is_exact)
+    flops = _flops(program, computation, instruction)
     known = opcode != "custom-call" or flops is not None
     return Work(flops=flops or 0, bytes=num_bytes, is_known=known)
 

@@ -12,6 +12,7 @@ KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|colle
 _ANY_COLLECTIVE = re.compile(rf" (?:{KINDS})(?:-start)?\(")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?(\S+) = (.*?) ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+)[\s(].*\{$")
+_END = re.compile(r"\}(, execution_thread=.*)?$")  # of a computation
 _LAYOUT_OR_COMMENT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
 CALLER = re.compile(r"while|fusion|call|conditional|custom-call|[a-z-]+-start")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([^\s,}]+)")
@@ -19,6 +20,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED_LISTS = re.compile(r"\b(?:branch|called)_computations=\{([^}]*)\}")
 _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge}
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max}
+_LITERAL = re.compile(r" constant\((\{[-\d{}, ]*\})\)")  # an array of integers
 _PASS_THROUGH = ("copy", "copy-start", "copy-done", "convert", "bitcast", "reshape", "opt-barrier")
 
 
@@ -90,7 +92,7 @@ class Program:
         self._trips: dict[tuple[str, str], int | None] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
         computation = table = ""
-        for line in text.split("\n"):
+        for line in _lines(text):
             if line.startswith(" "):
                 if match := _INSTRUCTION.match(line):
                     instruction = Instruction(match[2], match[4], match[3], line, match.end())
@@ -140,6 +142,14 @@ class Program:
             self._trips[key] = self._count_trips(computation, loop)
         return self._trips[key]
 
+    def literal(self, computation: str, name: str) -> str | None:
+        """The constant that a value is, wherever it was passed on from, or of which it is a row.
+
+        None where the text leaves it out.
+        """
+        value = self._value(computation, name, (), self._passed_by_callers(computation))
+        return value if isinstance(value, str) else None
+
     def _count_trips(self, computation: str, loop: Instruction) -> int | None:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(match[1])
@@ -175,7 +185,10 @@ class Program:
         return trips if goes_on(0) is not None and trips < 2**40 else None
 
     def _value(self, computation: str, name: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
-        """The integer (or whatever `argument` yields) at a path of tuple indices in a value, or None if unknown."""
+        """The integer at a path of tuple indices in a value; the text of an array; None if unknown.
+
+        Of an argument, whatever `argument` yields.
+        """
         instruction = self.computations.get(computation, {}).get(name)
         if instruction is None:
             return None
@@ -185,6 +198,8 @@ class Program:
             return self._value(computation, operand, path, argument)
 
         if opcode == "constant":
+            if match := _LITERAL.search(line):
+                return match[1]
             return int(operands[0]) if operands and re.fullmatch(r"-?\d+", operands[0]) else None
         if opcode == "parameter":
             return argument(int(operands[0]), path)
@@ -194,12 +209,22 @@ class Program:
             return value(operands[path[0]], path[1:])
         if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
             return value(operands[0], path)
+        if opcode == "dynamic-slice" and self._slices_rows(computation, instruction):
+            rows = value(operands[0])  # the text of all of them: which one it is depends on the device
+            return rows if isinstance(rows, str) else None
         if opcode in ("fusion", "call"):
             return self._result(next(iter(instruction.called.values())), path, lambda i, path: value(operands[i], path))
         match = re.search(r"\bdirection=(\w+)", line) if opcode == "compare" else None
         function = _COMPARE.get(match[1]) if match else _ARITHMETIC.get(opcode)
         values = [value(operand) for operand in operands] if function else []
         return function(*values) if function and all(isinstance(value, int) for value in values) else None
+
+    def _slices_rows(self, computation: str, instruction: Instruction) -> bool:
+        """Whether a dynamic-slice leaves all dims but the first as they are."""
+        operand = self.computations[computation].get(instruction.operands[0])
+        sizes = re.search(r"dynamic_slice_sizes=\{([\d,]*)\}", instruction.line)
+        dims = re.search(r"\[([\d,]*)\]", operand.shape) if operand else None
+        return sizes is not None and dims is not None and integers(sizes[1])[1:] == integers(dims[1])[1:]
 
     def _result(self, computation: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
         return self._value(computation, self.roots.get(computation, ""), path, argument)
@@ -242,6 +267,22 @@ def parse(compiled: Any) -> Program:
     if not text:
         raise ValueError(f"{type(compiled).__name__} has no text: pass what `.lower(...).compile()` returns")
     return Program(text)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yields the lines of a module, each instruction as one: the metadata of a Pallas kernel has line breaks."""
+    parts: list[str] = []
+    for line in text.split("\n"):
+        if parts and not line.startswith(" ") and not _END.match(line):
+            parts.append(line)
+            continue
+        if parts:
+            yield "".join(parts)
+        parts = [line] if line.startswith(" ") else []
+        if not parts:
+            yield line
+    if parts:
+        yield "".join(parts)
 
 
 def integers(text: str) -> list[int]:

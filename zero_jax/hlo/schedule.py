@@ -9,16 +9,21 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from zero_jax.hlo.network import NetworkTransfer, rendezvous
 from zero_jax.hlo.program import KINDS, Instruction, Program
 from zero_jax.hlo.traffic import Collective
 
 Key = tuple[str, str]
-_DONE = re.compile(rf"({KINDS}|async|call|fusion)-done")
-_LAUNCH = re.compile(rf"({KINDS}|async|call|fusion)-start")
+_WRAPPERS = "async|call|custom-call|fusion"
+_DONE = re.compile(rf"({KINDS}|{_WRAPPERS})-done")
+_LAUNCH = re.compile(rf"({KINDS}|{_WRAPPERS})-start")
 _COLLECTIVE = re.compile(KINDS)
 # Prefetches between HBM and VMEM run on engines of their own; the `-update`s and `-done`s have no work of their own.
-_FREE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|[a-z-]+-update|parameter|constant")
+_FREE = re.compile(
+    r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|(send|recv)(-done)?|[a-z-]+-update|parameter|constant"
+)
 _NUM_NAMES = 3
+_NETWORK = "network"  # between slices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,9 @@ class Timeline:
       total_seconds: All of it: `compute_seconds` and `exposed_seconds`.
       compute_seconds: The ordinary instructions.
       exposed_seconds: Time in which computation waits for a collective, or a synchronous one runs alone.
-      collective_seconds: All executions of all collectives, hidden or not.
-      overlaps: One execution of each asynchronous collective, by (computation, name).
+      collective_seconds: All executions of all collectives and transfers between slices, hidden or not.
+      overlaps: One execution of each of those that are asynchronous, by (computation, name).
+      network_seconds: Of `collective_seconds`, the transfers between slices.
     """
 
     total_seconds: float
@@ -55,6 +61,7 @@ class Timeline:
     exposed_seconds: float
     collective_seconds: float
     overlaps: Mapping[Key, Overlap] = dataclasses.field(repr=False)
+    network_seconds: float = 0.0
 
     def __str__(self) -> str:
         hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
@@ -70,6 +77,8 @@ def play(
     *,
     seconds_of: Callable[[Program, str, Instruction], float],
     link_seconds: Callable[[Collective], float],
+    transfers: Sequence[NetworkTransfer] = (),
+    network_seconds: Callable[[NetworkTransfer], float] = lambda transfer: 0.0,
     unknown_trip_count: int | None = None,
 ) -> Timeline:
     """Plays the schedule of a program as events on one device.
@@ -81,6 +90,8 @@ def play(
     collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies between HBM and VMEM
     (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
 
+    A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands.
+
     XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
     them: what lies in between is what they overlap with.
 
@@ -90,18 +101,22 @@ def play(
       seconds_of: The time of an instruction in a computation that is no collective; it is asked about fusions,
         never about what is inside them.
       link_seconds: The time of one execution of a collective with its links to itself.
+      transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
+      network_seconds: The time of one execution of a transfer with the network to itself.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
 
     Raises:
       ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
     """
     player = _Player(program, listed, seconds_of, link_seconds, unknown_trip_count)
+    player.network = {(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers}
     run = player.computation(program.entry)
     return Timeline(
         total_seconds=run.now,
         compute_seconds=run.compute_seconds,
         exposed_seconds=run.exposed_seconds,
         collective_seconds=sum(run.link_seconds.values()),
+        network_seconds=run.link_seconds[_NETWORK],
         overlaps=player.overlaps,
     )
 
@@ -179,6 +194,7 @@ class _Player:
         self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
         for collective in listed:
             self.by_computation[collective.computation].append(collective)
+        self.network: dict[Key, float] = {}
         self.played: dict[str, _Run] = {}
         self.overlaps: dict[Key, Overlap] = {}
 
@@ -198,6 +214,11 @@ class _Player:
             opcode, key = instruction.opcode, (computation, instruction.name)
             if key in self.by_key:
                 self.collective(run, self.by_key[key], handle=key)
+            elif key in self.network:
+                handle = _NETWORK, rendezvous(instruction)
+                run.in_flight.append(run.enqueue(key, _NETWORK, handle, self.network[key]))
+            elif opcode == "recv-done":
+                self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
             elif opcode == "while":
                 body = self.computation(instruction.called["body"])
                 run.repeat(body, self.num_trips(computation, instruction, body), computation, instruction)
@@ -208,7 +229,10 @@ class _Player:
                 for called in instruction.called.values():
                     self.run(run, called)
             elif _LAUNCH.fullmatch(opcode) or opcode == "fusion":
-                self.wrapped(run, computation, instruction)
+                if opcode == "fusion" or instruction.operands:
+                    self.wrapped(run, computation, instruction)
+            elif opcode.endswith("-update"):
+                self.handed_over(run, computation, instruction)
             elif _DONE.fullmatch(opcode):
                 self.done(run, self.started_by(computation, instruction))
             elif not (_FREE.fullmatch(opcode) or _COLLECTIVE.fullmatch(opcode)):
@@ -239,6 +263,14 @@ class _Player:
             run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
         elif called:  # what is computed on the side is taken to be computed where it starts
             run.repeat(self.computation(called), 1, computation, instruction)
+
+    def handed_over(self, run: _Run, computation: str, update: Instruction) -> None:
+        """An `-update`: XLA:TPU (JAX 0.12) starts a call on a SparseCore without operands, and hands them over here."""
+        _, name = handle = self.started_by(computation, update)
+        start = self.program.computations[computation].get(name)
+        is_first = all(flight.handle != handle for flight in run.in_flight)
+        if start and not start.operands and len(update.operands) > 1 and is_first:
+            self.wrapped(run, computation, start)
 
     def inside(self, computation: str) -> list[Collective]:
         """The collectives in a computation and in what it calls."""
@@ -281,7 +313,11 @@ class _Player:
         source = self.program.source(instruction.line)
         return f"{instruction.name} ({source})" if source else instruction.name
 
-    def started_by(self, computation: str, done: Instruction) -> Hashable:
+    def operand(self, computation: str, instruction: Instruction) -> Instruction:
+        """The first operand of an instruction, where it is in the same computation."""
+        return self.program.computations[computation].get(instruction.operands[0], instruction)
+
+    def started_by(self, computation: str, done: Instruction) -> Key:
         """The key of the start that a `-done` belongs to, through `-update`s."""
         instructions = self.program.computations[computation]
         name = done.operands[0]

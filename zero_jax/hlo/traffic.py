@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zero_jax.hlo.groups import Groups, replica_groups, rings
@@ -150,7 +150,7 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
         starts = [key for key in keys if program.starts_asynchronously(key[0])]
         for key in set(keys).difference(starts or keys[:1]):
             del by_key[key]
-    counts = _executions(program, by_key, unknown_trip_count)
+    counts = executions(program, by_key, unknown_trip_count)
     return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
 
 
@@ -195,10 +195,19 @@ def _listed(program: Program | str | Iterable[Collective]) -> Iterable[Collectiv
     return collectives(program) if isinstance(program, Program | str) else program
 
 
-def _executions(
-    program: Program, by_key: dict[tuple[str, str], Collective], unknown_trip_count: int | None
+def executions(
+    program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None
 ) -> collections.Counter:
-    """The executions of each collective in one run of the program, by the keys of `by_key`."""
+    """Counts the executions of operations that send in one run of a program.
+
+    Args:
+      program: The program.
+      by_key: The operations, which have `sent_bytes`, by computation and name.
+      unknown_trip_count: Iterations of a loop whose trip count the text does not settle.
+
+    Raises:
+      ValueError: A loop around one has no known trip count and `unknown_trip_count` is not given.
+    """
 
     def sent(counts: collections.Counter) -> float:
         return sum(by_key[key].sent_bytes * count for key, count in counts.items())

@@ -70,7 +70,8 @@ def plan_auto(
     """Searches stage, replica x data x model, microbatches and remat policy for a model, a topology and a batch.
 
     All settings are estimated and ranked; those with the least estimated time are compiled, and only compiled settings
-    can be the best.
+    can be the best. One of the compiled settings is plain: the fastest stage over `data` alone, with the model's own
+    remat and the fewest microbatches that fit.
 
     Args:
       loss_fn: the loss function, or several by name, such as the same with remat policies of its own.
@@ -88,7 +89,7 @@ def plan_auto(
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       max_num_microbatches: the most microbatches to try.
-      max_compiles: the most settings to compile.
+      max_compiles: the most settings to compile, the plain one included; 1 compiles that alone.
       **compiling: `name`, `cache`, `own_process`, `timeout_seconds` (of each compile) and `log`, as for `plan`.
 
     Raises:
@@ -98,7 +99,7 @@ def plan_auto(
     check_arguments(max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
-    policies = _policies(loss_fn, config, remats)
+    policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     sizes = _model_sizes(estimator, models)
     same = estimator.same_policies(max(sizes))
@@ -119,7 +120,7 @@ def plan_auto(
 
     def compile(setting: Candidate) -> Outcome:
         named = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(_apply(setting, job, policies), named)
+        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
         seconds = report.time.step_seconds if report.time else None
         return Outcome(fits=report.fits, bytes=report.needed_bytes, seconds=seconds, error=report.refusal)
 
@@ -129,18 +130,19 @@ def plan_auto(
         compile=compile,
         capacity_bytes=estimator.hardware.usable_bytes,
         max_compiles=max_compiles,
+        is_plain=_plain(settings, same.get("own", "own") if "own" in policies else next(iter(policies))),
         log=options.log,
     )
     best = ranking.best
     return AutoPlan(
         ranking=ranking,
         best=reports.get(best) if best else None,
-        config=_apply(best, job, policies).config if best else None,
+        config=apply_setting(best, job, policies).config if best else None,
         reports=reports,
     )
 
 
-def _policies(
+def remat_policies(
     loss_fn: Callable[..., Any] | MeshLoss | Mapping[str, Callable[..., Any]],
     config: ZeroConfig,
     remats: Sequence[str] | None,
@@ -158,6 +160,13 @@ def _policies(
     return {name: Policy(loss_fn=loss_fn, remat=name) for name in (resolve_remat(remat).name for remat in remats)}
 
 
+def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
+    """Returns the function that tells a plain setting: the least axes beside `data`, and this remat policy."""
+    axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
+    least = min(map(axes, settings))
+    return lambda setting: axes(setting) == least and setting.remat == remat
+
+
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:
     """Returns the sizes of the axis `model` to try: those that the params can be sharded over."""
     if models is None:
@@ -169,7 +178,7 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
     return tuple(model for model, refusal in refusals.items() if not refusal) or tuple(models)
 
 
-def _apply(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
+def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
     policy = policies[setting.remat]
     config = dataclasses.replace(

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.analysis import LossTrace, memory, trace_loss
 from zero_jax.planning.job import Job
 from zero_jax.planning.ranking import Candidate, Estimated
+from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
@@ -24,13 +26,7 @@ from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, abstract_state
 from zero_jax.transforms import Remat
 
-# Rough figures, good enough to rank settings: the share of the peak FLOPs that matrix products reach, the share of the
-# collectives over `data` that computation hides, the links of a TPU's torus that a group of `model` (one dim, both
-# directions) and of `data` (two dims) uses, and a device's share of the bandwidth to its host.
-_EFFICIENCY = 0.5
-_HIDDEN = 0.5
-_MODEL_LINKS, _DATA_LINKS = 2, 4
-_HOST_BYTES_PER_SECOND = 1.2e10
+_SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _MAX_MODEL = 16
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
@@ -80,19 +76,24 @@ class Estimator:
         self.job, self.policies, self.temporaries, self.log = job, policies, temporaries, log
         self.logged_at = -math.inf
         parsed = topology.parse(job.topology)
-        self.hardware, self.num_slices = parsed.hardware, parsed.num_slices
+        self.topology, self.hardware, self.roofline = parsed, parsed.hardware, Roofline(parsed)
         self.devices = topology.devices(job.topology)
         self.num_devices = len(self.devices)
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
         self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
-        self.has_master = resolve_precision(self.config.precision).has_master
+        self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
         self.trace = functools.cache(self._trace)
+        self.links = functools.cache(self._links)
 
     def mesh(self, model: int) -> Any:
         """Returns a mesh of `model` devices, all of them on the axis `model`."""
         return make_mesh(devices=self.devices[:model], model=model)
+
+    def _links(self, replica: int, model: int) -> MeshLinks:
+        """Returns the links of the mesh of a setting."""
+        return MeshLinks(make_mesh(devices=self.devices, replica=replica, model=model), self.topology)
 
     def _sizes(self, model: int) -> tuple[memory.MemoryEstimate, float]:
         """Returns the memory estimate on `model` devices, and the number of params per device."""
@@ -163,7 +164,7 @@ class Estimator:
         groups, (sizes, num_params) = sharded_groups(setting.stage), self.sizes(setting.model)
         optimizer = sizes.optimizer_bytes / (setting.data if "opt_state" in groups else 1)
         # Where master params are sharded as the params would be, there is no low-precision copy of them.
-        param_bytes = 0.0 if self.has_master and "params" in groups else sizes.param_bytes
+        param_bytes = 0.0 if self.precision.has_master and "params" in groups else sizes.param_bytes
         model_state = sizes.by_group.get("model_state", 0.0) / (setting.data if "model_state" in groups else 1)
         return num_params * (optimizer + param_bytes / (setting.data if "params" in groups else 1)) + model_state
 
@@ -187,24 +188,46 @@ class Estimator:
 
     def seconds(self, setting: Candidate) -> float:
         """Returns the approximate seconds of a step."""
-        hardware, (sizes, num_params), k = self.hardware, self.sizes(setting.model), setting.num_microbatches
-        traced = self.trace(setting.remat, setting.model)
-        compute = traced.flops / setting.num_devices / (hardware.flops_per_second * _EFFICIENCY)
-        groups = sharded_groups(setting.stage)
+        traced, roofline = self.trace(setting.remat, setting.model), self.roofline
+        parts = setting.replica * setting.data
+        compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
+        compute += roofline.moved_seconds(self.update_bytes(setting))
+        waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
+        return max(compute + waits, roofline.host_seconds(traced, parts))
+
+    def update_bytes(self, setting: Candidate) -> float:
+        """Returns the bytes per device that the update and the accumulation of gradients move in a step."""
+        (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
+        share = {group: 1 / setting.data if group in groups else 1 for group in ("params", "grads", "opt_state")}
+        update = share["opt_state"] * (2 * sizes.optimizer_bytes + sizes.grad_bytes)
+        casts = share["params"] * 2 * sizes.param_bytes
+        k = setting.num_microbatches
+        sums = k * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if k > 1 else 0.0
+        return num_params * (update + casts + sums)
+
+    def data_seconds(self, setting: Candidate) -> float:
+        """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""
+        (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
+        links, k = self.links(setting.replica, setting.model), setting.num_microbatches
+        axes = self.config.axes_of(links.mesh)
         reduces = k if "grads" in groups else 1
         gathers = k * (1 if setting.keep_gathered else 2) if "params" in groups else 1
-        moved = num_params * sizes.param_bytes * (reduces + gathers) * (setting.data - 1) / setting.data
-        copies = num_params * sizes.grad_bytes * 2 * (setting.replica - 1) / setting.replica / setting.data
-        links = lambda number: number if hardware.platform == "tpu" else 1  # noqa: E731
-        inside = links(_DATA_LINKS) * hardware.link_bytes_per_second
-        spans_slices = setting.data * setting.model > self.num_devices // self.num_slices
-        # With hierarchical collectives the network carries 1 / (devices of a slice) of the bytes.
-        network = moved * self.num_slices / self.num_devices * setting.model if spans_slices else 0.0
-        outside = (copies if self.num_slices > 1 else 0.0) + network
-        comms = (moved + (0 if self.num_slices > 1 else copies)) / inside + outside / hardware.network_bytes_per_second
-        # Nothing hides the collectives over `model`: each block waits for its sums.
+        sums = links.gather_seconds(num_params * reduces * self.reduced_bytes(setting), axes.data)
+        copies = 2 * links.gather_seconds(num_params * self.reduced_bytes(setting) / setting.data, axes.replica)
+        return links.gather_seconds(num_params * gathers * sizes.param_bytes, axes.data) + sums + copies
+
+    def reduced_bytes(self, setting: Candidate) -> float:
+        """Returns the bytes of a param's gradient as it is summed over devices."""
+        if self.precision.reduce is not None:
+            return jnp.dtype(self.precision.reduce).itemsize
+        return _SUM_BYTES if setting.num_microbatches > 1 else self.sizes(setting.model)[0].grad_bytes
+
+    def model_seconds(self, setting: Candidate) -> float:
+        """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
+        traced = self.trace(setting.remat, setting.model)
         parts = setting.replica * setting.data
-        sent = sum(move.sent_bytes * move.times for move in traced.moves) / parts
-        waits = sent / (links(_MODEL_LINKS) * hardware.link_bytes_per_second)
-        host = 2 * traced.residuals.host_bytes / parts / _HOST_BYTES_PER_SECOND
-        return max(max(compute, comms) + (1 - _HIDDEN) * min(compute, comms) + waits, host)
+        links, seconds = self.links(setting.replica, setting.model), 0.0
+        for move in traced.moves:
+            each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
+            seconds += setting.num_microbatches * move.times * each
+        return seconds

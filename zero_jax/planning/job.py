@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
+from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_key
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.training import (
@@ -201,7 +202,7 @@ def compile_job(
         else:
             analysis = compiled.memory_analysis()
             stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
-            saved = {"stats": stats | layout, "text": compiled.as_text()}
+            saved = {"stats": stats | layout, "text": program_text(compiled)}
         saved["compile_seconds"] = time.perf_counter() - start
         not_kept = "" if path is None else _save(path, saved)
         saved |= {"from_cache": False, "not_kept": not_kept}

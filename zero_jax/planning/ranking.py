@@ -41,9 +41,9 @@ class Candidate:
         return self.replica * self.data * self.model
 
     @property
-    def per_device_microbatch_size(self) -> int:
-        """Examples of a microbatch on a device."""
-        return self.batch_size // (self.replica * self.data * self.num_microbatches)
+    def parts(self) -> tuple[Any, ...]:
+        """What settings that compile to similar programs have in common."""
+        return self.stage, self.remat, self.num_microbatches > 1, self.replica > 1, self.model > 1
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
@@ -99,6 +99,7 @@ class Ranked:
       outcome: the result of compiling; None if it was not compiled.
       kind: kind of rejection: `invalid`, `estimate`, `compiled`, `failed` or `passed over`; empty if not rejected.
       reason: why it was rejected, as a line; empty if not rejected.
+      corrected_seconds: the estimated seconds of a step, corrected by what was compiled; None without that.
     """
 
     setting: Candidate
@@ -106,20 +107,23 @@ class Ranked:
     outcome: Outcome | None = None
     kind: str = ""
     reason: str = ""
+    corrected_seconds: float | None = None
 
     @property
     def bytes(self) -> float:
         """Bytes per device, of the compiled program if known, else estimated."""
-        return self._figure("bytes")
+        sizes = [source.bytes for source in (self.outcome, self.estimated) if source]
+        return next((size for size in sizes if size is not None), float("inf"))
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, of the compiled program if known, else estimated."""
-        return self._figure("seconds")
+        """Seconds of a step: of the compiled program, if there is one, else estimated and corrected.
 
-    def _figure(self, name: str) -> float:
-        figures = [getattr(source, name) for source in (self.outcome, self.estimated) if source]
-        return next((figure for figure in figures if figure is not None), float("inf"))
+        Infinite for a program whose time is not known: an estimate does not compare with a compiled setting's.
+        """
+        seconds = (self.outcome or self.estimated or Outcome(fits=False)).seconds
+        seconds = seconds if self.outcome or self.corrected_seconds is None else self.corrected_seconds
+        return float("inf") if seconds is None else seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,12 +168,16 @@ class Ranking:
 
     def __str__(self) -> str:
         lines = [self._headline()]
+        compiled = [entry for entry in self.ranked if entry.outcome]
         if self.ranked:
-            rows = [("rank", "setting", "GB", "s/step", "by")]
+            rows = [("rank", "setting", "GB", "s/step", "estimated", "by")]
             for i, entry in enumerate(self.ranked[:_MAX_LINES], start=1):
-                by = "compiler" if entry.outcome else "estimate"
-                rows.append((f"{i}", f"{entry.setting}", f"{entry.bytes / 1e9:.1f}", f"{entry.seconds:.4g}", by))
-            lines += ["", aligned(rows, right={0, 2, 3})]
+                # A rank is among settings of the same kind: what is estimated does not compare with what is compiled.
+                rank = i if entry.outcome or not compiled else ""
+                by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
+                estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
+                rows.append((f"{rank}", f"{entry.setting}", f"{entry.bytes / 1e9:.1f}", _shown(entry), estimated, by))
+            lines += ["", aligned(rows, right={0, 2, 3, 4})]
             if len(self.ranked) > _MAX_LINES:
                 lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
         if self.rejected:
@@ -190,6 +198,10 @@ class Ranking:
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
         return dataclasses.asdict(self)
+
+
+def _shown(entry: Ranked) -> str:
+    return "unknown" if entry.seconds == float("inf") else f"{entry.seconds:.4g}"
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:

@@ -20,6 +20,7 @@ Log = Callable[[str], None]
 
 # Multiples of the number of devices that are tried, by estimate, to find out how many would be enough.
 _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
+_SHARED_WEIGHT = 4
 
 
 def candidates(
@@ -101,19 +102,23 @@ def search(
     compile: Compile,
     capacity_bytes: float,
     max_compiles: int = 6,
+    is_plain: Callable[[Candidate], bool] = lambda setting: False,
     log: Log = lambda line: None,
 ) -> Ranking:
     """Finds the fastest setting that fits: ranks all by estimate, compiles the best few.
 
-    Settings are compiled in the order of their estimated time. If the program of a setting is too large, the settings
-    that need no less by estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
+    First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
+    compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
+    the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
+    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
 
     Args:
       candidates: the settings.
       estimate: estimates bytes per device and seconds of a step; a `ValueError` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
-      max_compiles: the most settings to compile; 0 ranks by estimate alone.
+      max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
+      is_plain: tells whether a setting is what users would take without a search, whatever its microbatches.
       log: called with each line of progress.
 
     Raises:
@@ -128,11 +133,13 @@ def search(
     fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
     rejected = [entry for entry in entries if entry.reason]
     log(f"{len(settings)} settings: {len(fitting)} may fit by estimate, {len(rejected)} do not")
-    compiled, skipped = _compile_best(fitting, compile, capacity_bytes, max_compiles=max_compiles, log=log)
+    compiled, skipped = _compile_best(
+        fitting, compile, capacity_bytes, max_compiles=max_compiles, is_plain=is_plain, log=log
+    )
     rejected += [entry for entry in compiled if entry.reason] + skipped
     decided = {entry.setting for entry in (*compiled, *skipped)}
     ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
-    ranked += [entry for entry in fitting if entry.setting not in decided]
+    ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
     best = ranked[0] if ranked and (ranked[0].outcome or max_compiles == 0) else None
     return Ranking(
         ranked=tuple(ranked),
@@ -153,6 +160,31 @@ def _order(entry: Ranked) -> tuple[float, float, str]:
     return (entry.seconds, entry.bytes, str(entry.setting))
 
 
+def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
+    """Returns the entries that are not compiled, with their estimates corrected, fastest first."""
+    corrected = [dataclasses.replace(x, corrected_seconds=corrected_seconds(x, compiled)) for x in waiting]
+    return sorted(corrected, key=_order)
+
+
+def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
+    """Returns an estimated time, times by how much the compiled settings take longer than they were estimated to.
+
+    Of these ratios it is the geometric mean, in which a setting weighs 4 times as much for each part that it shares
+    with this one: the stage, the remat policy, and whether there are microbatches, replicas and a model axis. None if
+    nothing is compiled.
+    """
+    total, weights = 0.0, 0.0
+    for other in compiled:
+        if not (entry.estimated and other.estimated and other.outcome and other.outcome.seconds):
+            continue
+        if not other.estimated.seconds:
+            continue
+        shared = sum(x == y for x, y in zip(entry.setting.parts, other.setting.parts, strict=True))
+        total += _SHARED_WEIGHT**shared * math.log(other.outcome.seconds / other.estimated.seconds)
+        weights += _SHARED_WEIGHT**shared
+    return entry.estimated.seconds * math.exp(total / weights) if entry.estimated and weights else None
+
+
 def _estimated(setting: Candidate, estimate: Estimate, capacity_bytes: float) -> Ranked:
     try:
         estimated = estimate(setting)
@@ -169,17 +201,30 @@ def _estimated(setting: Candidate, estimate: Estimate, capacity_bytes: float) ->
 
 
 def _compile_best(
-    entries: Sequence[Ranked], compile: Compile, capacity_bytes: float, *, max_compiles: int, log: Log
+    entries: Sequence[Ranked],
+    compile: Compile,
+    capacity_bytes: float,
+    *,
+    max_compiles: int,
+    is_plain: Callable[[Candidate], bool],
+    log: Log,
 ) -> tuple[list[Ranked], list[Ranked]]:
-    """Compiles up to `max_compiles` of the entries in their order; returns the compiled and the skipped entries."""
+    """Compiles up to `max_compiles` of the entries, the fastest first; returns the compiled and the skipped entries."""
     waiting, compiled, skipped = list(entries), [], []
+    needs_control = True
     while waiting and len(compiled) < max_compiles:
+        waiting = _corrected(waiting, compiled)
+        plains = [entry for entry in waiting if needs_control and is_plain(entry.setting)]
+        plain = min(plains, key=lambda entry: entry.setting.num_microbatches, default=None)  # the fastest of these
         is_last_try = len(compiled) == max_compiles - 1 and not any(not entry.reason for entry in compiled)
-        chosen = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else waiting[0]
+        smallest = min(waiting, key=lambda entry: entry.bytes) if is_last_try and compiled else None
+        chosen = smallest or plain or waiting[0]
         waiting.remove(chosen)
-        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}")
+        role = ", the plain setting, as a control" if chosen is plain else ""
+        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}{role}")
         done = _compiled(chosen, compile, capacity_bytes)
         compiled.append(done)
+        needs_control = needs_control and bool(done.reason)
         log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
         if done.kind != "compiled":
             continue

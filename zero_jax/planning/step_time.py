@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.hlo import Collective, Instruction, Program, Timeline, play
+from zero_jax.hlo import Instruction, Program, play
+from zero_jax.planning.kernel_text import kernel_text
+from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 
-# What a collective takes however little it sends: a hop of a ring, and the start of a kernel.
-_HOP_SECONDS = 1e-6
-_KERNEL_SECONDS = 3e-6
+# The start of a kernel of a GPU.
+KERNEL_SECONDS = 3e-6
+# The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
+# TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
+# TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
+# whose time is published).
+KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
+# A compiler's estimate above this many times what flops and bytes take (and above a second) is none.
+_IMPLAUSIBLE = 1e4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +31,19 @@ class TimeEstimate:
       step_seconds: a step, computing and waiting.
       compute_seconds: computation alone.
       exposed_seconds: collectives that nothing hides.
-      collective_seconds: all collectives, hidden or not.
+      collective_seconds: all collectives, hidden or not, over links and network.
       tokens_per_second: over all devices; examples where the batch has no tokens.
       unit: `tokens` or `examples`.
-      mfu: model FLOPs utilization, forward and backward pass without what is computed again, over the peak.
+      mfu: model FLOPs utilization, forward and backward pass without what is computed again, over the peak; attention
+        counts whole (Chowdhery et al. 2022, appendix B).
       model_flops: operations of those, over all devices.
       assumptions: what the figures rest on.
+      mfu_causal: the same with half of attention's products, which is what causal attention needs.
+      causal_model_flops: operations of those, over all devices.
+      device_flops_per_second: `model_flops` a second and device.
+      kernel_seconds: of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention.
+      network_seconds: of `collective_seconds`, transfers between slices.
+      network_bytes: what a device sends to other slices in a step.
     """
 
     step_seconds: float
@@ -45,13 +55,21 @@ class TimeEstimate:
     mfu: float
     model_flops: float
     assumptions: tuple[str, ...]
+    mfu_causal: float
+    causal_model_flops: float
+    device_flops_per_second: float
+    kernel_seconds: float
+    network_seconds: float
+    network_bytes: float
 
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0
+        half = f" ({self.mfu_causal:.1%} with attention by half)" if self.mfu_causal < self.mfu else ""
         return (
             f"{_shown(self.step_seconds)} a step ({_shown(self.exposed_seconds)} or {share:.0%} waiting for "
             "collectives), "
-            f"{self.tokens_per_second:,.0f} {self.unit}/s, MFU {self.mfu:.1%}"
+            f"{self.tokens_per_second:,.0f} {self.unit}/s, MFU {self.mfu:.1%}{half}, "
+            f"{self.device_flops_per_second / 1e12:,.0f} TFLOP/s a device"
         )
 
 
@@ -70,6 +88,7 @@ def estimate_time(
     forward_flops: float,
     num_tokens: int,
     unit: str = "tokens",
+    attention_flops: float = 0.0,
 ) -> TimeEstimate:
     """Estimates the time of a step by playing its schedule.
 
@@ -80,36 +99,23 @@ def estimate_time(
       forward_flops: operations of the forward pass, over all devices.
       num_tokens: tokens (or examples) of a step, over all devices.
       unit: what those are.
+      attention_flops: of `forward_flops`, the products of attention with its scores.
     """
     hardware = topology.hardware
-    unknown: list[str] = []
-
-    def seconds_of(program: Program, computation: str, instruction: Instruction) -> float:
-        cycles = hlo.cycles(instruction) if hardware.clock_hz else None
-        if cycles is not None and hardware.clock_hz:
-            return cycles / hardware.clock_hz
-        work = hlo.roofline(program, computation, instruction)
-        if not work.is_known:
-            unknown.append(instruction.name)
-        busy = max(work.flops / hardware.flops_per_second, work.bytes / hardware.memory_bytes_per_second)
-        return busy + (_KERNEL_SECONDS if busy and hardware.platform == "cuda" else 0)
-
-    links = _Links(mesh, topology)
-    timeline = play(program, hlo.collectives(program), seconds_of=seconds_of, link_seconds=links.seconds)
-    return _estimate(timeline, hardware, mesh.size, forward_flops, num_tokens, unit, unknown)
-
-
-def _estimate(
-    timeline: Timeline,
-    hardware: Hardware,
-    num_devices: int,
-    forward_flops: float,
-    num_tokens: int,
-    unit: str,
-    unknown: Sequence[str],
-) -> TimeEstimate:
+    compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
+    transfers = hlo.network_transfers(program)
+    timeline = play(
+        program,
+        hlo.collectives(program),
+        seconds_of=compute.seconds,
+        link_seconds=links.seconds,
+        transfers=transfers,
+        network_seconds=links.network_seconds,
+    )
+    kernels = play(program, (), seconds_of=compute.kernel_seconds, link_seconds=links.seconds)
     step = max(timeline.total_seconds, 1e-12)
-    model_flops = 3 * forward_flops
+    model_flops, causal_flops = 3 * forward_flops, 3 * (forward_flops - attention_flops / 2)
+    peak = mesh.size * hardware.flops_per_second
     return TimeEstimate(
         step_seconds=timeline.total_seconds,
         compute_seconds=timeline.compute_seconds,
@@ -117,85 +123,98 @@ def _estimate(
         collective_seconds=timeline.collective_seconds,
         tokens_per_second=num_tokens / step,
         unit=unit,
-        mfu=model_flops / (step * num_devices * hardware.flops_per_second),
+        mfu=model_flops / (step * peak),
         model_flops=model_flops,
-        assumptions=_assumptions(hardware, unknown),
+        assumptions=_assumptions(hardware, compute, has_network=bool(transfers)),
+        mfu_causal=causal_flops / (step * peak),
+        causal_model_flops=causal_flops,
+        device_flops_per_second=model_flops / (step * mesh.size),
+        kernel_seconds=kernels.compute_seconds,
+        network_seconds=timeline.network_seconds,
+        network_bytes=sum(transfer.total_sent_bytes for transfer in transfers),
     )
 
 
-def _assumptions(hardware: Hardware, unknown: Sequence[str]) -> tuple[str, ...]:
+class _Compute:
+    """The time of instructions on a device, and what had to be assumed for it."""
+
+    def __init__(self, hardware: Hardware):
+        self.hardware = hardware
+        self.unknown: set[str] = set()
+        self.implausible: set[str] = set()
+        self.inexact: set[str] = set()
+        self.engines: set[str] = set()
+        self._works: dict[tuple[str, str], hlo.Work] = {}
+
+    def seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
+        """Returns the time of an instruction: by the compiler's cycles if they can be, else by flops and bytes."""
+        clock, cycles = self.hardware.clock_hz, hlo.cycles(instruction)
+        if clock and cycles is not None and cycles <= clock:
+            return cycles / clock
+        work = self.work(program, computation, instruction)
+        busy = self.busy(work)
+        if clock and cycles is not None:
+            if cycles / clock <= max(_IMPLAUSIBLE * busy, 1.0):
+                return cycles / clock
+            self.implausible.add(instruction.name)
+        if not work.is_known:
+            self.unknown.add(instruction.name)
+        if work.engine:
+            self.engines.add(work.engine)
+        if not work.is_exact:
+            self.inexact.add(instruction.name)
+        return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
+
+    def kernel_seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
+        """Returns the time of an instruction that is a kernel, else 0."""
+        is_kernel = instruction.opcode == "custom-call" and self.work(program, computation, instruction).engine
+        return self.seconds(program, computation, instruction) if is_kernel else 0.0
+
+    def work(self, program: Program, computation: str, instruction: Instruction) -> hlo.Work:
+        """Returns the flops and bytes of an instruction."""
+        key = computation, instruction.name
+        if key not in self._works:
+            self._works[key] = hlo.roofline(program, computation, instruction, decode=kernel_text)
+        return self._works[key]
+
+    def busy(self, work: hlo.Work) -> float:
+        """Returns the seconds of some work, bound by matrix products or by memory."""
+        peak = self.hardware.flops_per_second * KERNEL_SHARES.get(work.engine, 1.0)
+        return max(work.flops / peak, work.bytes / self.hardware.memory_bytes_per_second)
+
+
+def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool) -> tuple[str, ...]:
     memory = f"{hardware.memory_bytes_per_second / 1e9:,.0f} GB/s of memory"
     peak = f"{hardware.flops_per_second / 1e12:,.0f} TFLOP/s"
     if hardware.clock_hz:
-        compute = (
+        busy = (
             f"computation: the compiler's own cycles at {hardware.clock_hz / 1e9:.2f} GHz; where it gives none, {peak} "
             f"or {memory}, whichever takes longer"
         )
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a direction, both directions of a closed ring, "
         link += "all torus dims of a group at once"
     else:
-        compute = f"computation: {peak} or {memory}, whichever takes longer, and 3 us a kernel: an optimistic bound"
+        busy = f"computation: {peak} or {memory}, whichever takes longer, and 3 us a kernel: an optimistic bound"
         link = f"links: {hardware.link_bytes_per_second / 1e9:.0f} GB/s a device inside a host"
+    network = f"{hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts"
     assumptions = [
-        compute,
-        f"{link}, {hardware.network_bytes_per_second / 1e9:.1f} GB/s a device between slices or hosts, 1 us a hop",
+        busy,
+        f"{link}, {network}, 1 us a hop",
         "collectives overlap with computation where, and only where, the compiled program schedules them so",
         f"MFU: 3 x the forward pass's matrix products over {peak} a device; no input, no host, no stragglers",
     ]
-    if unknown:
-        names = ", ".join(sorted(set(unknown))[:3])
-        assumptions.append(f"{len(set(unknown))} custom calls of unknown cost count as memory traffic only: {names}")
+    for engine in sorted(compute.engines):
+        assumptions.append(
+            f"kernels ({engine}): their own cost estimate, else the matrix products of their grid or shapes, at "
+            f"{KERNEL_SHARES[engine]:.0%} of {peak}"
+        )
+    if has_network:
+        assumptions.append("each transfer between slices has a device's share of the network to itself, and 20 us")
+    for names, what in (
+        (compute.inexact, "kernels skip blocks by data that is not known here, and count with all blocks"),
+        (compute.implausible, "instructions have impossible cycles, and count by their flops and bytes"),
+        (compute.unknown, "custom calls of unknown cost count as memory traffic only"),
+    ):
+        if names:
+            assumptions.append(f"{len(names)} {what}: {', '.join(sorted(names)[:3])}")
     return tuple(assumptions)
-
-
-class _Links:
-    """The time of collectives on the links between the devices of a mesh."""
-
-    def __init__(self, mesh: Mesh, topology: Topology):
-        self.devices, self.topology = list(mesh.devices.flat), topology
-
-    def seconds(self, collective: Collective) -> float:
-        """Returns the time of one execution with its links to itself."""
-        if collective.sent_bytes == 0:
-            return 0.0
-        group = max(collective.replica_groups, key=len)
-        bandwidth, hops = self.bandwidth(group, kind=collective.kind)
-        factor = 1.0
-        if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
-            factor = max(1.0, hops / 4)  # on a ring most of it passes through others
-        return collective.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
-    def bandwidth(self, group: tuple[int, ...], *, kind: str) -> tuple[float, int]:
-        """Returns the bytes a second at which a device of a group sends, and the hops of its longest ring."""
-        hardware = self.topology.hardware
-        devices = [self.devices[i] for i in group]
-        if len({_domain(device, hardware) for device in devices}) > 1:
-            return hardware.network_bytes_per_second, len(devices)
-        if hardware.platform == "cuda":
-            return hardware.link_bytes_per_second, 2
-        coords = np.array([device.coords for device in devices])
-        extents = coords.max(axis=0) - coords.min(axis=0) + 1
-        varying = [dim for dim, extent in enumerate(extents) if extent > 1]
-        if not varying:  # the cores of one chip
-            return 4 * hardware.link_bytes_per_second, 1
-        if kind == "collective-permute":  # one neighbour, one direction
-            return hardware.link_bytes_per_second, 1
-        ways = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in varying)
-        return ways * hardware.link_bytes_per_second, int(max(extents))
-
-    def is_ring(self, dim: int, extent: int) -> bool:
-        """Returns whether a torus dim closes on itself."""
-        shape, rule = self.topology.shape, self.topology.hardware.wraps_at
-        if dim >= len(shape) or extent != shape[dim]:
-            return False
-        if rule == "cubes":
-            return math.prod(shape) >= 64 and all(size % 4 == 0 for size in shape)
-        return extent == rule
-
-
-def _domain(device: Any, hardware: Hardware) -> int:
-    """Returns the number of a device's fast network: its slice, or its GPU host."""
-    if hardware.platform == "cuda":
-        return int(device.process_index)
-    return int(getattr(device, "slice_index", None) or 0)

@@ -56,6 +56,7 @@ class Propagation:
         elementwise work counts as fused into what reads it.
       sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
       unknown: why `moves` are not the whole of it; empty where they are.
+      values: the shardings of all values, those of inner jaxprs as in their last run.
     """
 
     outputs: tuple[ValueSharding, ...]
@@ -64,6 +65,7 @@ class Propagation:
     peak_bytes: float
     sliced_param_bytes: float
     unknown: str
+    values: Mapping[Any, ValueSharding] = dataclasses.field(repr=False)
 
 
 def propagate_shardings(
@@ -95,6 +97,7 @@ def propagate_shardings(
         peak_bytes=peak,
         sliced_param_bytes=walk.sliced_param_bytes,
         unknown=walk.unknown,
+        values=walk.values,
     )
 
 
@@ -109,6 +112,7 @@ class _Walk:
         self.sizes, self.counted = sizes, counted
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
+        self.values: dict[Any, ValueSharding] = {}
         self.times, self.phase, self.source = 1, "forward", ""
 
     # What rules ask for.
@@ -198,6 +202,7 @@ class _Walk:
             ]
             alive.step(i, made, inner_peak)
         self.source, self.phase = source, phase
+        self.values.update(env)
         return [self.read(env, atom) for atom in jaxpr.outvars], alive.peak
 
     def read(self, env: dict[Any, ValueSharding], atom: Any) -> ValueSharding:

@@ -1,0 +1,53 @@
+"""The text of compiled programs with all that the reading of kernels needs: constants, and bodies decoded."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from jax.extend.mlir import ir
+
+_CONSTANT = re.compile(r" = (?P<dtype>[a-z]\w*)\[[^=\n]*? constant\((?P<value>\{[^\n]*?\})\)(?=, |\n)")
+_INTEGERS = re.compile(r"[su]\d+")
+_MAX_CHARACTERS, _SHORT = 2**20, 2**6
+
+
+def program_text(compiled: Any) -> str:
+    """Returns the text of a compiled program with its arrays of integers, which `as_text()` leaves out.
+
+    Block-sparse kernels, such as causal splash attention, take from them which blocks they skip.
+
+    Args:
+      compiled: a `jax.stages.Compiled`.
+    """
+    try:
+        options: Any = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+        options.print_large_constants = True
+        modules = compiled.runtime_executable().hlo_modules()
+        text = "\n\n".join(module.to_string(options) for module in modules)
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError):  # another release, or backend
+        return compiled.as_text()
+    return _CONSTANT.sub(_shortened, text)
+
+
+def _shortened(match: re.Match) -> str:
+    """Leaves out a constant that no kernel takes its blocks from."""
+    longest = _MAX_CHARACTERS if _INTEGERS.fullmatch(match["dtype"]) else _SHORT
+    return match[0] if len(match["value"]) <= longest else match[0].replace(match["value"], "{...}")
+
+
+def kernel_text(body: bytes) -> str | None:
+    """Decodes the body of a Pallas TPU kernel, MLIR bytecode, into text in the generic form; None if that fails."""
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    try:
+        importlib.import_module("jaxlib.mosaic.python.tpu").register_dialect(context)
+    except (ImportError, AttributeError):
+        pass
+    try:
+        with context, ir.Location.unknown():
+            module = ir.Module.parse(body)
+        return str(module.operation.get_asm(large_elements_limit=16, print_generic_op_form=True))
+    except (ValueError, RuntimeError, ir.MLIRError):
+        return None

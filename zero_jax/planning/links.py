@@ -1,0 +1,99 @@
+"""Estimates the time of collectives from the links of a mesh: torus, NVLink, and the network of slices or hosts."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from zero_jax.hlo import Collective, NetworkTransfer
+from zero_jax.sharding.topology import Hardware, Topology
+
+# What a hop of a ring takes however little it sends, and an exchange between hosts over the network.
+HOP_SECONDS = 1e-6
+_NETWORK_LATENCY_SECONDS = 2e-5
+
+
+class Links:
+    """The time of collectives on the links between the devices of a mesh."""
+
+    def __init__(self, mesh: Mesh, topology: Topology, *, num_devices: int | None = None):
+        """Takes the devices of a program.
+
+        Args:
+          mesh: the mesh that it was compiled for.
+          topology: the hardware.
+          num_devices: the devices of the program: of several TPU slices, each has its own.
+        """
+        devices = list(mesh.devices.flat)
+        if num_devices is not None and num_devices < len(devices):
+            first = _domain(devices[0], topology.hardware)
+            devices = [device for device in devices if _domain(device, topology.hardware) == first]
+        self.devices, self.topology = devices, topology
+
+    def seconds(self, collective: Collective) -> float:
+        """Returns the time of one execution with its links to itself."""
+        if collective.sent_bytes == 0:
+            return 0.0
+        group = max(collective.replica_groups, key=len)
+        bandwidth, hops = self.bandwidth(group, kind=collective.kind)
+        factor = 1.0
+        if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
+            factor = max(1.0, hops / 4)  # on a ring most of it passes through others
+        return collective.sent_bytes * factor / bandwidth + hops * HOP_SECONDS
+
+    def network_seconds(self, transfer: NetworkTransfer) -> float:
+        """Returns the time of one exchange with other slices, with the network to itself."""
+        hardware = self.topology.hardware
+        return transfer.sent_bytes / hardware.network_bytes_per_second + _NETWORK_LATENCY_SECONDS
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
+    def bandwidth(self, group: tuple[int, ...], *, kind: str) -> tuple[float, int]:
+        """Returns the bytes a second at which a device of a group sends, and the hops of its longest ring."""
+        hardware = self.topology.hardware
+        devices = [self.devices[i] for i in group]
+        domains = collections.Counter(_domain(device, hardware) for device in devices)
+        if len(domains) > 1:
+            return _across(min(domains.values()), kind, hardware), len(devices)
+        if hardware.platform == "cuda":
+            return hardware.link_bytes_per_second, 2
+        coords = np.array([device.coords for device in devices])
+        extents = coords.max(axis=0) - coords.min(axis=0) + 1
+        varying = [dim for dim, extent in enumerate(extents) if extent > 1]
+        if not varying:  # the cores of one chip
+            return 4 * hardware.link_bytes_per_second, 1
+        if kind == "collective-permute":  # one neighbour, one direction
+            return hardware.link_bytes_per_second, 1
+        ways = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in varying)
+        return ways * hardware.link_bytes_per_second, int(max(extents))
+
+    def is_ring(self, dim: int, extent: int) -> bool:
+        """Returns whether a torus dim closes on itself."""
+        shape, rule = self.topology.shape, self.topology.hardware.wraps_at
+        if dim >= len(shape) or extent != shape[dim]:
+            return False
+        if rule == "cubes":
+            return math.prod(shape) >= 64 and all(size % 4 == 0 for size in shape)
+        return extent == rule
+
+
+def _across(num_inside: int, kind: str, hardware: Hardware) -> float:
+    """Returns the bytes a second of a group with so many devices in each slice or host.
+
+    A ring crosses the network once a host, so that as many rings as it has devices in there each use the share of one.
+    In an all-to-all, and of a permute, all that goes to other hosts goes through a device's own share.
+    """
+    if kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        return min(num_inside * hardware.network_bytes_per_second, hardware.link_bytes_per_second)
+    return hardware.network_bytes_per_second
+
+
+def _domain(device: Any, hardware: Hardware) -> int:
+    """Returns the number of a device's fast network: its slice, or its GPU host."""
+    if hardware.platform == "cuda":
+        return int(device.process_index)
+    return int(getattr(device, "slice_index", None) or 0)

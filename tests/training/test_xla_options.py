@@ -46,6 +46,15 @@ def test_overlap_is_one_switch():
         assert wanted(device(name), **OFF) == {}
 
 
+def test_gpus_of_one_host_have_double_buffered_loops():
+    one, several = (
+        {option.name for option in wanted_options(device("h100"), zero.ZeroConfig(), {}, is_one_host=is_one_host)}
+        for is_one_host in (True, False)
+    )
+    assert one - several == {"xla_gpu_enable_while_loop_double_buffering"} and several < one
+    assert not wanted_options(CPU, zero.ZeroConfig(), {}, is_one_host=True)
+
+
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_default_is_one_that_its_maker_warns_of(name):
     fused = {option for option, value in wanted(device(name)).items() if "async_collective_fusion" in option and value}

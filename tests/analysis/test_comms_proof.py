@@ -28,10 +28,10 @@ def model(scan):
 
 
 @functools.cache
-def compiled(topology, stage, scan, replica=1, num_examples=2, naive=False):
+def compiled(topology, stage, scan, replica=1, num_examples=2, naive=False, overlap=False):
     """Returns the estimate and the report of a step with some examples of 256 tokens for each device."""
     mesh = zero.make_mesh(topology=topology, replica=replica)
-    config = zero.ZeroConfig(stage=stage, precision="bf16")
+    config = zero.ZeroConfig(stage=stage, precision="bf16", overlap=overlap)
     state = zero.abstract_state(functools.partial(gpt.init, model(scan)), TX, mesh=mesh, config=config)
     tokens = jax.ShapeDtypeStruct(
         (num_examples * mesh.size, 256), jnp.int32, sharding=zero.batch_sharding(mesh) if naive else None
@@ -118,6 +118,20 @@ def test_few_tokens_are_enough_for_reduce_scatters():
     assert not report.findings
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_collectives_on_the_sparse_cores_are_counted_as_others(stage):
+    without, report = (compiled("v5p:2x2x4", stage, True, overlap=overlap)[1] for overlap in (False, True))
+    assert report.by_axes == pytest.approx(without.by_axes, rel=0.02)
+    for phase, sent in without.by_phase.items():
+        assert report.by_phase[phase] == pytest.approx(sent, abs=0.02 * without.sent_bytes)
+    assert not report.findings
+    scattered, without_options = (
+        {row.is_async for row in each.rows if row.kind == "reduce-scatter" and row.full_bytes > 1e5}
+        for each in (report, without)
+    )
+    assert scattered == {True} and without_options == {False}  # gathers over several torus dims stay as they are
+
+
 def test_what_is_off_with_naive_sharding_is_named():
     estimate, report = compiled(V5P, 3, True, naive=True)
     assert report.sent_bytes > 1.5 * estimate.sent_bytes
@@ -132,7 +146,7 @@ def test_a_table_that_is_turned_for_its_lookup_is_named():
         x = jnp.tanh(params["table"][tokens] @ params["weight"])
         return jnp.mean(jnp.square((x @ params["table"].T).astype(jnp.float32)))
 
-    mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=3, precision="bf16")
+    mesh, config = zero.make_mesh(topology="v5p:2x2x4"), zero.ZeroConfig(stage=3, precision="bf16", overlap=False)
     init = {"table": (4096, 256), "weight": (256, 256)}
     state = zero.abstract_state(
         lambda _: {name: jnp.zeros(shape) for name, shape in init.items()}, TX, mesh=mesh, config=config

@@ -99,6 +99,21 @@ def test_another_config_or_layout_is_another_program(cache, report):
     assert not plan(cache, own_process=False, replica=2).from_cache
 
 
+def test_a_plan_lists_the_compiler_options_with_what_each_is_for(cache):
+    settings = {"topology": "v6e:2x2", "own_process": False}
+    own = {"xla_tpu_enable_latency_hiding_scheduler": True}
+    report = plan(cache, compiler_options=own, **settings)
+    options = zero.compiler_options(mesh=zero.make_mesh(topology="v6e:2x2"), config=CONFIG)
+    assert options and {o.name: o.value for o in report.compiler_options} == {**options, **own}
+    assert all(
+        o.purpose and f"  - {o.name}=" in str(report) and o.purpose in str(report) for o in report.compiler_options
+    )
+    listed = json.loads(json.dumps(report.to_json()))["compiler_options"]
+    assert {entry["name"]: entry["value"] for entry in listed} == {**options, **own}
+    off = plan(cache, config=dataclasses.replace(CONFIG, overlap=False), **settings)
+    assert not off.from_cache and not off.compiler_options and "compiled with" not in str(off)
+
+
 def test_a_broken_cache_entry_is_as_good_as_none(report, tmp_path):
     plan(tmp_path, own_process=False)
     (entry,) = tmp_path.iterdir()

@@ -46,6 +46,15 @@ def test_overlap_is_one_switch():
         assert wanted(device(name), **OFF) == {}
 
 
+def test_gpus_of_one_host_have_double_buffered_loops():
+    one, several = (
+        {option.name for option in wanted_options(device("h100"), zero.ZeroConfig(), {}, is_one_host=is_one_host)}
+        for is_one_host in (True, False)
+    )
+    assert one - several == {"xla_gpu_enable_while_loop_double_buffering"} and several < one
+    assert not wanted_options(CPU, zero.ZeroConfig(), {}, is_one_host=True)
+
+
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_default_is_one_that_its_maker_warns_of(name):
     fused = {option for option, value in wanted(device(name)).items() if "async_collective_fusion" in option and value}
@@ -168,6 +177,16 @@ def test_a_cpu_program_compiles_with_combine_bytes():
     step, state, batch, rest = step_and_state(combine_bytes=MIB)
     assert zero.compiler_options(**rest) == {}
     assert step(state, batch)[1].loss > 0
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_the_compiler_knows_the_defaults(topology):
+    mesh, unknown = zero.make_mesh(topology=topology), "xla_nonsense_of_a_tpu"
+    with pytest.warns(UserWarning, match=unknown):
+        options = step_options(mesh, zero.ZeroConfig(compiler_options={unknown: 1}))
+    assert options.unknown == (unknown,)
+    assert options.values == wanted(device(topology.partition(":")[0])) != {}
 
 
 @pytest.mark.tpu_compiler

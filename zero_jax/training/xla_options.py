@@ -94,6 +94,12 @@ _GPU = (
     _option("xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED_GPU_BYTES,
             "all-reduces of a layer are one collective, of up to 1 GiB"),
 )  # fmt: skip
+# Inside a host it makes up for what the pipelining computes; between hosts it exposes more than that.
+_GPU_HOST = (
+    *_GPU,
+    _option("xla_gpu_enable_while_loop_double_buffering", True,
+            "loops run two iterations at a time, so that values of the next are not copied"),
+)  # fmt: skip
 # What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
 # runs one thing after another. An option is here for hardware on which it was compiled with each JAX release that is
 # tested, and made no program slower by the estimate. Left out: `xla_tpu_enable_async_collective_fusion` for
@@ -102,6 +108,7 @@ _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,
     "v6e": _SPARSE_CORE,
     "gpu": _GPU,
+    "one gpu host": _GPU_HOST,
 }
 # The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
 # combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
@@ -144,19 +151,22 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
     device = _own_device(mesh)
-    wanted = wanted_options(device, config, os.environ)
+    is_one_host = len({each.process_index for each in mesh.devices.flat}) == 1
+    wanted = wanted_options(device, config, os.environ, is_one_host=is_one_host)
     unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
     for name in unknown:
         _warn(name, device.device_kind)
     return StepOptions(options=tuple(option for option in wanted if option.name not in unknown), unknown=unknown)
 
 
-def wanted_options(device: Any, config: ZeroConfig, environment: Mapping[str, str]) -> tuple[CompilerOption, ...]:
+def wanted_options(
+    device: Any, config: ZeroConfig, environment: Mapping[str, str], *, is_one_host: bool = False
+) -> tuple[CompilerOption, ...]:
     """Returns the options that a config asks for on a device, whether its compiler knows them or not.
 
     Flags of the environment replace defaults, and what the config names replaces both.
     """
-    options = {option.name: option for option in _defaults(device)} if config.overlap else {}
+    options = {option.name: option for option in _defaults(device, is_one_host)} if config.overlap else {}
     for name in set(options).intersection(_flag_names(environment)):
         del options[name]
     options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
@@ -167,10 +177,10 @@ def wanted_options(device: Any, config: ZeroConfig, environment: Mapping[str, st
     return tuple(options.values())
 
 
-def _defaults(device: Any) -> tuple[CompilerOption, ...]:
+def _defaults(device: Any, is_one_host: bool) -> tuple[CompilerOption, ...]:
     if device.platform in ("gpu", "cuda"):
         is_rocm = "rocm" in str(getattr(device.client, "platform_version", "")).lower()
-        return () if is_rocm else _OVERLAP["gpu"]
+        return () if is_rocm else _OVERLAP["one gpu host" if is_one_host else "gpu"]
     hardware = hardware_of(device)
     return _OVERLAP.get(hardware.name, ()) if hardware else ()
 

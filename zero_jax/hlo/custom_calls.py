@@ -101,7 +101,11 @@ def _literal(program: Program, computation: str, name: str) -> np.ndarray | None
         return None
     shape = parse_shape(instruction.shape)
     values = np.array([int(digits) for digits in re.findall(r"-?\d+", literal)])
-    if not isinstance(shape, Array) or not shape.num_elements or values.size % shape.num_elements:
+    if not isinstance(shape, Array) or not shape.num_elements or not values.size:
+        return None
+    if values.size == 1:  # a scalar, broadcast
+        return np.full(shape.dims, values[0])
+    if values.size % shape.num_elements:
         return None
     rows = values.reshape(-1, *shape.dims)
     return rows[0] if (rows == rows[0]).all() else None

@@ -209,6 +209,8 @@ class Program:
             return value(operands[path[0]], path[1:])
         if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
             return value(operands[0], path)
+        if opcode == "broadcast" and isinstance(scalar := value(operands[0]), int):
+            return f"{{{scalar}}}"
         if opcode == "dynamic-slice" and self._slices_rows(computation, instruction):
             rows = value(operands[0])  # the text of all of them: which one it is depends on the device
             return rows if isinstance(rows, str) else None

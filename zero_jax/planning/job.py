@@ -109,7 +109,7 @@ class CompiledText:
     It serves `zero.memory.measure` and `zero.comms.measure` as a `jax.stages.Compiled` does.
 
     Attributes:
-      text: the HLO, as `as_text()` gave it.
+      text: the HLO, of `program_text`.
       stats: the figures of `memory_analysis()`, by name.
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.

@@ -53,6 +53,7 @@ def test_the_platform_has_a_kernel(platform, kernel):
         ("cuda", {"logits_soft_cap": 1.0}, "for XLA alone on GPUs"),
         ("cuda", {"local_window_size": (9, 9)}, "windows are causal"),
         ("cuda", {"is_causal": True, "sizes": {"s": 512}}, "of one length"),
+        ("cuda", {"local_window_size": (9, 0), "query_seq_lengths": jnp.ones(2, jnp.int32)}, "not both"),
         ("cuda", {"sizes": {"t": 0}}, "there is nothing in"),
     ],
 )

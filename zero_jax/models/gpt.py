@@ -18,7 +18,7 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+from zero_jax.models.layers import causal_attention, leave, rotate
 
 Params = dict[str, Any]
 Batch = dict[str, Array]
@@ -294,6 +294,12 @@ def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array,
         # An empty batch has no weight; its loss is nothing.
         loss = (losses_BT * weights_BT).sum() / jnp.maximum(weights_BT.sum(), 1e-6)
     return loss, {"bits_per_token": loss / jnp.log(2.0)}
+
+
+def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
+    """Scales every vector to a root mean square of one, measured in float32, then by `scale_D`."""
+    mean_square_BT1 = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+    return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
 
 
 def attention(

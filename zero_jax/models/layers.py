@@ -1,6 +1,6 @@
-"""Layers without params of their own: normalization, causal self-attention, rotary positions.
+"""Layers without params of their own: causal self-attention and rotary positions.
 
-Names end in the letters of their dims: `B` batch, `T` and `S` tokens, `D` model, `H` heads, `K` head.
+Names end in the letters of their dims: `B` batch, `T` and `S` tokens, `H` heads, `K` head.
 """
 
 import functools
@@ -14,12 +14,6 @@ def leave(x: Array, kind: str) -> Array:
     """Leaves an array where it is: the `place` of a model whose activations nobody places."""
     del kind
     return x
-
-
-def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
-    """Scales every vector to a root mean square of one, measured in float32, then by `scale_D`."""
-    mean_square_BT1 = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
 
 
 def causal_attention(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, segments_BT: Array | None = None) -> Array:

@@ -108,6 +108,9 @@ def _not_cudnn(query: Any, key: Any, value: Any, case: Case, band: Band) -> str:
         return "segment_ids and logits_soft_cap are for XLA alone on GPUs"
     if band.right not in (None, 0) or (band.left is not None and band.right is None):
         return "its windows are causal: give is_causal=True"
+    has_lengths = case.query_seq_lengths is not None or case.key_value_seq_lengths is not None
+    if band.left is not None and has_lengths:
+        return "it takes windows or lengths, not both"
     if band.right == 0 and query.shape[1] != key.shape[1]:
         return "it is causal for queries and keys of one length alone"
     if not cudnn.is_installed():

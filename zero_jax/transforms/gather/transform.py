@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain
@@ -116,7 +117,8 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
+        with mesh_context(options.mesh, options.axes):
+            closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
         marked = _mark(params, specs, options)
         mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)

@@ -110,6 +110,7 @@ COMPILING = ("name", "cache", "own_process", "timeout_seconds", "log")
 # Functions of arrays inside a traced function, or that others below are made of, and what the state is restored with.
 ELSEWHERE = {
     "attention_report",
+    "dot_product_attention",
     "ema_params", "gather_report", "params_ema", "remat_report", "restore", "memory.compare", "memory.layout_options",
     "memory.measure_arrays", "memory.read_layout", "memory.transformer_residuals", "comms.compare",
     "comms.sharded_residual_bytes",

@@ -340,6 +340,18 @@ def segments_without_their_own_place(q, k, v, data):
     return values(jax.nn.softmax(masked(scores(q, k) * SCALE, mask)), v)
 
 
+@other("no segments", q_shape=(8, 8, 4, 6), k_shape=(8, 8, 4, 6))
+def an_array_and_its_transpose(q, k, v, data):
+    table = data["segments"]
+    return values(jax.nn.softmax(masked(scores(q, k) * SCALE, table == table.T)), v)
+
+
+@other("precision")
+def products_of_high_precision(q, k, v, data):
+    x = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+    return values(jax.nn.softmax(x * SCALE), v)
+
+
 @other("computed from data")
 def segments_of_two_arrays(q, k, v, data):
     mask = data["segments"][:, None, :, None] == data["valid"].astype(jnp.int32)[:, None, None, :]
@@ -413,7 +425,7 @@ def no_sum(q, k, v, data):
     return values(jnp.exp(x - x.max(-1, keepdims=True)), v)
 
 
-@other("div of")
+@other("divided by computed values")
 def softmax_and_one(q, k, v, data):
     x = jnp.exp(scores(q, k) * SCALE)
     return values(x / (1 + x.sum(-1, keepdims=True)), v)

@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.follow import number
 from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
 from zero_jax.transforms.attention.scores import MASKED, Attended
+
+_MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
 
 
 class NotTheSame(Exception):
@@ -149,6 +152,10 @@ def make_core(found: Attended, producers: Mapping[Any, Any], known: Mapping[Any,
     logits = found.logits
     if logits.terms and logits.fill > MASKED:
         raise NotTheSame(f"masked logits are as high as {logits.fill:g}, so masked keys may have weights above 0")
+    for eqn in (logits.product.eqn, producers[found.result]):
+        precision = eqn.params["precision"]
+        if any(x in (lax.Precision.HIGH, lax.Precision.HIGHEST) for x in _pair(precision)):
+            raise NotTheSame("its products are of a higher precision than the kernel's")
     keys = frozenset(leaves(found.contracted))
     sets = [frozenset(all_leaves(indices)) for _, indices in logits.product.operands]
     side = next((i for i in (1, 0) if keys <= sets[i] - sets[1 - i]), None)
@@ -166,6 +173,10 @@ def make_core(found: Attended, producers: Mapping[Any, Any], known: Mapping[Any,
     scale = logits.scale * q_factor * k_factor * (1.0 if logits.cap is None else logits.cap)
     cap = None if logits.cap is None else abs(logits.cap)
     return AttentionCore(operands=(query, key, value), scale=scale, cap=cap, indices=found.indices, **roles)
+
+
+def _pair(precision: Any) -> tuple[Any, ...]:
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def _roles(found: Attended, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
@@ -207,7 +218,10 @@ def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Ind
         if isinstance(term, Band):
             indices = {term.first, term.second}
         else:
-            indices = {i for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1] for i in pair}
+            differ = [pair for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1]]
+            if len(differ) != 1:
+                raise NotTheSame("the mask compares integers that are no segments of a sequence")
+            indices = {*differ[0]}
         rest = indices - keys
         if len(indices) != 2 or len(rest) != 1 or len(keys) != 1 or not rest <= {*own}:
             raise NotTheSame("the mask is over other dims than queries and keys")
@@ -287,7 +301,7 @@ def _peeled(
             if not value or not math.isfinite(value):
                 break
             var, factor = eqn.invars[place], factor * value if name == "mul" else factor / value
-        elif repeats and (earlier := before(eqn, indices)) is not None:
+        elif repeats and _is_repeated(var, producers) and (earlier := before(eqn, indices)) is not None:
             var, indices, is_better = eqn.invars[0], earlier, name == "broadcast_in_dim"
         else:
             break
@@ -296,6 +310,16 @@ def _peeled(
         if is_better:
             best, best_factor = (var, indices), factor
     return best, best_factor
+
+
+def _is_repeated(var: Any, producers: Mapping[Any, Any]) -> bool:
+    """Tells whether a variable is a repetition of another one, but for transposes and reshapes."""
+    while (eqn := producers.get(var)) is not None and eqn.primitive.name in _MOVES:
+        before_, after_ = (math.prod(x.aval.shape) for x in (eqn.invars[0], eqn.outvars[0]))
+        if before_ < after_:
+            return True
+        var = eqn.invars[0]
+    return False
 
 
 def known_number(atom: Any, known: Mapping[Any, Any]) -> float | None:

@@ -245,7 +245,7 @@ def _weights(eqn: Any, x: Weights, place: int, others: list[Any]) -> Followed | 
         if name == "mul" and choice is not None:
             return _drop(x, terms_on(choice, x.indices))
         if not isinstance(others[0], Row):
-            return Lost("the weights are multiplied by computed values (dropout?)", True)
+            return Lost("the weights are multiplied or divided by computed values (dropout?)", True)
     return None
 
 

@@ -23,7 +23,7 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, abstract_state
+from zero_jax.training import MeshLoss, abstract_state, step_options
 from zero_jax.transforms import Remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
@@ -76,9 +76,11 @@ class Estimator:
         self.job, self.policies, self.temporaries, self.log = job, policies, temporaries, log
         self.logged_at = -math.inf
         parsed = topology.parse(job.topology)
-        self.topology, self.hardware, self.roofline = parsed, parsed.hardware, Roofline(parsed)
+        self.topology, self.hardware = parsed, parsed.hardware
         self.devices = topology.devices(job.topology)
         self.num_devices = len(self.devices)
+        overlaps = job.config.overlap and bool(step_options(self.mesh(1), job.config).options)
+        self.roofline = Roofline(parsed, overlaps=overlaps)
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
         self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
         self.precision = resolve_precision(self.config.precision)

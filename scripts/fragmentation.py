@@ -46,7 +46,7 @@ def watch(num_steps: int, eval_every: int, buffered: bool) -> Watched:
 
     mesh, tx = zero.make_mesh(data=NUM_DEVICES), optax.adamw(1e-3)
     model = gpt.GPTConfig(vocab_size=256, seq_len=48, num_layers=2, d_model=64)
-    config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=0)
+    config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=0, overlap=False)
     state = zero.init_state(functools.partial(gpt.init, model), tx, jax.random.key(0), mesh=mesh, config=config)
     step = zero.make_train_step(gpt.loss_fn(model), tx, mesh=mesh, config=config)
     evaluate = zero.make_eval_step(gpt.loss_fn(model), mesh=mesh, config=config)

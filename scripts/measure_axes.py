@@ -33,7 +33,11 @@ def measure(args: argparse.Namespace, stage: int) -> dict:
     num_batch = mesh.size // args.model
     num_data = num_batch // args.replica
     config = zero.ZeroConfig(
-        stage=stage, precision="bf16", num_microbatches=args.microbatches, param_specs=gpt.param_specs(CONFIG)
+        overlap=False,
+        stage=stage,
+        precision="bf16",
+        num_microbatches=args.microbatches,
+        param_specs=gpt.param_specs(CONFIG),
     )
     tx = optax.adamw(3e-4)
     state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)

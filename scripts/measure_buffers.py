@@ -74,7 +74,9 @@ def compile_buffers(
     """Compiles a bf16 train step with adamw; `chunk_size` None computes the full logits."""
     mesh, tx = zero.make_mesh(topology=topology, model=model), optax.adamw(3e-4)
     specs = gpt.param_specs(config, model_size=model) if model > 1 else None
-    zero_config = zero.ZeroConfig(stage=stage, precision="bf16", param_specs=specs, num_microbatches=num_microbatches)
+    zero_config = zero.ZeroConfig(
+        stage=stage, precision="bf16", param_specs=specs, num_microbatches=num_microbatches, overlap=False
+    )
     token_losses: Any = gpt.whole_logits
     if chunk_size is not None:
         token_losses = functools.partial(

@@ -106,7 +106,7 @@ def compile_step(
     """Compiles zero_jax's step for two examples a device and microbatch, in bf16 with adamw."""
     tx = optax.adamw(3e-4)
     mesh = zero.make_mesh(topology=topology)
-    config = zero.ZeroConfig(stage=stage, precision="bf16", num_microbatches=num_microbatches)
+    config = zero.ZeroConfig(stage=stage, precision="bf16", num_microbatches=num_microbatches, overlap=False)
     init_fn, loss_fn = MODELS[model](gpt_config)
     state = zero.abstract_state(init_fn, tx, mesh=mesh, config=config)
     step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)

@@ -30,7 +30,7 @@ def main() -> int:
         optax.adamw(3e-4),
         batch={"inputs": tokens, "targets": tokens},
         topology=TOPOLOGY,
-        config=zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0),
+        config=zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0, overlap=False),
         name="gpt-1t",
         log=functools.partial(print, file=sys.stderr, flush=True),
     )

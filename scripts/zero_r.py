@@ -67,7 +67,9 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
         batch={"inputs": tokens, "targets": tokens},
         topology=TOPOLOGY,
         model=MODEL,
-        config=zero.ZeroConfig(stage=3, precision="bf16", remat=policy, param_specs=gpt.param_specs(config)),
+        config=zero.ZeroConfig(
+            stage=3, precision="bf16", remat=policy, param_specs=gpt.param_specs(config), overlap=False
+        ),
         name=f"{name} {'scanned' if scan else 'loop'}",
         log=lambda line: print(line, flush=True),
     )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_jax import checkpoint, cluster, data, trainer
     from zero_jax.analysis import PAPER_CONFIGS, LossTrace, comms, memory, paper, trace_loss
+    from zero_jax.attention import dot_product_attention
     from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "zero_jax": "checkpoint cluster data trainer",
     "zero_jax.analysis": "LossTrace PAPER_CONFIGS comms memory paper trace_loss",
+    "zero_jax.attention": "dot_product_attention",
     "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
@@ -105,6 +107,7 @@ __all__ = [
     "comms",
     "compiler_options",
     "data",
+    "dot_product_attention",
     "ema_params",
     "gather_on_use",
     "gather_report",

@@ -100,7 +100,7 @@ def test_the_heap_of_a_cpu_program_is_known_exactly(tmp_path):
 def test_the_heap_of_a_tpu_program(tmp_path):
     mesh, tx = zero.make_mesh(topology="v5p:2x2x4"), optax.adamw(3e-4)
     config = gpt.GPTConfig(vocab_size=8192, seq_len=512, num_layers=4, d_model=512)
-    zero_config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=0)
+    zero_config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=0, overlap=False)
     state = zero.abstract_state(functools.partial(gpt.init, config), tx, mesh=mesh, config=zero_config)
     step = zero.make_train_step(gpt.loss_fn(config), tx, mesh=mesh, config=zero_config)
     tokens = jax.ShapeDtypeStruct((32, config.seq_len), jnp.int32)

@@ -23,7 +23,7 @@ TX = optax.adamw(1e-3)
 def compiled(loss_fn, init_fn, batch, **options):
     """Returns the trace, the comparison of the traffic, and the program's memory."""
     mesh = zero.make_mesh(topology="v5p:2x2x4", model=4)
-    config = zero.ZeroConfig(precision="bf16", **options)
+    config = zero.ZeroConfig(precision="bf16", overlap=False, **options)
     state = zero.abstract_state(init_fn, TX, mesh=mesh, config=config)
     found = trace_loss(loss_fn, state.params, batch, mesh=mesh, config=config)
     program = zero.make_train_step(loss_fn, TX, mesh=mesh, config=config).lower(state, batch).compile()

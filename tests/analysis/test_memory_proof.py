@@ -38,7 +38,7 @@ CONFIGS = [
 def measured(topology, stage, scan):
     config = gpt.GPTConfig(vocab_size=8192, seq_len=512, num_layers=4, d_model=512, scan=scan)
     mesh, tx = zero.make_mesh(topology=topology), optax.adamw(3e-4)
-    zero_config = zero.ZeroConfig(stage=stage, precision="bf16", min_shard_size=0)
+    zero_config = zero.ZeroConfig(stage=stage, precision="bf16", min_shard_size=0, overlap=False)
     state = zero.abstract_state(functools.partial(gpt.init, config), tx, mesh=mesh, config=zero_config)
     step = zero.make_train_step(gpt.loss_fn(config), tx, mesh=mesh, config=zero_config)
     tokens = jax.ShapeDtypeStruct((2 * NUM_DEVICES, config.seq_len), jnp.int32)

@@ -370,3 +370,105 @@ def test_real_programs_take_what_their_parts_take(path):
     assert timeline.total_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
     assert timeline.exposed_seconds <= timeline.collective_seconds * (1 + 1e-9)
     assert set(timeline.overlaps) == {(one.computation, one.name) for one in found if one.is_async}
+
+
+# A gather on a SparseCore: JAX 0.10 starts it with its operand, JAX 0.12 hands the operand over in an update.
+ON_SPARSE_CORE = f"""%sparse (y: f32[4]) -> f32[16] {{
+  %y = f32[4] parameter(0)
+  ROOT %gather = f32[16] all-gather(%y), channel_id=3, {GROUPS}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[4]) -> f32[16] {{
+  %p = f32[4] parameter(0)
+  %prepare = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
+  START
+  %b = f32[4] add(%p, %p)
+  %done = f32[16] DONE
+  ROOT %c = f32[16] add(%done, %done)
+}}
+"""
+CALLS = {
+    "0.10": (
+        "%a = f32[4] add(%p, %p)\n  %s = ((f32[4], token[]), f32[16]) call-start(%p, %prepare), "
+        'async_execution_thread="sparsecore", to_apply=%sparse',
+        "call-done(%s)",
+    ),
+    "0.12": (
+        '%s = ((), (), (s32[8], s32[0])) custom-call-start(), async_execution_thread="sparsecore", '
+        'custom_call_target="TODO", called_computations={%sparse}\n  %a = f32[4] add(%p, %p)\n'
+        "  %u = ((f32[4]), f32[16], (s32[8])) custom-call-update(%s, %a)",
+        "custom-call-done(%u)",
+    ),
+}
+
+
+@pytest.mark.parametrize("release", CALLS)
+def test_a_collective_on_a_sparse_core_begins_where_it_gets_its_operand(release):
+    start, done = CALLS[release]
+    text = ON_SPARSE_CORE.replace("START", start).replace("DONE", done)
+    timeline = play(text, {"a": 3.0, "b": 1.0, "c": 2.0}, {"gather": 5.0})
+    # It runs from 3 to 8; b ends at 4, so that 4 seconds stay exposed; c ends at 10. Nothing counts twice.
+    assert (timeline.total_seconds, timeline.compute_seconds, timeline.exposed_seconds) == (10, 6, 4)
+    assert timeline.collective_seconds == 5
+    assert timeline.overlaps["sparse", "gather"].instructions == ("b",)
+    (found,) = hlo.collectives(HEADER + text)
+    assert found.is_async
+    assert found.num_executions == 1
+
+
+def megascale(kind, key):
+    return (
+        f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="{key}",'
+        f'_xla_megascale_target="{{1,4}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"}}'
+    )
+
+
+BETWEEN_SLICES = f"""ENTRY %main (p: f32[4]) -> f32[16] {{
+  %p = f32[4]{{0}} parameter(0)
+  %key = token[] after-all()
+  %send.1 = (f32[4]{{0}}, u32[], token[]) send(%p, %key), channel_id=1, {megascale("ALL_GATHER", "all-gather.1_0")}
+  %send.2 = (f32[4]{{0}}, u32[], token[]) send(%p, %key), channel_id=2, {megascale("ALL_REDUCE", "all-reduce.2_0")}
+  %a = f32[4]{{0}} add(%p, %p)
+  %recv.1 = (f32[16]{{0}}, u32[], token[]) recv(%key), channel_id=3, {megascale("ALL_GATHER", "all-gather.1_0")}
+  %sent.1 = token[] send-done(%send.1), channel_id=1, is_host_transfer=true
+  %sent.2 = token[] send-done(%send.2), channel_id=2, is_host_transfer=true
+  %done.1 = (f32[16]{{0}}, token[]) recv-done(%recv.1), channel_id=3, is_host_transfer=true
+  %b = f32[4]{{0}} add(%p, %p)
+  %recv.2 = (f32[4]{{0}}, u32[], token[]) recv(%key), channel_id=4, {megascale("ALL_REDUCE", "all-reduce.2_0")}
+  %done.2 = (f32[4]{{0}}, token[]) recv-done(%recv.2), channel_id=4, is_host_transfer=true
+  ROOT %c = f32[16]{{0}} get-tuple-element(%done.1), index=0
+}}
+"""
+
+
+def test_transfers_between_slices_go_from_their_send_to_the_end_of_their_receive():
+    program = Program(HEADER + BETWEEN_SLICES)
+    transfers = hlo.network_transfers(program)
+    # Of 4 slices: 16 bytes go to 3 others; all-reduced, 2 x 3/4 of 16 are sent.
+    assert [(one.kind, one.num_slices, one.total_sent_bytes) for one in transfers] == [
+        ("all-gather", 4, 48),
+        ("all-reduce", 4, 24),
+    ]
+    timeline = hlo_schedule.play(
+        program,
+        (),
+        seconds_of=lambda program, computation, instruction: {"a": 1.0, "b": 3.0}.get(instruction.name, 0.0),
+        link_seconds=lambda _: 0.0,
+        transfers=transfers,
+        network_seconds=lambda transfer: transfer.sent_bytes / 12,
+    )
+    # The gather has the network from 0 to 4, of which 1 is hidden; the sum until 6, while b runs until 7.
+    assert (timeline.total_seconds, timeline.compute_seconds, timeline.exposed_seconds) == (7, 4, 3)
+    assert (timeline.collective_seconds, timeline.network_seconds) == (6, 6)
+    assert timeline.overlaps["main", "send.2"].seconds == 4
+
+
+def test_transfers_in_a_loop_repeat():
+    body = LOOP.replace("BACKEND", KNOWN).replace(
+        "  %work =",
+        f"""  %key = token[] after-all()
+  %send = (f32[4], u32[], token[]) send(%x, %key), channel_id=9, {megascale("REDUCE_SCATTER", "rs")}
+  %work =""",
+    )
+    (transfer,) = hlo.network_transfers(HEADER + body)
+    assert (transfer.sent_bytes, transfer.num_executions, transfer.total_sent_bytes) == (12, 3, 36)

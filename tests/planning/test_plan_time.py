@@ -122,3 +122,77 @@ def test_a_program_is_parsed_once_for_memory_traffic_and_time(monkeypatch):
     for measure in (memory.measure, comms.measure):
         measure(types.SimpleNamespace(as_text=lambda: PROGRAM, memory_analysis=compiled.memory_analysis))
     assert len(parsed) == 3  # what is not a plan's program is parsed by each measure
+
+
+KERNEL = PROGRAM.replace(
+    "  ROOT %all-gather",
+    """  %k = bf16[131072]{0} custom-call(%f), custom_call_target="tpu_custom_call", CONFIG
+  ROOT %all-gather""",
+)
+OWN_COST = 'backend_config={"custom_call_config":{"body":"","cost_estimate":{"flops":"321300000","bytes_accessed":"1"}}'
+
+
+def test_a_kernel_takes_its_flops_over_a_stated_share_of_the_peak():
+    """321.3 MFLOP at 70% of 459 TFLOP/s are 1 us."""
+    text = KERNEL.replace("CONFIG", OWN_COST + "}")
+    found = estimate("v5p:2x2x4", fake_mesh((2, 2, 4)), text)
+    assert found.kernel_seconds == pytest.approx(1e-6)
+    assert found.compute_seconds == pytest.approx(2e-6)
+    assert "at 70% of 459 TFLOP/s" in "\n".join(found.assumptions)
+
+
+def test_a_sentinel_in_place_of_cycles_takes_no_centuries():
+    text = KERNEL.replace("CONFIG", OWN_COST + ',"window_config":{"estimated_cycles":"9223372036854775807"}}')
+    assert estimate("v5p:2x2x4", fake_mesh((2, 2, 4)), text).compute_seconds == pytest.approx(2e-6)
+
+
+def test_cycles_far_above_the_roofline_are_not_believed():
+    """An hour for 0.5 MB: by its bytes it takes 0.19 us, and the assumptions name it."""
+    found = estimate("v5p:2x2x4", fake_mesh((2, 2, 4)), PROGRAM.replace('"1750"', f'"{1_750_000_000 * 3600}"'))
+    assert found.compute_seconds == pytest.approx(2 * 262_144 / 2.765e12)
+    assert "1 instructions have impossible cycles" in "\n".join(found.assumptions)
+    slow = estimate("v5p:2x2x4", fake_mesh((2, 2, 4)), PROGRAM.replace('"1750"', '"1750000000"'))
+    assert slow.compute_seconds == pytest.approx(1.0)
+
+
+def test_mfu_by_both_counts():
+    """Attention with half of the forward pass's operations: by half, three quarters of them count."""
+    mesh, v5p = fake_mesh((2, 2, 4)), topology.parse("v5p:2x2x4")
+    flops = {"forward_flops": 16 * 153e6, "attention_flops": 16 * 153e6 / 2}
+    found = plan_time.estimate_time(Program(PROGRAM), mesh=mesh, topology=v5p, num_tokens=1, **flops)
+    assert found.mfu == pytest.approx(1e-6 / found.step_seconds)
+    assert found.mfu_causal == pytest.approx(0.75 * found.mfu)
+    assert found.causal_model_flops == pytest.approx(0.75 * found.model_flops)
+    assert found.device_flops_per_second == pytest.approx(found.mfu * 459e12)
+    assert f"MFU {found.mfu:.1%} ({found.mfu_causal:.1%} with attention by half)" in str(found)
+
+
+TWO_SLICES = """HloModule step, is_scheduled=true, num_partitions=8
+
+ENTRY %main (p: bf16[131072]) -> bf16[1048576] {
+  %p = bf16[131072]{0} parameter(0)
+  %key = token[] after-all()
+  %send = (bf16[131072]{0}, u32[], token[]) send(%p, %key), channel_id=1, is_host_transfer=true, DATA
+  %recv = (bf16[262144]{0}, u32[], token[]) recv(%key), channel_id=2, is_host_transfer=true, DATA
+  %received = (bf16[262144]{0}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
+  ROOT %all-gather = bf16[1048576]{0} all-gather(%p), channel_id=3, replica_groups=[1,8]<=[8], dimensions={0}
+}
+""".replace(
+    "DATA",
+    'frontend_attributes={_xla_host_transfer_rendezvous="all-gather.1_0",_xla_megascale_target="{1,2}x{0:7}",'
+    '_xla_megascale_transfer_type="ALL_GATHER"}',
+)
+
+
+@pytest.mark.parametrize("order", ["slices are major", "slices are minor"])
+def test_a_program_of_two_slices_gathers_in_its_own_and_exchanges_over_the_network(order):
+    """0.25 MB go to the other slice at 3.1 GB/s; the gather of 8 chips stays inside, whatever the mesh's order."""
+    mesh = fake_mesh((2, 4), slices=2)
+    if order == "slices are minor":
+        mesh.devices = mesh.devices.reshape(2, 8).T
+    found = estimate("2xv5e:2x4", mesh, TWO_SLICES)
+    network = 262_144 / 3.1e9 + 20e-6
+    assert found.network_bytes == 262_144
+    assert found.network_seconds == pytest.approx(network)
+    assert found.exposed_seconds == pytest.approx(network + 2_097_152 * 7 / 8 / 90e9 + 4e-6)
+    assert "each transfer between slices" in "\n".join(found.assumptions)

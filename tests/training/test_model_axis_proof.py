@@ -31,7 +31,11 @@ EMBEDDING_AND_HEAD = 4  # units: an all-reduce each
 def report(stage, num_microbatches=1, by_sequence=False):
     mesh = zero.make_mesh(topology="v5p:2x2x4", model=MODEL)
     config = zero.ZeroConfig(
-        stage=stage, precision="bf16", num_microbatches=num_microbatches, param_specs=gpt.param_specs(CONFIG)
+        overlap=False,
+        stage=stage,
+        precision="bf16",
+        num_microbatches=num_microbatches,
+        param_specs=gpt.param_specs(CONFIG),
     )
     tx = optax.adamw(3e-4)
     state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)

@@ -125,7 +125,11 @@ def test_attention_kernels_are_reduce_scattered(attention, topology):
     def loss(params, x):
         return jnp.mean(jnp.square(attention(params, x.astype(params["out"].dtype)).astype(jnp.float32)))
 
-    mesh, tx, config = zero.make_mesh(topology=topology), optax.sgd(0.1), zero.ZeroConfig(stage=2, precision="bf16")
+    mesh, tx, config = (
+        zero.make_mesh(topology=topology),
+        optax.sgd(0.1),
+        zero.ZeroConfig(stage=2, precision="bf16", overlap=False),
+    )
     shapes = KERNELS[attention]
     state = zero.abstract_state(
         lambda _: jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple)), tx, mesh=mesh, config=config

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from zero_jax.models import gpt
-from zero_jax.transforms.flops import forward_flops
+from zero_jax.transforms.flops import attention_flops, forward_flops
 
 X = jax.ShapeDtypeStruct((3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
@@ -77,4 +80,95 @@ def test_a_transformer(scan):
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     blocks = 3 * (12 * 16 * 16 * 2 * 16 + 2 * (2 * 8 * 8 * 16) * 2)  # weights; scores and their product with values
     head = 2 * 16 * 32 * 16
-    assert forward_flops(gpt.loss_fn(config), params, {"inputs": tokens, "targets": tokens}) == blocks + head
+    batch = {"inputs": tokens, "targets": tokens}
+    assert forward_flops(gpt.loss_fn(config), params, batch) == blocks + head
+    assert attention(gpt.loss_fn(config), params, batch) == 3 * 2 * (2 * 8 * 8 * 16) * 2
+
+
+def attention(fn, *args):
+    return attention_flops(jax.make_jaxpr(fn)(*args))
+
+
+Q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+SCORES_AND_VALUES = 2 * 2 * (2 * 4 * 64 * 64 * 32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_its_scores_and_their_use(causal):
+    def attend(q, w):
+        return jax.nn.dot_product_attention(q, q, q, is_causal=causal).reshape(2, 64, 128) @ w
+
+    w = jax.ShapeDtypeStruct((128, 8), jnp.bfloat16)
+    assert attention(attend, Q, w) == SCORES_AND_VALUES
+    assert forward_flops(attend, Q, w) == SCORES_AND_VALUES + 2 * 2 * 64 * 128 * 8
+
+
+def test_a_router_and_experts_are_no_attention():
+    def mix(x, router, experts):
+        shares = jax.nn.softmax(x @ router)
+        return jnp.einsum("te,ted->td", shares, jnp.einsum("td,edf->tef", x, experts))
+
+    shapes = (8, 4), (4, 3), (3, 4, 4)
+    assert attention(mix, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)) == 0
+
+
+@pytest.mark.parametrize("wrapper", ["", "_wrapper"])
+def test_attention_of_cudnn_counts_by_its_shapes(wrapper):
+    """In the layouts `[batch, length, heads, dim]` and `[batch, heads, length, dim]`, with one head of keys."""
+    key = jax.ShapeDtypeStruct((2, 16, 1, 32), jnp.bfloat16)
+    for layout, turn in ((0, lambda x: x), (1, lambda x: x.transpose(0, 2, 1, 3))):
+        primitive = core.Primitive(f"dot_product_attention_fwd{wrapper}")
+        primitive.def_abstract_eval(lambda q, k, v, **_: q)
+
+        def call(q, k):
+            return primitive.bind(turn(q), turn(k), turn(k), layout=layout)  # noqa: B023
+
+        assert forward_flops(call, Q, key) == 2 * 2 * (2 * 4 * 64 * 16 * 32)
+        assert attention(call, Q, key) == forward_flops(call, Q, key)
+
+
+def scores_times_values(q_ref, k_ref, out_ref):
+    scores = jnp.exp(jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32))
+    out_ref[...] = jnp.dot(scores, k_ref[...], preferred_element_type=jnp.float32)
+
+
+def kernel(q, k, cost_estimate=None):
+    return pl.pallas_call(
+        scores_times_values,
+        out_shape=jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((16, 32), lambda i: (i, 0)), pl.BlockSpec((64, 32), lambda i: (0, 0))],
+        out_specs=pl.BlockSpec((16, 32), lambda i: (i, 0)),
+        cost_estimate=cost_estimate,
+    )(q, k)
+
+
+ROWS = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+
+
+def test_a_kernel_counts_its_body_at_every_step_of_its_grid():
+    assert forward_flops(kernel, ROWS, ROWS) == 4 * 2 * (2 * 16 * 64 * 32)
+    assert attention(kernel, ROWS, ROWS) == forward_flops(kernel, ROWS, ROWS)
+
+
+def test_a_kernels_own_estimate_comes_first():
+    own = pl.CostEstimate(flops=777, transcendentals=0, bytes_accessed=0)
+    assert forward_flops(functools.partial(kernel, cost_estimate=own), ROWS, ROWS) == 777
+
+
+def test_a_shard_map_counts_on_all_shards():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    specs = {"in_specs": (PartitionSpec("data"), PartitionSpec()), "out_specs": PartitionSpec("data")}
+    assert forward_flops(jax.shard_map(jnp.matmul, mesh=mesh, **specs), rows, W) == 2 * 16 * 4 * 5
+    specs = {
+        "in_specs": (PartitionSpec(("data", "model")), PartitionSpec()),
+        "out_specs": PartitionSpec(mesh.axis_names),
+    }
+    assert forward_flops(jax.shard_map(jnp.matmul, mesh=mesh, **specs), rows, W) == 2 * 16 * 4 * 5
+
+
+def test_a_ragged_product_multiplies_each_row_once():
+    rows, experts = jax.ShapeDtypeStruct((30, 8), jnp.float32), jax.ShapeDtypeStruct((3, 8, 5), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert forward_flops(lax.ragged_dot, rows, experts, sizes) == 2 * 30 * 8 * 5

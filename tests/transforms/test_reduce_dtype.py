@@ -265,6 +265,7 @@ def sent(init_fn, loss_fn, make_batch, stage, *, keep=False, num_microbatches=1,
     mesh, tx = zero.make_mesh(topology="v5p:2x2x4"), optax.adamw(1e-3)
     policy = {"param": BF16, "compute": BF16, "reduce": BF16, "master": F32} | dtypes
     config = zero.ZeroConfig(
+        overlap=False,
         stage=stage,
         precision=zero.Precision(**policy),
         keep_batch_dtype=(".*",) if keep else (),

@@ -97,7 +97,7 @@ def trace_loss(
     """
     placement = make_placement(params, mesh=mesh, config=config)
     specs = placement.variable_shardings()
-    normalized = normalize_loss(loss_fn, mesh)
+    normalized = normalize_loss(loss_fn, mesh, placement.axes)
     loss = rematerialize(normalized, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     variables = jax.eval_shape(placement.cast, params)
     k = config.num_microbatches

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
+from zero_jax.attention import dot_product_attention
 from zero_jax.cli.options import add_fields, explicit, field_values, option_fields, reader, refuse
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
@@ -136,7 +138,7 @@ def preset_model(options: argparse.Namespace) -> Model:
 def gpt_loss(config: gpt.GPTConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
     """Returns the loss function of a reference GPT, a `MeshLoss` if its activations depend on the mesh."""
     if activations == ActivationConfig():
-        return gpt.loss_fn(config)
+        return gpt.loss_fn(config, attend=_attend)
     return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
 
 
@@ -147,7 +149,12 @@ def _loss_on_mesh(config: gpt.GPTConfig, activations: ActivationConfig, mesh: Me
     if activations.loss_chunk is not None:
         losses = softmax_cross_entropy_with_integer_labels
         token_losses = functools.partial(losses, mesh=mesh, chunk_size=activations.loss_chunk)
-    return gpt.loss_fn(config, place=place, token_losses=token_losses)
+    return gpt.loss_fn(config, place=place, token_losses=token_losses, attend=_attend)
+
+
+def _attend(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, segments_BT: Array | None) -> Array:
+    """Runs causal attention by the kernel of the hardware that the step is for, if it has one."""
+    return dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, segment_ids=segments_BT)
 
 
 def _activations(options: argparse.Namespace) -> ActivationConfig:

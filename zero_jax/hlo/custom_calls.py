@@ -98,8 +98,9 @@ def _literal(program: Program, computation: str, name: str) -> np.ndarray | None
         return None
     shape = parse_shape(instruction.shape)
     values = [int(digits) for digits in re.findall(r"-?\d+", literal)]
-    matches = isinstance(shape, Array) and len(values) == shape.num_elements
-    return np.array(values).reshape(shape.dims) if matches else None
+    if not isinstance(shape, Array) or len(values) != shape.num_elements:
+        return None
+    return np.array(values).reshape(shape.dims)
 
 
 def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> KernelCall | None:

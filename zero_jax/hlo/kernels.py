@@ -150,7 +150,7 @@ class _Body:
             self.values[name] = np.arange(size).reshape(shape)
         self.values.update(zip(region.arguments[rank:], scalars, strict=False))
         self.region(region, np.ones([1] * rank))
-        return KernelWork(flops=self.flops, is_exact=self.is_exact)
+        return KernelWork(flops=float(self.flops), is_exact=bool(self.is_exact))
 
     def region(self, region: _Region, times: np.ndarray) -> None:
         """Runs a region that is executed so many times at each step of the grid."""

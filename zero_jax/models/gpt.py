@@ -18,11 +18,14 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+
 Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
 TokenLosses = Callable[[Array, Array, Array], Array]
 Place = Callable[[Array, str], Array]
+Attend = Callable[[Array, Array, Array, Array | None], Array]
 
 
 _MAX_LAYERS = 100_000
@@ -187,12 +190,6 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     return specs
 
 
-def leave(x: Array, kind: str) -> Array:
-    """Leaves an array where it is: the `place` of a model whose activations nobody places."""
-    del kind
-    return x
-
-
 def apply(
     config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
 ) -> Array:
@@ -204,7 +201,13 @@ def apply(
 
 
 def hidden(
-    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
+    config: GPTConfig,
+    params: Params,
+    tokens_BT: Array,
+    segments_BT: Array | None = None,
+    *,
+    place: Place = leave,
+    attend: Attend = causal_attention,
 ) -> Array:
     """Returns the last hidden states `[B, T, D]`, which the transposed embedding makes logits of.
 
@@ -215,12 +218,13 @@ def hidden(
       segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
       place: `place(x_BTD, kind)` may say where activations lie: `residual` is what is added to the residual stream,
         `gathered` what goes into the matrices of a block or of the head, which need every token.
+      attend: causal attention `attend(q_BTHK, k_BTHK, v_BTHK, segments_BT)`.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
         x_BTD += params["position"][: tokens_BT.shape[1]]
     x_BTD = place(x_BTD, "residual")
-    block = functools.partial(apply_block, config, segments_BT=segments_BT, place=place)
+    block = functools.partial(apply_block, config, segments_BT=segments_BT, place=place, attend=attend)
     if config.remat:
         # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
         block = jax.checkpoint(block, prevent_cse=not config.scan)
@@ -233,12 +237,18 @@ def hidden(
 
 
 def apply_block(
-    config: GPTConfig, x_BTD: Array, params: Params, segments_BT: Array | None = None, *, place: Place = leave
+    config: GPTConfig,
+    x_BTD: Array,
+    params: Params,
+    segments_BT: Array | None = None,
+    *,
+    place: Place = leave,
+    attend: Attend = causal_attention,
 ) -> Array:
     """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
     y_BTD = place(rms_norm(x_BTD, params["attention_norm"]), "gathered")
     q_BTD, k_BTD, v_BTD = (y_BTD @ params[name] for name in ("query", "key", "value"))
-    x_BTD += place(attention(config, q_BTD, k_BTD, v_BTD, segments_BT) @ params["out"], "residual")
+    x_BTD += place(attention(config, q_BTD, k_BTD, v_BTD, segments_BT, attend=attend) @ params["out"], "residual")
     y_BTD = place(rms_norm(x_BTD, params["mlp_norm"]), "gathered")
     return x_BTD + place(jax.nn.gelu(y_BTD @ params["up"]) @ params["down"], "residual")
 
@@ -249,7 +259,13 @@ def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
 
 
-def loss_fn(config: GPTConfig, *, place: Place = leave, token_losses: TokenLosses = whole_logits) -> LossFn:
+def loss_fn(
+    config: GPTConfig,
+    *,
+    place: Place = leave,
+    token_losses: TokenLosses = whole_logits,
+    attend: Attend = causal_attention,
+) -> LossFn:
     """Makes `loss_fn(params, batch) -> (loss, aux)`.
 
     A batch has int `inputs` and `targets`, both `[B, T]`; it may have `weights`, how much each target counts, and
@@ -260,10 +276,11 @@ def loss_fn(config: GPTConfig, *, place: Place = leave, token_losses: TokenLosse
       place: As for `hidden`.
       token_losses: `token_losses(hidden_BTD, head_DV, targets_BT)` returns the losses `[B, T]`, float32; a function
         that makes the logits in parts saves the memory of the whole.
+      attend: As for `hidden`.
     """
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        hidden_BTD = hidden(config, params, batch["inputs"], batch.get("segments"), place=place)
+        hidden_BTD = hidden(config, params, batch["inputs"], batch.get("segments"), place=place, attend=attend)
         return mean_loss(token_losses(hidden_BTD, params["embed"].T, batch["targets"]), batch.get("weights"))
 
     return loss
@@ -279,44 +296,21 @@ def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array,
     return loss, {"bits_per_token": loss / jnp.log(2.0)}
 
 
-def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
-    """Scales every vector to a root mean square of one, measured in float32, then by `scale_D`."""
-    mean_square_BT1 = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
-
-
-def attention(config: GPTConfig, q_BTD: Array, k_BTD: Array, v_BTD: Array, segments_BT: Array | None = None) -> Array:
+def attention(
+    config: GPTConfig,
+    q_BTD: Array,
+    k_BTD: Array,
+    v_BTD: Array,
+    segments_BT: Array | None = None,
+    *,
+    attend: Attend = causal_attention,
+) -> Array:
     """Returns causal self-attention `[B, T, D]` over `num_heads` heads, within segments, with a float32 softmax."""
     shape_BTHK = (*q_BTD.shape[:2], config.num_heads, config.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x_BTD.reshape(shape_BTHK) for x_BTD in (q_BTD, k_BTD, v_BTD))
     if config.position == "rotary":
         q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
-    same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
-    if q_BTD.dtype == jnp.float16:
-        return _float16_attention(q_BTHK, k_BTHK, v_BTHK, same_B1TT).reshape(q_BTD.shape)
-    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, mask=same_B1TT, is_causal=True).reshape(q_BTD.shape)
-
-
-def _float16_attention(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, mask_B1TT: Array | None) -> Array:
-    """Does what `jax.nn.dot_product_attention` does, which asks for a float16 dot that only GPUs have."""
-    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    num_tokens, head_dim = q_BTHK.shape[1], q_BTHK.shape[-1]
-    is_seen = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    is_seen = is_seen if mask_B1TT is None else is_seen & mask_B1TT
-    logits_BHTT = einsum("BTHK,BSHK->BHTS", q_BTHK, k_BTHK) * head_dim**-0.5
-    weights_BHTT = jax.nn.softmax(jnp.where(is_seen, logits_BHTT, -1e30))
-    return einsum("BHTS,BSHK->BTHK", weights_BHTT.astype(v_BTHK.dtype), v_BTHK).astype(v_BTHK.dtype)
-
-
-def rotate(x_BTHK: Array) -> Array:
-    """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34)."""
-    num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
-    frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
-    angles_T1K = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
-    cos, sin = jnp.cos(angles_T1K), jnp.sin(angles_T1K)
-    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turned_BTHK = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned_BTHK.astype(x_BTHK.dtype)
+    return attend(q_BTHK, k_BTHK, v_BTHK, segments_BT).reshape(q_BTD.shape)
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -21,9 +22,7 @@ def program_text(compiled: Any) -> str:
       compiled: a `jax.stages.Compiled`.
     """
     try:
-        from jaxlib import _hlo
-
-        options = _hlo.HloPrintOptions()
+        options: Any = importlib.import_module("jaxlib._hlo").HloPrintOptions()
         options.print_large_constants = True
         modules = compiled.runtime_executable().hlo_modules()
         text = "\n\n".join(module.to_string(options) for module in modules)
@@ -43,14 +42,12 @@ def kernel_text(body: bytes) -> str | None:
     context = ir.Context()
     context.allow_unregistered_dialects = True
     try:
-        import jaxlib.mosaic.python.tpu as mosaic
-
-        mosaic.register_dialect(context)
+        importlib.import_module("jaxlib.mosaic.python.tpu").register_dialect(context)
     except (ImportError, AttributeError):
         pass
     try:
         with context, ir.Location.unknown():
             module = ir.Module.parse(body)
-        return module.operation.get_asm(large_elements_limit=16, print_generic_op_form=True)
+        return str(module.operation.get_asm(large_elements_limit=16, print_generic_op_form=True))
     except (ValueError, RuntimeError, ir.MLIRError):
         return None

@@ -17,7 +17,7 @@ from zero_jax.sharding.topology import compiler_target, parse
 from zero_jax.training import flag_words
 
 # The format of the cache's entries: entries of another number are ignored.
-SCHEMA = 2
+SCHEMA = 3
 # Environment variables that XLA, its compilers and their libraries read. JAX's own are in `jax.config`.
 COMPILER_VARIABLES = re.compile(
     r"(XLA|TF|LIBTPU|TPU|PJRT|MEGASCALE|CUDA|CUDNN|CUBLAS|NVIDIA|NVVM|PTXAS|LLVM|MLIR|TRITON|ROCM|HIP|HSA|AMD)_.*"

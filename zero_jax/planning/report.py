@@ -27,7 +27,7 @@ from zero_jax.training import (
     make_placement,
     normalize_loss,
 )
-from zero_jax.transforms import forward_flops, resolve_remat
+from zero_jax.transforms import attention_flops, count_flops, resolve_remat
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
@@ -254,6 +254,7 @@ def make_report(
     on_phase("reading the program")
     measured = memory.measure(program, layout=getattr(program, "layout", None))
     num_tokens, unit = _tokens(job.batch, batch_size)
+    forward = _forward_jaxpr(job, state, mesh)
     needed = measured.total_bytes
     return PlanReport(
         fits=needed <= usable,
@@ -264,7 +265,8 @@ def make_report(
             program.program,
             mesh=mesh,
             topology=topology,
-            forward_flops=_forward_flops(job, state, mesh),
+            forward_flops=count_flops(forward),
+            attention_flops=attention_flops(forward),
             num_tokens=num_tokens,
             unit=unit,
         ),
@@ -276,16 +278,16 @@ def make_report(
     )
 
 
-def _forward_flops(job: Job, state: TrainState, mesh: Mesh) -> float:
-    """Counts the forward pass on the variables as the loss function sees them."""
+def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:
+    """Traces the forward pass on the variables as the loss function sees them."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
 
     def forward(variables: Any, batch: Any, key: Any) -> Any:
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    return forward_flops(forward, state.variables, job.batch, key)
+    return jax.make_jaxpr(forward)(state.variables, job.batch, key)
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

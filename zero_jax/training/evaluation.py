@@ -74,7 +74,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
       that the loss function returns is dropped.
     """
     axes = check_config(config).axes_of(mesh)
-    function = user_loss(loss_fn, mesh)
+    function = user_loss(loss_fn, mesh, axes)
     normalized = function.named()
 
     def eval_step(variables: Variables, batch: PyTree) -> Metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -31,8 +33,8 @@ class MeshLoss:
     make: Callable[[Mesh], Callable[..., Any]]
 
 
-def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFunction:
-    """Returns a user's loss function, made for a mesh, with what it takes.
+def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> LossFunction:
+    """Returns a user's loss function, made for a mesh (and the roles of its axes), with what it takes.
 
     Raises:
       ValueError: it cannot be called as a loss function.
@@ -42,17 +44,18 @@ def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> LossFunctio
         function = check_takes("MeshLoss.make", loss_fn.make, ["mesh"], remedy=remedy)(mesh)
     else:
         function = loss_fn
-    found = LossFunction(function, key_parameter(function), model_state_parameter(function))
+    parameters = key_parameter(function), model_state_parameter(function)
+    found = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
     found.check()
     return found
 
 
-def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh) -> Callable[..., Any]:
+def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
     """Returns a user's loss function in the form that the library calls, made for a mesh.
 
     The result raises `ValueError` when the loss is not a floating scalar.
     """
-    return user_loss(loss_fn, mesh).named()
+    return user_loss(loss_fn, mesh, axes).named()
 
 
 def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:

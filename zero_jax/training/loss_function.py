@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -50,11 +51,13 @@ class LossFunction:
       function: the user's function.
       key: its parameter for a key, if it has one.
       model_state: its parameter for the model state, if it has one.
+      context: makes the context that it is called in: the mesh that attention in it is for.
     """
 
     function: Callable[..., Any]
     key: inspect.Parameter | None
     model_state: inspect.Parameter | None
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @property
     def key_by_name(self) -> bool:
@@ -93,7 +96,8 @@ class LossFunction:
         if has_state:
             # Nodes of its own: NNX writes to the variables that it is given, of this very trace alone.
             named[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
-        out = self.function(variables.params, batch, *keys, **named)
+        with self.context():
+            out = self.function(variables.params, batch, *keys, **named)
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             if isinstance(out, tuple) and len(out) != 2:

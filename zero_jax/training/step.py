@@ -138,7 +138,7 @@ def make_train_step(
       config: stage, precision, microbatches, clipping.
     """
     axes, tx = check_config(config).axes_of(mesh), check_optimizer(tx)
-    program = _Program(loss_fn=normalize_loss(loss_fn, mesh), tx=tx, mesh=mesh, config=config)
+    program = _Program(loss_fn=normalize_loss(loss_fn, mesh, axes), tx=tx, mesh=mesh, config=config)
     return TrainStep(program, axes)
 
 

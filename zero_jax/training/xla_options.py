@@ -79,13 +79,20 @@ _SPARSE_CORE = (
 )  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _GPU = (
-    _option("xla_gpu_enable_latency_hiding_scheduler", True, "schedules computation between the start and the end of "
-            "a collective"),
-    _option("xla_gpu_enable_pipelined_all_gather", True, "all-gathers of a loop's next iteration run beside this one"),
-    _option("xla_gpu_enable_pipelined_reduce_scatter", True, "reduce-scatters of a loop's last iteration run beside "
-            "this one"),
-    *(_option(f"xla_gpu_{kind}_combine_threshold_bytes", _COMBINED_GPU_BYTES, f"{name} of a layer are one collective")
-      for kind, name in (("all_gather", "all-gathers"), ("reduce_scatter", "reduce-scatters"))),
+    _option("xla_gpu_enable_latency_hiding_scheduler", True,
+            "computation is scheduled between the start and the end of a collective"),
+    _option("xla_gpu_enable_pipelined_all_gather", True,
+            "all-gathers of a loop's next iteration run beside this one's computation"),
+    _option("xla_gpu_enable_pipelined_reduce_scatter", True,
+            "reduce-scatters of a loop's last iteration run beside this one's computation"),
+    _option("xla_gpu_enable_pipelined_all_reduce", True,
+            "all-reduces of a loop's last iteration run beside this one's computation"),
+    _option("xla_gpu_all_gather_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "all-gathers of a layer are one collective, of up to 1 GiB"),
+    _option("xla_gpu_reduce_scatter_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "reduce-scatters of a layer are one collective, of up to 1 GiB"),
+    _option("xla_gpu_all_reduce_combine_threshold_bytes", _COMBINED_GPU_BYTES,
+            "all-reduces of a layer are one collective, of up to 1 GiB"),
 )  # fmt: skip
 # What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
 # runs one thing after another. An option is here for hardware on which it was compiled with each JAX release that is

@@ -5,7 +5,7 @@ decides whether a loss may be called on parts of a batch, `propagation/` estimat
 `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
 """
 
-from zero_jax.transforms.flops import count_flops, forward_flops
+from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.passthrough import is_contraction
@@ -27,6 +27,7 @@ __all__ = [
     "RematReport",
     "Separability",
     "ValueSharding",
+    "attention_flops",
     "count_flops",
     "forward_flops",
     "gather_on_use",

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ from zero_jax.analysis.comms.findings import Finding, find, num_elements
 from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, read_rows
 from zero_jax.analysis.leaves import STATE_GROUPS, ArgumentLeaf, argument_leaves
 from zero_jax.core.signatures import check_arguments, check_methods
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.hlo import Program, parse
+from zero_jax.hlo import Program, network_transfers, parse
 
 _MAX_LINES = 40
 _MAX_WARNINGS = 10
@@ -213,14 +212,17 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
 
 def _between_slices(program: Program) -> tuple[Finding, ...]:
     """Reports what XLA:TPU moves between slices: a program is one slice's, and hands that to the host's network."""
-    sends = [instruction.line for instruction in program.instructions() if instruction.opcode == "send"]
-    kinds = collections.Counter(re.findall(r'_xla_megascale_transfer_type="(\w+)"', "\n".join(sends)))
-    if not kinds:
+    transfers = network_transfers(program, unknown_trip_count=1)
+    if not transfers:
         return ()
-    shown = ", ".join(f"{count} x {kind.lower().replace('_', '-')}" for kind, count in kinds.items())
+    sums: collections.Counter[str] = collections.Counter()
+    for transfer in transfers:
+        sums[transfer.kind] += round(transfer.total_sent_bytes)
+    counts = collections.Counter(transfer.kind for transfer in transfers)
+    shown = ", ".join(f"{counts[kind]} x {kind} {format_bytes(size)}" for kind, size in sums.most_common())
     message = (
-        f"the program of one of several slices: its transfers over the network between them ({shown}) are not counted, "
-        "and the mesh axes of the others are not known"
+        f"the program of one of several slices: a device sends {format_bytes(sums.total())} a step over the network "
+        f"between them ({shown}), which are not counted in these rows: the mesh axes of the other slices are not known"
     )
     return (Finding(kind="not counted", message=message, param="", source="", extra_bytes=0.0),)
 

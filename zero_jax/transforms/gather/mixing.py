@@ -158,6 +158,12 @@ def _product(eqn: Any, states: Sequence[State]) -> State:
     return len(batch[0]) + free[side].index(state) + (len(free[0]) if side else 0)
 
 
+def _attention(eqn: Any, states: Sequence[State]) -> State:
+    """Fused attention, of each example along the leading dims."""
+    state = _merge(eqn, states)
+    return state if state in (0, MIXED) else UNKNOWN
+
+
 def _gather(eqn: Any, states: Sequence[State]) -> State:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, index = states[0], states[1]
@@ -194,5 +200,6 @@ _RULES = {
     **dict.fromkeys(("sort", "top_k"), _sorted),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scattered),
     "dot_general": _product,
+    "zero_attention": _attention,
     "gather": _gather,
 }

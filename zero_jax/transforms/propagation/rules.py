@@ -239,6 +239,15 @@ def _partial(walk: Any, dims: Dims, summed: Sequence[str], eqn: Any) -> ValueSha
     )
 
 
+def _attention(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """Fused attention: places and features are gathered, examples and heads stay sharded."""
+    for x, atom in zip(inputs[:3], eqn.invars, strict=False):
+        if lost := [*x.dims[1], *x.dims[3]]:
+            walk.gather(x, atom.aval, lost)
+    batch, _, heads, _ = inputs[0].dims
+    return [ValueSharding(dims=(batch, (), heads, ())), ValueSharding(dims=(batch, heads, ()))]
+
+
 def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -347,6 +356,7 @@ RULES: Mapping[str, Rule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
+    "zero_attention": _attention,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "sharding_constraint": _constrained,

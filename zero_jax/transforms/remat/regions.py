@@ -11,6 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.subcalls import subcall
@@ -20,6 +21,7 @@ from zero_jax.transforms.remat.values import (
     Mark,
     all_values,
     attention_cores,
+    fused_attention,
     is_large,
     mark_values,
     pinned_dims,
@@ -126,9 +128,14 @@ class RematRegion:
             return products
         cores = self.cores
         if remat.residuals == "device":
-            return all_values(jaxpr, self.known) - cores.inner
+            return all_values(jaxpr, self.known) - cores.inner - self.fused
         # What lies between the products is cheap to compute again, and would have to be gathered otherwise.
         return (products | cores.results) - cores.inner
+
+    @functools.cached_property
+    def fused(self) -> set[Any]:
+        """What fused attention makes, whose log-sum-exps the backward pass needs, too."""
+        return fused_attention(self.jaxpr)
 
     @functools.cached_property
     def cores(self) -> Any:
@@ -142,7 +149,8 @@ class RematRegion:
         ours = [KEPT, PLACED] if remat.residuals != "offloaded" else [KEPT]
         away = [PLACED] if remat.residuals == "offloaded" else []
         # Names and products may also lie in loops within the region, where nothing is placed.
-        (away if remat.residuals == "offloaded" else ours).extend(remat.names)
+        fused = [RESIDUALS] if remat.policy in ("dots", "attention") else []
+        (away if remat.residuals == "offloaded" else ours).extend([*remat.names, *fused])
         return jaxprs.keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)
 
     def __call__(self, *arrays: Any) -> list[Any]:

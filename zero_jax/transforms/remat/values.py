@@ -18,7 +18,7 @@ from zero_jax.transforms.passthrough import is_contraction, is_float, passthroug
 # Smaller values cost less where they are than a collective or a transfer does.
 MIN_PLACED_BYTES = 4096
 # What `passthrough` declines because it is not for the shard of a param.
-_AS_THEIR_INPUT = ("convert_element_type", "device_put", "zero_join", "zero_reshard")
+_AS_THEIR_INPUT = ("convert_element_type", "device_put", "zero_attention", "zero_join", "zero_reshard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +115,11 @@ def placed_dim(shape: Sequence[int], num_shards: int, batch_sizes: frozenset[int
 
 
 # --- what policies keep -----------------------------------------------------------------------------------------------
+
+
+def fused_attention(jaxpr: Any) -> set[Any]:
+    """Returns the results of fused attention, with the log-sum-exps: they have a name of their own (`RESIDUALS`)."""
+    return {var for eqn in jaxpr.eqns if eqn.primitive.name == "zero_attention" for var in eqn.outvars}
 
 
 def products_with_weights(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.subcalls import equations
@@ -54,6 +55,8 @@ class RematWalk:
     def check_names(self, jaxpr: Any, place: str) -> None:
         """Refuses names that the model does not use."""
         known = {eqn.params["name"] for eqn in equations(jaxpr) if eqn.primitive.name == "name"}
+        if any(eqn.primitive.name == "zero_attention" for eqn in equations(jaxpr)):
+            known.add(RESIDUALS)
         for name in self.setting.remat.names:
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -189,7 +192,7 @@ class RematWalk:
         if jaxpr.effects and kind != "jax.checkpoint":
             self.leave(eqn, f"it has effects, {', '.join(map(str, jaxpr.effects))}, which must not run twice", frame)
             return plain(values)
-        if self.policy == "attention" and not region.cores.inner:
+        if self.policy == "attention" and not region.cores.inner | region.fused:
             self.leave(eqn, "no attention in it, so nothing of it is recomputed", frame)
             return plain(values)
         for var, moves in zip(jaxpr.invars, movable, strict=True):

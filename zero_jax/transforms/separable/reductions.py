@@ -53,6 +53,12 @@ def _by_batch(*num_dims: int) -> Rule:
     return rule
 
 
+def _attention(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    x = applied(inputs)
+    check(all(one.dim == x.dim for one in inputs) and x.dim in (None, 0))
+    return [x] * len(pair.whole.outvars)
+
+
 def _fft(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return _by_batch(len(pair.params["fft_lengths"]))(pair, inputs)
 
@@ -119,6 +125,7 @@ RULES: dict[str, Rule] = {
     "lu_pivots_to_permutation": _by_batch(1),
     "triangular_solve": _triangular_solve,
     "fft": _fft,
+    "zero_attention": _attention,
     **dict.fromkeys(
         "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
         "select_and_gather_add".split(),

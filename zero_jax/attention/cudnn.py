@@ -1,0 +1,94 @@
+"""Attention on NVIDIA GPUs: the flash attention of cuDNN, through JAX's primitives for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.attention.case import Band
+
+INSTALL = 'pip install "zero-jax[cuda]", or "zero-jax[gpu-compiler]" for plans on machines without a GPU'
+MAX_HEAD_SIZE = 128  # 256 from Hopper on, which JAX asks a device for that a plan does not have
+
+
+def is_installed() -> bool:
+    """Tells whether the library is there, which the compiler asks for the kernels."""
+    versions = importlib.import_module("jax._src.lib").cuda_versions
+    try:
+        return versions is not None and versions.cudnn_get_version() > 0
+    except RuntimeError:
+        return False
+
+
+def forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: Sequence[jax.Array], call: Any
+) -> list[jax.Array]:
+    """Returns results `[B, T, N, V]` and log-sum-exps `[B, N, T]` of the operands of one device."""
+    out, lse = _kernels()._dot_product_attention_fwd_impl(
+        **_arguments(query, key, value, lengths, call), is_training=True
+    )
+    return [out, lse]
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: Sequence[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    cotangent: jax.Array,
+    call: Any,
+) -> list[jax.Array]:
+    """Returns the cotangents of query, key and value, of the operands and results of one device."""
+    results = {"activation": lse, "fwd_output": out, "grad_output": cotangent}
+    return list(_kernels()._dot_product_attention_bwd_impl(**_arguments(query, key, value, lengths, call), **results))
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+def _arguments(query: Any, key: Any, value: Any, lengths: Sequence[Any], call: Any) -> dict[str, Any]:
+    kernels, unused = _kernels(), jnp.zeros(0, query.dtype)
+    mask, window = mask_and_window(call.band, has_lengths=bool(lengths))
+    arguments = dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=unused,
+        q_seqlen=lengths[0] if lengths else unused,
+        kv_seqlen=lengths[1] if lengths else unused,
+        q_offsets=unused,
+        kv_offsets=unused,
+        page_table_k=unused,
+        page_table_v=unused,
+        scale=call.scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=kernels.MaskType[mask],
+        layout=kernels.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+    )
+    if "score_mod" in inspect.signature(kernels._dot_product_attention_fwd_impl).parameters:  # JAX 0.12
+        arguments |= {"score_mod": None, "score_mod_args": ()}
+    return arguments
+
+
+def mask_and_window(band: Band, *, has_lengths: bool) -> tuple[str, int | None]:
+    """Returns cuDNN's kind of mask, and the number of keys that a query sees, itself included."""
+    kinds = {
+        (False, False): "NO_MASK",
+        (False, True): "PADDING",
+        (True, False): "CAUSAL",
+        (True, True): "PADDING_CAUSAL",
+    }
+    return kinds[band.right == 0, has_lengths], None if band.left is None else band.left + 1

@@ -1,0 +1,82 @@
+"""An attention by a kernel: what the kernel does not know of the case is done around it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from zero_jax.attention import primitive
+from zero_jax.attention.case import Band, Case, band_of
+from zero_jax.attention.placement import Placement
+from zero_jax.attention.xla import in_band
+
+
+def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: Placement) -> Array:
+    """Returns the attention `[B, T, N, V]` of a case that a kernel can do."""
+    band = band_of(case, query.shape[1], key.shape[1])
+    call = primitive.Call(
+        kernel=kernel,
+        scale=float(case.scale),
+        band=band,
+        soft_cap=None if case.logits_soft_cap is None else float(case.logits_soft_cap),
+        placement=placement,
+    )
+    extras = _segments(query, key, case) if kernel == "splash" else _lengths(query, key, case)
+    keys, values = (_repeated(x, query.shape[2], placement.num_head_shards) for x in (key, value))
+    out = primitive.attention(query, keys, values, extras, call)
+    sees = _sees_a_key(query, key, case, band)
+    if sees is not None:
+        mean = value.astype(jnp.float32).mean(1, keepdims=True).astype(out.dtype)
+        mean = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=2)
+        out = jnp.where(sees[:, :, None, None], out, mean)
+    if case.query_seq_lengths is not None:
+        is_query = jnp.arange(query.shape[1]) < case.query_seq_lengths[:, None]
+        out = jnp.where(is_query[:, :, None, None], out, 0)
+    return out
+
+
+def _repeated(x: Array, num_query_heads: int, num_shards: int) -> Array:
+    """Repeats heads until they divide over the devices, each of which then has those that its queries see."""
+    num_heads = x.shape[2]
+    if num_heads % num_shards == 0:
+        return x
+    times = num_shards // num_heads if num_shards % num_heads == 0 else num_query_heads // num_heads
+    return jnp.repeat(x, times, axis=2)
+
+
+def _lengths(query: Array, key: Array, case: Case) -> list[Array]:
+    """Returns the lengths of queries and keys, at least 1, if there are any."""
+    if case.query_seq_lengths is None and case.key_value_seq_lengths is None:
+        return []
+    given = ((case.query_seq_lengths, query), (case.key_value_seq_lengths, key))
+    full = (jnp.full(x.shape[0], x.shape[1], jnp.int32) if n is None else n for n, x in given)
+    return [jnp.maximum(n, 1).astype(jnp.int32) for n in full]
+
+
+def _segments(query: Array, key: Array, case: Case) -> list[Array]:
+    """Returns the segments of queries and keys, of which keys that are padding have one of their own."""
+    lengths, ids = case.key_value_seq_lengths, case.segment_ids
+    if lengths is None:
+        return [] if ids is None else [x.astype(jnp.int32) for x in ids]
+    of_query, of_key = ids or (jnp.zeros(query.shape[:2], jnp.int32), jnp.zeros(key.shape[:2], jnp.int32))
+    of_query, of_key = of_query.astype(jnp.int32), of_key.astype(jnp.int32)
+    is_key = jnp.arange(key.shape[1]) < lengths[:, None]
+    unused = jnp.min(of_query, axis=1, keepdims=True) - 1
+    return [of_query, jnp.where(is_key, of_key, unused)]
+
+
+def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | None:
+    """Tells which queries see a key, `[B, T]`; None if all do, whatever the segments and lengths are.
+
+    Of a query that sees none, as of a row of equal logits, the result is the mean of all values.
+    """
+    ids, lengths = case.segment_ids, case.key_value_seq_lengths
+    num_queries, num_keys = query.shape[1], key.shape[1]
+    if ids is None:
+        return None if lengths is None else jnp.asarray(band.first(num_queries)) < lengths[:, None]
+    if lengths is None and ids[0] is ids[1] and band.sees_itself():
+        return None
+    visible = in_band(band, num_queries, num_keys) & (ids[0][:, :, None] == ids[1][:, None, :])
+    if lengths is not None:
+        visible &= jnp.arange(num_keys) < lengths[:, None, None]
+    return visible.any(-1)

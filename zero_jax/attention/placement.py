@@ -1,0 +1,123 @@
+"""Where an attention runs: the mesh that it is traced for, and the roles of the mesh's axes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+
+# The dim of heads by the number of dims: of `[B, T, N, H]` and `[B, N, T]`; segments and lengths have none.
+_HEADS = {4: 2, 3: 1}
+
+# A part of the keys of JAX's own caches: a jitted function within a loss is traced again for another mesh.
+_context = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def mesh_context(mesh: Mesh, axes: Axes | None = None) -> Iterator[None]:
+    """Makes a mesh that of the attention in what is traced inside; `axes` are its roles, if not by their names."""
+    with _context((mesh, axes)):
+        yield
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The devices of an attention.
+
+    Attributes:
+      platform: of the devices, as JAX calls it: `cpu`, `gpu`, `cuda`, `tpu`.
+      mesh: the mesh; None for a single device.
+      batch: the mesh axes that the batch may be sharded over, major first.
+      heads: the mesh axes that heads may be sharded over.
+      unknown: why the sharding of an attention over these devices is not known; empty if it is.
+    """
+
+    platform: str
+    mesh: Mesh | None = None
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    unknown: str = ""
+
+    @property
+    def num_head_shards(self) -> int:
+        """The number of devices that heads are sharded over."""
+        return 1 if self.mesh is None else axis_size(self.mesh, self.heads)
+
+    def axes_of(self, batch_size: int, num_heads: Sequence[int], free: frozenset[str]) -> dict[str, tuple[str, ...]]:
+        """Returns the mesh axes of the batch and of the heads, of those that are `free` and divide."""
+        assert self.mesh is not None
+        batch: tuple[str, ...] = ()
+        for axis in self.batch:
+            if axis in free and batch_size % (axis_size(self.mesh, batch) * self.mesh.shape[axis]) == 0:
+                batch = (*batch, axis)
+        heads = tuple(axis for axis in self.heads if axis in free)
+        divide = all(n % axis_size(self.mesh, heads) == 0 for n in num_heads)
+        return {"batch": batch, "heads": heads if divide else ()}
+
+
+def current_placement(mesh: Mesh | None = None) -> Placement:
+    """Returns the placement on `mesh`, else of `mesh_context`, else on the mesh of `jax.set_mesh`, else one device."""
+    axes = None
+    if mesh is None and _context.value is not None:
+        mesh, axes = _context.value
+    if mesh is None:
+        current = importlib.import_module(
+            "jax._src.mesh"
+        ).get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
+        mesh = None if current is None or current.empty else current
+    if mesh is None:
+        unknown = (
+            "" if jax.device_count() == 1 else "there are several devices and no mesh: give mesh=, or jax.set_mesh"
+        )
+        return Placement(platform=jax.default_backend(), unknown=unknown)
+    platform = mesh.devices.flat[0].platform
+    if mesh.size == 1:
+        return Placement(platform=platform)
+    try:
+        axes = axes or axes_of(mesh)
+    except ValueError as error:
+        return Placement(platform=platform, mesh=mesh, unknown=str(error))
+    return Placement(platform=platform, mesh=mesh, batch=axes.batch, heads=axes.model)
+
+
+def on_shards(
+    function: Callable[..., Any], placement: Placement, manual: frozenset[str], *operands: jax.Array
+) -> list[jax.Array]:
+    """Calls a function of `[B, T, N, H]` and `[B, S, K, H]` on every device, on its examples and heads.
+
+    Args:
+      function: returns arrays; the leading dim of all is the batch, and those of 3 and 4 dims have heads (`_HEADS`).
+      placement: the devices.
+      manual: the mesh axes of outer `shard_map`s, over which the operands are shards already.
+      operands: its arguments.
+    """
+    mesh = placement.mesh
+    if mesh is None or manual >= set(mesh.axis_names):
+        return list(function(*operands))
+    free = frozenset(mesh.axis_names) - manual
+    query, key, *_ = operands
+    axes = placement.axes_of(query.shape[0], [query.shape[2], key.shape[2]], free)
+
+    def spec(x: Any) -> PartitionSpec:
+        head_dim = _HEADS.get(x.ndim)
+        return PartitionSpec(
+            *(axes["batch"] if i == 0 else axes["heads"] if i == head_dim else None for i in range(x.ndim))
+        )
+
+    results = jax.eval_shape(function, *operands)
+    mapped = jax.shard_map(
+        lambda *xs: list(function(*xs)),
+        mesh=jax.sharding.get_abstract_mesh() if manual else mesh,
+        in_specs=tuple(map(spec, operands)),
+        out_specs=[*map(spec, results)],
+        axis_names=free,
+        check_vma=False,
+    )
+    return mapped(*operands)

@@ -143,7 +143,8 @@ class Estimator:
                 continue
             sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
             residuals = traced.residuals
-            own = (sent_bytes, traced.flops, residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
+            sizes = (residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
+            own = tuple(map(float, (sent_bytes, traced.flops, *sizes)))  # integers may be too large for numpy
             equal = [other for other in figures if np.allclose(own, figures[other], rtol=_SAME_TOLERANCE, atol=0)]
             if equal:
                 same[name] = equal[0]

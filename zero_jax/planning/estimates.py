@@ -162,6 +162,10 @@ class Estimator:
         note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
         return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note)
 
+    def num_parts(self, setting: Candidate) -> float:
+        """Returns the traced batch over the examples of a device."""
+        return setting.replica * setting.data * self.batch_size / setting.batch_size
+
     def state_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of the train state."""
         groups, (sizes, num_params) = sharded_groups(setting.stage), self.sizes(setting.model)
@@ -185,14 +189,14 @@ class Estimator:
         if self.temporaries is not None:
             return self.temporaries(setting)
         traced = self.trace(setting.remat, setting.model)
-        parts = setting.replica * setting.data * setting.num_microbatches
+        parts = self.num_parts(setting) * setting.num_microbatches
         gathered = traced.param_bytes if "params" in sharded_groups(setting.stage) else 0.0
         return traced.peak_bytes / parts + gathered
 
     def seconds(self, setting: Candidate) -> float:
         """Returns the approximate seconds of a step."""
         traced, roofline = self.trace(setting.remat, setting.model), self.roofline
-        parts = setting.replica * setting.data
+        parts = self.num_parts(setting)
         compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
         compute += roofline.moved_seconds(self.update_bytes(setting))
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
@@ -228,7 +232,7 @@ class Estimator:
     def model_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
         traced = self.trace(setting.remat, setting.model)
-        parts = setting.replica * setting.data
+        parts = self.num_parts(setting)
         links, seconds = self.links(setting.replica, setting.model), 0.0
         for move in traced.moves:
             each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)

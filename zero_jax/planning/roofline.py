@@ -82,7 +82,7 @@ class Roofline:
         """The memory bandwidth that elementwise work reaches."""
         return self.hardware.memory_bytes_per_second * self.efficiency.memory
 
-    def compute_seconds(self, kernels: Iterable[Kernel], num_parts: int) -> float:
+    def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
         """Returns the seconds of kernels of all examples, on the share of one of `num_parts` parts of the batch."""
         vector_per_second = self.hardware.flops_per_second * self.efficiency.vector
         launch = KERNEL_SECONDS if self.hardware.platform == "cuda" else 0.0
@@ -99,7 +99,7 @@ class Roofline:
         """Returns the seconds of reading and writing memory."""
         return num_bytes / self.memory_bytes_per_second
 
-    def host_seconds(self, traced: LossTrace, num_parts: int) -> float:
+    def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
         return 2 * traced.residuals.host_bytes / num_parts / _HOST_BYTES_PER_SECOND
 

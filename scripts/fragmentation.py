@@ -41,7 +41,7 @@ def watch(num_steps: int, eval_every: int, buffered: bool) -> Watched:
     import optax
 
     import zero_jax as zero
-    from zero_jax.data.batch_buffers import BatchBuffers
+    from zero_jax.data.batches import BatchBuffers
     from zero_jax.models import gpt
 
     mesh, tx = zero.make_mesh(data=NUM_DEVICES), optax.adamw(1e-3)

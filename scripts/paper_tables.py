@@ -30,7 +30,7 @@ import paper_views
 from largest_fit import LargestFit, largest_fit
 
 import zero_jax as zero
-from zero_jax.analysis.formulas import PAPER_CASES, max_params, residual_bytes
+from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, max_params
 from zero_jax.cli.model import gpt_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
@@ -151,7 +151,9 @@ def scaling_cell(*, num_devices: int, hardware: str, compile: Compile) -> dict[s
     model = gpt.PRESETS[SCALED]
     usable = topology.parse(f"{hardware}:{SHAPES[num_devices]}").hardware.usable_bytes
     # Beside the residuals, the logits: bf16, and float32 for the loss.
-    residuals = residual_bytes(num_layers=model.num_layers, d_model=model.d_model, batch_size=1, seq_len=model.seq_len)
+    residuals = TransformerResiduals(
+        num_layers=model.num_layers, d_model=model.d_model, batch_size=1, seq_len=model.seq_len
+    )
     each = residuals.device_bytes + 6 * model.vocab_size * model.seq_len
     first = (usable - 16 * model.num_params / num_devices) / each
 

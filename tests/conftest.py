@@ -1,11 +1,13 @@
 """Settles what the tests run on before any imports JAX: 8 simulated CPU devices, and the TPU compiler without a TPU."""
 
 import atexit
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -18,6 +20,12 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     _flags += ["--xla_llvm_disable_expensive_passes=true"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags]).strip()
+# Tracing makes many small objects that live, and Python would look through all of them again for every 700 new ones.
+gc.set_threshold(50_000, 20, 50)
+# `nohup` and shells that start this in the background ignore signals that tests send; processes inherit that.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 # Tests that count compilations must not find programs that an earlier run has left.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # libtpu asks the machine which TPU it is, and locks it for one process, unless it is told this.

@@ -1,6 +1,7 @@
 """Packages import those above them in the table of docs/architecture.md, by their interfaces, without cycles."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -16,30 +17,33 @@ OPEN_PACKAGES = {"core", "sharding", "models"}
 MAX_ENTRIES = 16
 
 
+@functools.cache
 def packages():
     """Returns the packages as the table has them, from the top."""
     return re.findall(r"^\| `(\w+)/` \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
+@functools.cache
 def files():
     """Returns the files below the root by dotted name."""
     paths = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE]
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in paths}
 
 
+@functools.cache
 def imports(path):
-    """Yields (module, names) for the imports of zero_jax in a file, anywhere in it."""
+    """Returns (module, names) for the imports of zero_jax in a file, anywhere in it."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (
-                (alias.name.partition(".")[2], []) for alias in node.names if alias.name.startswith("zero_jax.")
-            )
+            found += [(alias.name.partition(".")[2], []) for alias in node.names if alias.name.startswith("zero_jax.")]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports {node.module} by a relative path: write the whole one"
             if node.module == "zero_jax":
-                yield from ((alias.name, []) for alias in node.names)
+                found += [(alias.name, []) for alias in node.names]
             elif node.module and node.module.startswith("zero_jax."):
-                yield node.module.partition(".")[2], [alias.name for alias in node.names]
+                found.append((node.module.partition(".")[2], [alias.name for alias in node.names]))
+    return found
 
 
 def test_the_table_has_every_package():
@@ -69,11 +73,11 @@ def test_other_packages_are_imported_by_their_interface():
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {}
+    graph, modules = {}, {*files(), *(name.removesuffix(".__init__") for name in files())}
     for name, path in files().items():
         found = graph[name.removesuffix(".__init__")] = set()
         for module, names in imports(path):
-            inner = {f"{module}.{x}" for x in names} & {*files(), *(n.removesuffix(".__init__") for n in files())}
+            inner = {f"{module}.{x}" for x in names} & modules
             found |= inner or {module}
         found.discard(name.removesuffix(".__init__"))
     graphlib.TopologicalSorter(graph).prepare()
@@ -97,3 +101,9 @@ def test_folders_are_small_and_say_what_they_are():
 def test_no_module_is_a_drawer_of_odds_and_ends():
     names = {part for name in files() for part in name.split(".")}
     assert not {"utils", "util", "common", "helpers", "config", "engine", "misc"} & names
+
+
+def test_a_module_of_tests_sets_its_marks_once():
+    """The second `pytestmark` replaces the first, and what was slow is run by all."""
+    for path in pathlib.Path(__file__).parent.rglob("*.py"):
+        assert len(re.findall(r"^pytestmark\b", path.read_text(encoding="utf-8"), re.MULTILINE)) <= 1, path

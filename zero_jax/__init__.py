@@ -44,9 +44,12 @@ if TYPE_CHECKING:
         state_shardings,
     )
     from zero_jax.transforms import (
+        AttentionReport,
         GatherReport,
         Remat,
         RematReport,
+        attention_report,
+        fuse_attention,
         gather_on_use,
         gather_report,
         remat_report,
@@ -70,12 +73,16 @@ _PUBLIC = {
         "init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report "
         "state_shardings"
     ),
-    "zero_jax.transforms": ("GatherReport Remat RematReport gather_on_use gather_report remat_report rematerialize"),
+    "zero_jax.transforms": (
+        "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
+        "remat_report rematerialize"
+    ),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [
     "PAPER_CONFIGS",
+    "AttentionReport",
     "AutoPlan",
     "BatchBuffers",
     "CheckpointConfig",
@@ -101,6 +108,7 @@ __all__ = [
     "Variables",
     "ZeroConfig",
     "abstract_state",
+    "attention_report",
     "batch_sharding",
     "checkpoint",
     "cluster",
@@ -109,6 +117,7 @@ __all__ = [
     "data",
     "dot_product_attention",
     "ema_params",
+    "fuse_attention",
     "gather_on_use",
     "gather_report",
     "init_state",

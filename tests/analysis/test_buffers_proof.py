@@ -28,6 +28,12 @@ def test_stage_3_does_not_grow_with_depth():
     assert deep.stacked_bytes > 10 * ON_CHIP_BYTES
 
 
+def test_gathers_after_the_update_do_not_grow_past_a_bound():
+    """At stage 2 stacks are gathered at once up to 64 MiB, above that layer by layer: 8 MiB of 36 layers are 288."""
+    model = dataclasses.replace(SHALLOW, num_layers=36, seq_len=128)
+    assert compile_buffers(2, model, topology=TOPOLOGY, num_examples=1).largest_collective_bytes <= 2**26
+
+
 def test_chunked_logits_take_a_part_of_the_memory_and_no_more_traffic():
     whole, chunked = (compile_buffers(3, WIDE, topology=TOPOLOGY, chunk_size=size) for size in (None, CHUNK_SIZE))
     logits_bytes = 4 * NUM_EXAMPLES * WIDE.seq_len * WIDE.vocab_size  # float32

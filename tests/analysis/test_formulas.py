@@ -4,14 +4,10 @@ import pytest
 
 from zero_jax.analysis.formulas import (
     PAPER_CASES,
+    TransformerResiduals,
     max_params,
-    model_parallel_elements,
     model_state_bytes,
     moved_elements,
-    remat_extra_compute,
-    residual_bytes,
-    sharded_residual_elements,
-    sharded_residual_overhead,
     transformer_params,
 )
 
@@ -51,13 +47,13 @@ def test_largest_model_fills_the_device():
 def test_residuals():
     sizes = {"num_layers": 3, "d_model": 8, "batch_size": 2, "seq_len": 5}
     # 3 x 8 x 2 x 5 = 240 elements with remat, 12 times as many without, 2 bytes each.
-    assert residual_bytes(**sizes).device_bytes == 480
-    assert residual_bytes(**sizes, remat=False).device_bytes == 5760
-    assert residual_bytes(**sizes, bytes_per_element=4).device_bytes == 960
-    assert residual_bytes(**sizes, model=4).device_bytes == 120
-    offloaded = residual_bytes(**sizes, model=4, offload=True)
+    assert TransformerResiduals(**sizes).device_bytes == 480
+    assert TransformerResiduals(**sizes, remat=False).device_bytes == 5760
+    assert TransformerResiduals(**sizes, bytes_per_element=4).device_bytes == 960
+    assert TransformerResiduals(**sizes, model=4).device_bytes == 120
+    offloaded = TransformerResiduals(**sizes, model=4, offload=True)
     assert (offloaded.device_bytes, offloaded.host_bytes) == (0, 120)
-    assert residual_bytes(**sizes).host_bytes == 0
+    assert TransformerResiduals(**sizes).host_bytes == 0
 
 
 def test_traffic():
@@ -67,14 +63,6 @@ def test_traffic():
     assert moved_elements(100, sharded=ALL, num_devices=4) == 225
     assert moved_elements(100, sharded=ALL, num_devices=1) == 0
     assert moved_elements(100, sharded=ALL) == 300
-
-
-def test_sharded_residuals_cost_a_twelfth():
-    sizes = {"num_layers": 3, "d_model": 8, "batch_size": 2, "seq_len": 5}
-    assert sharded_residual_elements(**sizes) == 240
-    assert model_parallel_elements(**sizes) == 12 * 240
-    assert sharded_residual_overhead() == pytest.approx(1 / 12)
-    assert remat_extra_compute() == pytest.approx(1 / 3)
 
 
 def test_params_of_a_transformer():
@@ -90,7 +78,7 @@ def test_params_of_a_transformer():
         (lambda: model_state_bytes(1, sharded=(), num_devices=0), "at least one device"),
         (lambda: model_state_bytes(-1, sharded=(), num_devices=1), "no negative"),
         (lambda: moved_elements(1, sharded=(), num_devices=0), "at least one device"),
-        (lambda: residual_bytes(num_layers=1, d_model=0, batch_size=1, seq_len=1), "d_model=0 is not positive"),
+        (lambda: TransformerResiduals(num_layers=1, d_model=0, batch_size=1, seq_len=1), "d_model=0 is not positive"),
     ],
 )
 def test_refuses(call, message):

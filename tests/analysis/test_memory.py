@@ -33,7 +33,12 @@ def compiled_step(stage, min_shard_size=0, precision="bf16"):
 
 @pytest.mark.parametrize(
     ("stage", "params", "master", "moments"),
-    [(0, 2, 4, 8), (1, 2, 4 / 8, 8 / 8), (2, 2, 4 / 8, 8 / 8), (3, 4 / 8, 0, 8 / 8)],
+    [
+        (0, 2, 4, 8),
+        (1, 2, 4 / 8, 8 / 8),
+        pytest.param(2, 2, 4 / 8, 8 / 8, marks=pytest.mark.slow),  # as at stage 1
+        (3, 4 / 8, 0, 8 / 8),
+    ],
 )
 def test_arguments_by_group_equal_the_formula(stage, params, master, moments):
     """Adam in bf16: 2 + 4 + 8 bytes a param, over 8 devices what the stage shards (stage 3 keeps no 2-byte copy)."""
@@ -79,7 +84,7 @@ def test_leaves_left_whole_that_dominate_are_a_warning():
         "blocks/out",
     )}  # fmt: skip
     (warning,) = report.warnings
-    assert "left whole take" in warning and "min_shard_size" in warning and "state/" in warning
+    assert "unsharded leaves take" in warning and "min_shard_size" in warning and "state/" in warning
     assert "WARNING" in str(report)
 
 
@@ -255,8 +260,8 @@ def test_live_leaves_left_whole_that_dominate_are_a_warning():
     report = memory.measure_arrays({"params": params})
     assert [leaf.path for leaf in report.left_whole] == ["params/large"]
     (warning,) = report.warnings
-    assert "params/large" in warning and "1 leaves left whole take 324 bytes of the 356 bytes" in warning
-    assert "1 leaves left whole, 324 bytes" in str(report)
+    assert "params/large" in warning and "1 unsharded leaves take 324 bytes of the 356 bytes" in warning
+    assert "1 unsharded leaves, 324 bytes" in str(report)
 
 
 def test_a_donated_array_is_an_error():

@@ -141,7 +141,7 @@ def test_leaves_left_whole_are_counted_whole_and_named():
     whole = {leaf.path for leaf in got.whole if leaf.group == "params"}
     assert whole == {"layers/w_in", "layers/w_out", "layers/bias", "head/kernel", "head/bias"}
     assert got.by_group["params"] == 4 * (24 * 16 // 3 + 2 * 16 * 32 * 2 + 2 * 32 + 16 * 8 + 8)
-    assert "layers/w_in" in str(got) and "warning: leaves left whole" in str(got)
+    assert "layers/w_in" in str(got) and "warning: unsharded leaves" in str(got)
     sizes = [leaf.device_bytes for leaf in got.whole]
     assert sizes == sorted(sizes, reverse=True)
 

@@ -15,7 +15,7 @@ import pytest
 import reference
 
 import zero_jax as zero
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.models import gpt
 
 PAPER = json.loads((pathlib.Path(__file__).parents[1] / "fixtures" / "zero_paper.json").read_text(encoding="utf-8"))

@@ -238,7 +238,7 @@ def test_a_full_disk_costs_no_older_checkpoint(folder):
         assert names(folder) == ["step_00000001", "step_00000002", "zero_jax.lock"]
         for line, step in zip(lines, (3, 2), strict=True):
             assert f"checkpoint of step {step} NOT saved" in line and "File too large" in line and "ulimit" in line
-            assert "whole and kept: step 1, 2" in line and "\n" not in line
+            assert "complete: step 1, 2" in line and "\n" not in line
         assert_equal(reload(folder).state, make_state(2))
         checkpointer.save(3, state)
     assert checkpointer.num_saved == 1 and checkpointer.steps() == [3]
@@ -331,10 +331,10 @@ DAMAGE = {
     "index missing": (lambda step: (step / "state" / "manifest.ocdbt").unlink(), "leaf .* is damaged or cut off"),
     "bit flipped in the index": (lambda step: flip(step / "state" / "manifest.ocdbt", 40), r"leaf .*manifest.ocdbt"),
     "arrays missing": (lambda step: shutil.rmtree(step / "state"), "leaf .* is damaged or cut off"),
-    "record edited": (edit_record, "record/metadata does not have the checksum"),
+    "record edited": (edit_record, "record/metadata does not match its checksum"),
     "record cut off": (lambda step: truncate(step / "record" / "metadata"), "record/metadata cannot be read"),
     "record missing": (lambda step: (step / "record" / "metadata").unlink(), "record/metadata is missing"),
-    "foreign": (make_foreign, "this is no checkpoint of zero_jax"),
+    "foreign": (make_foreign, "this is not a complete checkpoint of zero_jax"),
     "empty": (make_empty, "record/metadata is missing"),
     "of a later release": (of_the_future, "is of format 'zero_jax 9'"),
 }
@@ -357,7 +357,7 @@ def test_the_newest_whole_checkpoint_is_taken_instead_of_a_damaged_one(folder, d
 def test_none_is_whole(folder):
     flip_value(folder / "step_00000001")
     edit_record(folder / "step_00000002")
-    with pytest.raises(CheckpointError, match="no whole checkpoint in") as error:
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint in") as error:
         reload(folder)
     assert "params/w" in str(error.value) and "checksum" in str(error.value)
     assert describe(folder, step=1, verify_leaves=True).problems[0].startswith("leaf 'params/w'")

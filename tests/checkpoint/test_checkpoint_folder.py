@@ -456,7 +456,7 @@ def test_a_checkpoint_that_no_training_run_saved_is_not_resumed(tmp_path, saved)
     shutil.copytree(saved, tmp_path / "runs" / "run" / "checkpoints" / saved.name)
     with pytest.raises(ValueError, match=r"step_00000002: its record is not that of a training run \(it lacks config"):
         faults.train(tmp_path)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
         reload(tmp_path / "runs" / "run", accept=_refuse)
 
 

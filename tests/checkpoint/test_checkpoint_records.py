@@ -13,7 +13,7 @@ import reference
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError, describe, latest_step, leaf_files, list_steps, restore
-from zero_jax.checkpoint import reading as checkpoint_read
+from zero_jax.checkpoint import leaf_files as checkpoint_read
 from zero_jax.checkpoint import record as checkpoint_record
 from zero_jax.checkpoint.finding import newest_record
 from zero_jax.checkpoint.leaf_files import check_files
@@ -148,7 +148,7 @@ def test_a_forged_record_is_passed_over_with_the_reason(name, folder):
         ),
         (
             lambda record: record["leaves"][W].update({"shape": [8, 8], "stored_shape": [8, 8]}),
-            "its files hold float32",
+            "its files contain float32",
         ),
     ],
 )

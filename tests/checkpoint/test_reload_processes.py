@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_one_for_all_processes(tmp_path):
     record = tmp_path / "step_00000002" / "record" / "metadata"
     record.write_text(record.read_text()[:-9])
     for result in start(2, 4, 3, tmp_path, "load"):
-        assert "no whole checkpoint" in result["error"]
+        assert "no undamaged checkpoint" in result["error"]
 
 
 def test_a_full_disk_of_one_process_stops_none(tmp_path):

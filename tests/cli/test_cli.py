@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import zero_options as cli_zero
 from zero_jax.training.state.train_state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
+--attention
 --batch-size --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config --d-model --data
 --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --final-learning-rate --format
 --hang-seconds --help --init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every
@@ -26,6 +27,7 @@ TRAIN_OPTIONS = """
 --top-k --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
+--attention
 --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model --data-layout
 --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate
 --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered

@@ -85,7 +85,7 @@ def test_what_is_told_has_stacks_and_places(tmp_path):
     assert "process 0 hangs: no progress for 11 s in phase 'step' at step 8, which may take 10 s" in told
     assert "process 0: step at step 8, for 0 s" in told
     assert "process 1: data at step 7, for 40 s, no sign of life for 35 s" in told
-    assert "process 2: no word of it" in told and "process 4: no word of it" in told
+    assert "process 2: no heartbeat file" in told and "process 4: no heartbeat file" in told
     assert "process 3: data at step 7, for 40 s\n" in told
     assert told.index("thread MainThread") < told.index("thread prefetch")
     assert "in test_what_is_told_has_stacks_and_places" in told and "in wait_for_a_batch" in told
@@ -152,15 +152,15 @@ def test_a_log_that_fails_does_not_save_a_hung_process(tmp_path, broken, capsys)
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     (tmp_path / "file").write_text("")
     watched = Watched(tmp_path / "file")
-    watched.dog._leave_word()
-    watched.dog._leave_word()
+    watched.dog._write_heartbeat()
+    watched.dog._write_heartbeat()
     (line,) = watched.lines
-    assert "cannot leave word" in line and "it watches all the same" in line
+    assert "cannot write heartbeats" in line and "it watches all the same" in line
 
 
 def test_a_file_system_that_hangs_does_not_stop_it(tmp_path, monkeypatch):
     released, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(Watchdog, "_leave_word", lambda self: released.wait(20))
+    monkeypatch.setattr(Watchdog, "_write_heartbeat", lambda self: released.wait(20))
     monkeypatch.setattr("zero_jax.cluster.watchdog._within", _at_once)
     lines = []
     with Watchdog(0.1, tmp_path, log=lines.append, allowances={}, exit=lambda code: ended.set()):
@@ -249,7 +249,7 @@ def test_a_beat_costs_next_to_nothing(tmp_path):
     assert (time.perf_counter() - started) / 10_000 < 1e-4
 
 
-@pytest.mark.parametrize("thread", ["check", "_leave_word"])
+@pytest.mark.parametrize("thread", ["check", "_write_heartbeat"])
 def test_a_thread_that_fails_fails_the_next_beat(thread, tmp_path, monkeypatch):
     def broken(self):
         raise KeyError("what nobody thought of")
@@ -264,7 +264,7 @@ def test_a_thread_that_fails_fails_the_next_beat(thread, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="one of its threads failed") as failed:
             dog.beat("step", 3)
         assert isinstance(failed.value.__cause__, KeyError)
-        if thread == "_leave_word":
+        if thread == "_write_heartbeat":
             monkeypatch.undo()
     assert "what nobody thought of" in lines[-1]
 

@@ -17,7 +17,6 @@ from zero_jax.cli import commands as cli
 from zero_jax.cli import data as cli_data
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import options
-from zero_jax.cli import plot as cli_plot
 from zero_jax.cli import request as cli_request
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.options import check_value
@@ -79,7 +78,7 @@ def no_work(monkeypatch, tmp_path):
         (cli_data, "find_source"),
         (cli_checkpoint, "describe"),
         (cli_checkpoint, "export"),
-        (cli_plot, "read_run"),
+        (cli_train, "read_run"),
         (cli_launch, "launch"),
     ):
         monkeypatch.setattr(module, name, start)
@@ -268,7 +267,7 @@ def test_what_is_checked_is_named():
     ("arguments", "message"),
     [
         (["train", "--batch-size", "1000000000000"], "batch_size=1000000000000: this and prefetch_batches=2 more"),
-        (["train", "--vocab-size", "2000000000"], "the params take 1,024.0 GB in all, and the 8 devices of this"),
+        (["train", "--vocab-size", "2000000000"], "the params take 1,024.00 GB in all, and the 8 devices of this"),
         (["train", "--model-axis", "0"], "model_axis=0: give at least 1"),
         (["train", "--devices", "100000"], "devices=100000, but there are 8"),
         (

@@ -108,7 +108,7 @@ def test_spec_errors(fields, message):
 
 def test_spec_that_does_not_divide():
     with pytest.raises(
-        ValueError, match=r"'in' of shape .8, 16.: dim 0 is not divisible by the 3 devices.*leave it whole"
+        ValueError, match=r"'in' of shape .8, 16.: dim 0 is not divisible by the 3 devices.*shard another dim or none"
     ):
         make_on(mesh_of("3"), param_specs={"in": P("data"), "out": P()})
 

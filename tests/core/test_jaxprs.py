@@ -185,7 +185,7 @@ def test_used_inputs():
         return {"out": loop + 0 * b.sum(), "zeros": jnp.zeros_like(d), "shape": c.shape[0]}
 
     avals = [jax.ShapeDtypeStruct((), jnp.float32), *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 3]
-    assert jaxprs.used_inputs(fn, avals) == [True, True, False, False]
+    assert jaxprs.used_inputs(jax.make_jaxpr(fn)(avals)) == [True, True, False, False]
 
 
 # --- reshard ---------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_several_evict_and_write_at_once(tmp_path):
 
 
 def test_what_is_left_half_done_goes_with_time(tmp_path):
-    old, new = tmp_path / f"{user_cache._PARTIAL}old", tmp_path / f"{user_cache._PARTIAL}new"
+    old, new = tmp_path / f"{user_cache.PARTIAL}old", tmp_path / f"{user_cache.PARTIAL}new"
     for path in (old, new):
         path.write_bytes(b"half")
     two_days_ago = time.time() - 2 * 24 * 3600

@@ -85,6 +85,7 @@ CALLS = {
     "abstract_state": lambda: {"init_fn": lambda key: host_params(), "tx": TX, **PLACED},
     "batch_sharding": lambda: {"mesh": MESH},
     "compiler_options": lambda: dict(PLACED),
+    "fuse_attention": lambda: {"loss_fn": loss_fn, "mesh": MESH},
     "gather_on_use": lambda: {"fn": loss_fn, "specs": P(), "mesh": MESH},
     "init_state": lambda: {"init_fn": host_params(), "tx": TX, "key": jax.random.key(0), **PLACED},
     "make_eval_step": lambda: {"loss_fn": loss_fn, **PLACED},
@@ -107,6 +108,7 @@ CALLS = {
 COMPILING = ("name", "cache", "own_process", "timeout_seconds", "log")
 # Functions of arrays inside a traced function, or that others below are made of, and what the state is restored with.
 ELSEWHERE = {
+    "attention_report",
     "ema_params", "gather_report", "params_ema", "remat_report", "restore", "memory.compare", "memory.layout_options",
     "memory.measure_arrays", "memory.read_layout", "memory.transformer_residuals", "comms.compare",
     "comms.sharded_residual_bytes",

@@ -10,7 +10,7 @@ import reference
 from reference import mesh_of
 
 import zero_jax as zero
-from zero_jax.data.batch_buffers import BatchBuffers
+from zero_jax.data.batches import BatchBuffers
 
 
 def place(size=16, seed=0):

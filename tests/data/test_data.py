@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.data import dataset as data
 from zero_jax.data import sources
 from zero_jax.data.documents import read_text
@@ -324,7 +325,7 @@ def test_a_damaged_cache_is_made_anew(load, tmp_path):
 def test_what_a_killed_process_left_goes_a_day_later(load, tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a" * 100)
-    old, new = (tmp_path / "cache" / f".x-txt-0123.{name}" for name in ("old", "new"))
+    old, new = (tmp_path / "cache" / f"{PARTIAL}{name}" for name in ("old", "new"))
     for folder in (old, new):
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))

@@ -154,6 +154,37 @@ def test_the_body_and_the_mask_of_a_kernel_are_read_from_the_program():
     assert not roofline(loaded, "body", call, decode=bytes.decode).is_exact
 
 
+@pytest.mark.parametrize(("second", "blocks"), [("{ 1, 0 }, { 2, 1 }", 3), ("{ 1, 1 }, { 1, 1 }", 4)])
+def test_of_a_mask_that_is_sharded_by_heads_each_device_has_the_same(second, blocks):
+    """The device's row is a slice: if all rows are the same it is known, else all blocks count."""
+    text = BODY.replace("LOOP", MATMUL).replace("GRID", "iteration_bounds = array<i64: 1, 2, 2>")
+    loaded = Program(f"""HloModule m, is_scheduled=true, num_partitions=2
+
+%sliced (masks: s8[2,2,2], i: s32[]) -> s8[1,2,2] {{
+  %masks = s8[2,2,2]{{2,1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = s8[1,2,2]{{2,1,0}} dynamic-slice(%masks, %i, %zero, %zero), dynamic_slice_sizes={{1,2,2}}
+}}
+
+ENTRY %main (p: bf16[48,8], i: s32[]) -> bf16[48,32] {{
+  %p = bf16[48,8]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %constant = s8[2,2,2]{{2,1,0}} constant({{ {{ {{ 1, 0 }}, {{ 2, 1 }} }}, {{ {second} }} }})
+  %mask = s8[1,2,2]{{2,1,0}} fusion(%constant, %i), kind=kLoop, calls=%sliced
+  ROOT %k = bf16[48,32]{{1,0}} custom-call(%mask, %p), custom_call_target="tpu_custom_call", \
+backend_config={{"custom_call_config":{{"body":"{base64.b64encode(three_dims(text)).decode()}"}}}}
+}}
+""")
+    work = roofline(loaded, "main", loaded.computations["main"]["k"], decode=bytes.decode)
+    assert (work.flops, work.is_exact) == (blocks * FLOPS, blocks == 3)
+
+
+def three_dims(text):
+    """The body for a mask `[1, rows, columns]`."""
+    return text.replace('memref.load"(%arg3, %2, %3)', 'memref.load"(%arg3, %0, %2, %3)').encode()
+
+
 def test_a_kernels_own_estimate_comes_first():
     own = ',"cost_estimate":{"flops":"777","transcendentals":"5","bytes_accessed":"999"}'
     loaded, call = kernel(body(), own)

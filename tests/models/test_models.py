@@ -65,7 +65,10 @@ def to_nnx(params, config: gpt.GPTConfig):
     return state
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, id=str(v), marks=() if v["remat"] else pytest.mark.slow) for v in VARIANTS],
+)
 def test_linen_and_nnx_are_the_same_function(variant):
     config = gpt.GPTConfig(**SIZES, **variant)
     batch = make_batch(config)
@@ -106,7 +109,10 @@ def test_scanned_and_unscanned_layers_start_alike():
     apart = jax.jit(functools.partial(gpt.init, unscanned))(jax.random.key(3))
     chex.assert_trees_all_equal(stacked["blocks"], jax.tree.map(lambda *xs: jnp.stack(xs), *apart["blocks"]))
     batch = make_batch(scanned)
-    chex.assert_trees_all_close(gpt.loss_fn(scanned)(stacked, batch), gpt.loss_fn(unscanned)(apart, batch), rtol=1e-6)
+    losses = (
+        jax.jit(gpt.loss_fn(config))(params, batch) for config, params in ((scanned, stacked), (unscanned, apart))
+    )
+    chex.assert_trees_all_close(*losses, rtol=1e-6)
 
 
 def logits_of(module, config, params, tokens):
@@ -137,7 +143,8 @@ def test_no_token_sees_those_after_it(position):
     params = noisy_params(config)
     tokens = make_batch(config)["inputs"]
     changed = tokens.at[:, 9].add(1) % config.vocab_size
-    before, after = (jax.jit(functools.partial(gpt.apply, config))(params, t) for t in (tokens, changed))
+    apply = jax.jit(functools.partial(gpt.apply, config))
+    before, after = (apply(params, t) for t in (tokens, changed))
     chex.assert_trees_all_close(before[:, :9], after[:, :9], atol=1e-6)
     assert jnp.abs(before[:, 9:] - after[:, 9:]).min(axis=-1).max() > 0
 
@@ -168,7 +175,8 @@ def test_generate_draws_among_the_top_k_only():
     config = gpt.GPTConfig(**SIZES)
     params = noisy_params(config)
     prompt = jnp.arange(3)
-    top = set(jax.lax.top_k(gpt.apply(config, params, prompt[None])[0, -1], 4)[1].tolist())
+    logits = jax.jit(functools.partial(gpt.apply, config))(params, prompt[None])
+    top = set(jax.lax.top_k(logits[0, -1], 4)[1].tolist())
     run = jax.jit(functools.partial(gpt.generate, config, num_tokens=1, temperature=5.0, top_k=4))
     drawn = {int(run(params, prompt, jax.random.key(seed))[0]) for seed in range(50)}
     assert drawn == top
@@ -201,7 +209,9 @@ def test_generate_refuses_an_empty_prompt():
         gpt.generate(config, {}, jnp.zeros(0, jnp.int32), jax.random.key(0), num_tokens=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:1] + VARIANTS[3:], ids=str)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(VARIANTS[0], id="scan"), pytest.param(VARIANTS[3], id="loop", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
 def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant):
     config = gpt.GPTConfig(**SIZES, **{**variant, "position": "rotary"})
@@ -212,9 +222,10 @@ def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant):
     # Rotary positions are relative, so the second document, which begins at 10, may be looked at by itself.
     segments = jnp.where(jnp.arange(config.seq_len) < 10, 0, 1)[None].repeat(2, 0)
     only_second = jnp.where(segments == 1, 1.0, 0.0)
-    packed, aux = jax.jit(loss_fn)(params, {**both, "segments": segments, "weights": only_second})
-    alone, _ = jax.jit(loss_fn)(params, {name: x[:, 10:] for name, x in both.items()})
-    seen, _ = jax.jit(loss_fn)(params, {**both, "weights": only_second})
+    run = jax.jit(loss_fn)
+    packed, aux = run(params, {**both, "segments": segments, "weights": only_second})
+    alone, _ = run(params, {name: x[:, 10:] for name, x in both.items()})
+    seen, _ = run(params, {**both, "weights": only_second})
     chex.assert_trees_all_close(packed, alone, rtol=1e-5)
     assert abs(seen - alone) > 1e-3
     chex.assert_trees_all_close(aux["bits_per_token"], packed / jnp.log(2.0), rtol=1e-6)
@@ -226,7 +237,7 @@ def test_float16_gives_the_loss_and_gradients_of_float32_on_any_backend(module):
     config = gpt.GPTConfig(**SIZES)
     init_fn = functools.partial(gpt.init, config) if module is gpt else module.make(config)[0]
     loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
-    params, batch = init_fn(jax.random.key(0)), make_batch(config)
+    params, batch = jax.jit(init_fn)(jax.random.key(0)), make_batch(config)
     batch["segments"] = jnp.repeat(jnp.arange(2), config.seq_len // 2)[None].repeat(2, 0)
     step = jax.jit(jax.value_and_grad(lambda p: loss_fn(p, batch)[0]))
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)

@@ -120,20 +120,20 @@ def test_dim(shape, dims):
 def test_what_cannot_be_cut_is_whole_and_says_why(shape):
     leaf = placed(shapes(leaf=shape))["leaf"]
     assert not any(leaf.dims)
-    assert leaf.reason.startswith("whole: "), leaf.reason
+    assert leaf.reason.startswith("unsharded: "), leaf.reason
 
 
 def test_threshold():
     leaves = shapes(small=(1023,), large=(1024,), matrix=(32, 32))
     by_default = placed(leaves, min_shard_size=1024)
-    assert not any(by_default["small"].dims) and by_default["small"].reason == "whole: under 1024 elements"
+    assert not any(by_default["small"].dims) and by_default["small"].reason == "unsharded: under 1024 elements"
     assert any(by_default["large"].dims) and any(by_default["matrix"].dims)
     assert not any(any(p.dims) for p in placed(leaves, min_shard_size=2000).values())
 
 
 def test_keys_stay_whole():
     leaf = placed({"key": jax.random.split(jax.random.key(0), 64)})["key"]
-    assert leaf.dims == (WHOLE,) and leaf.reason == "PRNG keys stay whole"
+    assert leaf.dims == (WHOLE,) and leaf.reason == "PRNG keys are not sharded"
 
 
 def test_one_device():
@@ -163,7 +163,7 @@ def test_several_data_axes(mesh, shape, dims):
 
 def test_partly_whole():
     leaf = placed(shapes(leaf=(4, 7)), mesh="staged24")["leaf"]
-    assert leaf.dims == (("data_1",), ()) and leaf.reason.startswith("partly whole")
+    assert leaf.dims == (("data_1",), ()) and leaf.reason.startswith("partly sharded")
     assert leaf.num_bytes == 4 * 4 * 7
 
 
@@ -364,12 +364,12 @@ def test_report():
     assert report.whole_bytes == whole_bytes
     assert report.per_device_bytes == (4 + 2) * 256 * 64 // 8 + whole_bytes
     assert str(report).splitlines() == [
-        "kernel  (256, 64)              float32   [data, -]  sharded",
-        "half    (256, 64)              bfloat16  [data, -]  sharded",
-        "odd     (13, 13)               float32   [-, -]  whole: no dim of (13, 13) is divisible by 8 devices "
+        "kernel  (256, 64)  float32   [data, -]  sharded",
+        "half    (256, 64)  bfloat16  [data, -]  sharded",
+        "odd     (13, 13)   float32   [-, -]     unsharded: no dim of (13, 13) is divisible by 8 devices "
         "(make_mesh(data_layout=...) splits them)",
-        "bias    (64,)                  float32   [-]  whole: under 128 elements",
-        "0.01 MiB a device, of which 0.00 left whole",
+        "bias    (64,)      float32   [-]        unsharded: under 128 elements",
+        f"{(12288 + whole_bytes) / 1e3:.2f} KB a device, {whole_bytes} bytes of it unsharded leaves",
     ]
 
 
@@ -377,7 +377,7 @@ def test_report_warns_where_whole_leaves_dominate():
     params = shapes(kernel=(64, 64), table=(50257, 13), scalar=())
     report = zero.sharding_report(params, mesh=mesh_of("8"), config=zero.ZeroConfig())
     *_, warning = str(report).splitlines()
-    assert warning == "warning: leaves left whole take more than half of that"
+    assert warning == "warning: unsharded leaves take more than half of that"
     assert "[scalar]" in str(report)
 
 

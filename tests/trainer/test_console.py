@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from zero_jax.trainer.reporting.console import Console, figures, format_duration, header, lasting
+from zero_jax.trainer.reporting.console import Console, figures, format_duration, lasting
 
 RECORD = {
     "kind": "train",
@@ -43,7 +43,7 @@ def run(console, steps, **fields):
 
 
 def test_a_line_has_every_figure_that_there_is():
-    assert figures(RECORD) == "loss 3.142  grad norm 0.50  lr 3.00e-03  12,346 tokens/s  MFU 41.2%  1.5 GiB/device"
+    assert figures(RECORD) == "loss 3.142  grad norm 0.50  lr 3.00e-03  12,346 tokens/s  MFU 41.2%  1.61 GB/device"
     assert figures({"kind": "train", "step": 1, "loss": 1.0, "mfu": None}) == "loss 1.000"
     assert figures({"kind": "validation", "step": 1, "loss": 1.0, "ema_loss": 0.5}) == (
         "validation loss 1.000  validation loss of the average 0.500"
@@ -156,10 +156,6 @@ def test_on_a_real_terminal():
     shown = b"".join(iter(lambda: read_or_end(leader), b"")).decode()
     os.close(leader)
     assert "done" in shown and "step  1/10" in shown
-
-
-def test_the_header_is_in_two_columns():
-    assert header({"a": "1", "long name": "2"}) == "a          1\nlong name  2"
 
 
 @pytest.mark.parametrize(

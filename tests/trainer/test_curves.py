@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.cli import plot as cli_plot
+from zero_jax.cli import train as cli_train
 from zero_jax.cli.options import Parser
 from zero_jax.trainer.reporting import curves
+from zero_jax.trainer.result import draw_losses, run_losses
 
 PNG = b"\x89PNG"
 
@@ -29,7 +30,7 @@ def write_run(folder, num_steps, *, level=1.0, every=10, gap=(), **figures):
 
 def plot(*arguments):
     parser = Parser(prog="zero-jax")
-    cli_plot.add_commands(parser.add_subparsers())
+    cli_train.add_commands(parser.add_subparsers())
     options = parser.parse_args(["plot", *map(str, arguments)])
     return options.run(options)
 
@@ -93,12 +94,17 @@ def test_other_figures_and_those_that_are_always_none(tmp_path, metric):
     assert plot(*runs, "--metric", metric, "--x", "tokens", "--out", tmp_path / "a.png") == 0
 
 
-def test_the_curve_of_one_run(tmp_path):
+def test_the_losses_of_one_run(tmp_path):
     losses = [(step, float("nan") if step == 4 else 1 / step) for step in range(1, 100)]
-    for i, (train, validation) in enumerate([(losses, [(0, 5.0), (99, 0.1)]), (losses[:1], []), ([], [])]):
+    for i, (train, validation) in enumerate(
+        [(losses, [(0, 5.0), (99, 0.1)]), (losses[:1], []), ([], [(0, 5.0)]), ([], [])]
+    ):
+        run = run_losses(tmp_path, train=train, validation=validation)
+        assert [record["step"] for record in run.train] == [step for step, _ in train]
         path = tmp_path / f"{i}.png"
-        curves.plot_losses(path, train=train, validation=validation, title="run")
-        assert path.read_bytes().startswith(PNG)
+        failure = draw_losses(path, run, title="run", is_hurried=lambda: False)
+        assert failure is None if train or validation else "have no 'loss'" in failure
+        assert path.exists() == bool(train or validation)
 
 
 def error_of(capsys, *arguments):

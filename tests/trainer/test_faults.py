@@ -146,7 +146,7 @@ def test_a_loss_scale_that_is_too_large_falls_and_is_restored(tmp_path, tamper):
 # Signals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_stops_and_the_run_goes_on(name, tmp_path, tamper, unbroken):
     mend, lines = tamper({6: lambda *_: signal.raise_signal(getattr(signal, name))}), []
     result = train(tmp_path, lines=lines)
@@ -193,7 +193,7 @@ def test_a_loss_that_raises_leaves_a_folder_to_begin_in(tmp_path, unbroken):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=0)
 
 
-@pytest.mark.parametrize("harm", ["cut", "deleted"])
+@pytest.mark.parametrize("harm", [pytest.param("cut", marks=pytest.mark.slow), "deleted"])
 def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path, tamper, unbroken):
     config = DataConfig(data=str(tmp_path / "text.txt"), token_cache=str(tmp_path / "cache"))
 
@@ -334,10 +334,17 @@ def test_a_folder_for_signs_of_life_that_cannot_be_made_is_told(tmp_path, unbrok
     (tmp_path / "runs/run/processes").write_text("a file in its place")
     assert train(tmp_path).status == "done"
     assert read(tmp_path) == read(unbroken)
-    assert "watchdog: cannot leave word" in capfd.readouterr().err
+    assert "watchdog: cannot write heartbeats" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("last", ['{"kind": "train", "step": 9, "lo', "\x00\x00\x00", '{"step": "seven"}\n[]\n'])
+@pytest.mark.parametrize(
+    "last",
+    [
+        '{"kind": "train", "step": 9, "lo',
+        pytest.param("\x00\x00\x00", marks=pytest.mark.slow),
+        pytest.param('{"step": "seven"}\n[]\n', marks=pytest.mark.slow),
+    ],
+)
 def test_figures_that_end_in_half_a_line_are_mended(last, tmp_path, unbroken):
     shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(step_folder(tmp_path, 12))

@@ -119,7 +119,7 @@ def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, 
     assert compiling == {(1, "compile"), (2, "step")}
 
 
-@pytest.mark.parametrize("where", ["config.toml", "config.json"])
+@pytest.mark.parametrize("where", ["config.toml", pytest.param("config.json", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_name_free(where, tmp_path, monkeypatch):
     write, full = pathlib.Path.write_text, [True]
 
@@ -225,17 +225,17 @@ def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_eva
 
 def test_a_picture_that_takes_long_is_not_waited_for_and_half_of_it_never_seen(tmp_path, monkeypatch):
     path, asked = tmp_path / "loss.png", {"is_hurried": lambda: True}
-    losses = {"train": [(1, 2.0)], "validation": [], "title": "run"}
-    assert result_module.draw_losses(path, **losses, **asked) is None
+    losses, title = result_module.run_losses(tmp_path, train=[(1, 2.0)], validation=[]), "run"
+    assert result_module.draw_losses(path, losses, title=title, **asked) is None
     assert path.read_bytes().startswith(b"\x89PNG") and os.listdir(tmp_path) == ["loss.png"]
 
-    def forever(partial, **_):
+    def forever(partial, *_, **__):
         partial.write_text("half")
         import time
 
         time.sleep(20)
 
     monkeypatch.setattr(result_module, "_HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr(result_module, "plot_losses", forever)
-    assert result_module.draw_losses(path, **losses, **asked) == "drawing it took longer than 0 s"
+    monkeypatch.setattr(result_module, "plot_runs", forever)
+    assert result_module.draw_losses(path, losses, title=title, **asked) == "drawing it took longer than 0 s"
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -39,9 +39,15 @@ def parts_of(batch, *, stage, mesh, num_microbatches):
     return [jax.tree.map(lambda x, j=j: x[:, j].reshape(-1, *x.shape[3:]), cut) for j in range(k)]
 
 
+@functools.cache
+def gradient_of(loss_fn):
+    """Returns the compiled gradient of a loss function; tests of parts of one shape share its program."""
+    return jax.jit(jax.grad(loss_fn))
+
+
 def mean_square(parts, loss_fn, weigh=None):
     """Returns the mean by weight of the squared norms of parts' gradients, in float64, and how many have a weight."""
-    grad_fn = jax.jit(jax.grad(lambda params, part: loss_fn(params, part)))
+    grad_fn = gradient_of(loss_fn)
     weights = [1.0 if weigh is None else float(weigh(part)) for part in parts]
     squares = [
         reference.norm(grad_fn(reference.host_params(), part)) ** 2 if weight else 0.0
@@ -119,7 +125,7 @@ def test_frozen_params_do_not_count():
     fields = {"stage": 2, "mesh": mesh_of("2"), "num_microbatches": 2}
     state, step = make_trainer(loss_fn, tx, **fields)
     metrics = step(state, batch)[1]
-    grad_fn = jax.jit(jax.grad(loss_fn))
+    grad_fn = gradient_of(loss_fn)
     squares = [reference.norm(grad_fn(reference.host_params(), p)["layers"]) ** 2 for p in parts_of(batch, **fields)]
     np.testing.assert_allclose(metrics.small_grad_norm_sq, np.mean(squares), rtol=FLOAT32)
 
@@ -159,7 +165,7 @@ def relative_error_of_the_ratio(*, num_parts, num_steps):
     return math.sqrt(relative / num_steps)
 
 
-KNOWN = [(0, 4, "fp32"), (1, 2, "bf16"), (2, 2, "fp32"), (3, 4, "bf16")]
+KNOWN = [(1, 2, "bf16"), (2, 4, "fp32")]
 KNOWN_REST = [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product(BY_DEVICE, (2, 4), ("fp32", "bf16"))

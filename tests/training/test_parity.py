@@ -287,8 +287,10 @@ def test_evaluates_without_an_optimizer(stage):
     assert_close(metrics.loss, first_aux()["error"], tolerance=FLOAT32)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(2, "fp32"), (1, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "fp32"), (2, "bf16")))],
+)
 def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision, monkeypatch):
     """After the update a large stack is gathered row by row into the params that it replaces."""
     batches = make_batches(3)

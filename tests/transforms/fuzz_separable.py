@@ -5,7 +5,6 @@
 
 import argparse
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -186,11 +185,11 @@ def make_inputs(seed, size=EXAMPLES):
 
 def judge(loss_fn, params, batch):
     """Returns why a loss is no mean over examples, empty if it is."""
-    mesh = types.SimpleNamespace(shape={"data": DEVICES})
+    mesh = jax.sharding.AbstractMesh((DEVICES,), ("data",))
     axes = Axes(replica=(), data=("data",), model=())
     with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
-    return separability(with_aux, params, batch, jax.random.key(0), **sizes).not_local
+    return separability(with_weight(with_aux, "auto"), params, batch, jax.random.key(0), **sizes).not_local
 
 
 def difference(loss_fn, params, batch):

@@ -12,6 +12,8 @@ from jax import lax
 from jax._src.lax.linalg import geqrf
 from jax.lax import linalg
 
+import zero_jax as zero
+
 F, I, B = "f", "i", "b"  # noqa: E741
 X, Y = ((4, 3), F), ((4, 3), F)
 UNARY = (
@@ -83,6 +85,10 @@ def conv(spec):
 
 def dot(contract, batch=((), ())):
     return lambda x, y: lax.dot_general(x, y, (contract, batch))
+
+
+def fused_attention(query, key, value):
+    return zero.dot_product_attention(query, key, value, is_causal=True, implementation="splash")
 
 
 def gather(**fields):
@@ -259,6 +265,8 @@ PROGRAMS = {
     **{f"{n} of its own": (scatter(op, WRITE_OWN), X, ((4, 1), I), ((4,), F)) for n, op in SCATTERS.items()},
     **{f"{n} to zeros": (added_to_zeros(op), ((4, 1), I), ((4, 3), F)) for n, op in SCATTERS.items()},
     "set a column": (lambda x, y: [x.at[:, 1].set(y), x.at[:, 1].add(y), x.at[1].set(0.0)], X, ((4,), F)),
+    "fused attention": (fused_attention, ((4, 3, 2, 2), F), ((4, 3, 1, 2), F), ((4, 3, 1, 2), F)),
+    "fused attention of heads": (fused_attention, ((2, 3, 4, 2), F), ((2, 3, 4, 2), F), ((2, 3, 4, 2), F)),
     "cholesky": (lambda a: linalg.cholesky(a, symmetrize_input=False), MATRIX),
     "cholesky of one": (lambda x: linalg.cholesky(x @ x.T + 2 * jnp.eye(len(x))), X),
     "eigh": (lambda a: linalg.eigh(a)[1] if len(linalg.eigh(a)) else None, MATRIX),

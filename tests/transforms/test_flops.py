@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.transforms.flops import attention_flops, forward_flops
 
@@ -25,6 +26,12 @@ def test_a_product_is_two_operations_a_multiply_add():
 def test_a_batched_product():
     left, right = jax.ShapeDtypeStruct((7, 3, 4), jnp.float32), jax.ShapeDtypeStruct((7, 4, 5), jnp.float32)
     assert forward_flops(jnp.matmul, left, right) == 7 * 2 * 3 * 4 * 5
+
+
+def test_fused_attention_counts_every_query_with_every_key():
+    q, k = jax.ShapeDtypeStruct((2, 7, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 9, 2, 8), jnp.float32)
+    fused, plain = (functools.partial(zero.dot_product_attention, implementation=name) for name in ("splash", "xla"))
+    assert forward_flops(fused, q, k, k) == forward_flops(plain, q, k, k) == 2 * 2 * 2 * 4 * 7 * 9 * 8
 
 
 def test_a_convolution():

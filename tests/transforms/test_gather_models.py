@@ -30,15 +30,17 @@ eqx = pytest.importorskip("equinox", reason="pip install equinox")
 
 
 slow = pytest.mark.slow
-FORMS = pytest.mark.parametrize(
-    ("scan", "remat"),
-    [
-        pytest.param(False, False, id="loop"),
-        pytest.param(False, True, id="loop, remat", marks=slow),
-        pytest.param(True, False, id="scan", marks=slow),
-        pytest.param(True, True, id="scan, remat"),
-    ],
-)
+
+
+def forms(*fast):
+    """Parametrizes by the form of the layers; those that are not named are slow."""
+    names = {"loop": (False, False), "loop, remat": (False, True), "scan": (True, False), "scan, remat": (True, True)}
+    cases = [pytest.param(*form, id=name, marks=() if name in fast else slow) for name, form in names.items()]
+    return pytest.mark.parametrize(("scan", "remat"), cases)
+
+
+FORMS = forms("loop", "scan, remat")
+FEWER_FORMS = forms("scan, remat")
 
 
 def mean_square(x):
@@ -220,7 +222,7 @@ class EquinoxModel(eqx.Module):
         return jax.lax.scan(lambda x, arrays: (apply(x, eqx.combine(arrays, static)), None), x, arrays)[0]
 
 
-@FORMS
+@FEWER_FORMS
 def test_equinox(scan, remat):
     model = EquinoxModel(scan, remat, jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -253,7 +255,7 @@ def test_equinox_recurrent():
 # --- Haiku -----------------------------------------------------------------------------------------------------------
 
 
-@FORMS
+@FEWER_FORMS
 def test_haiku(scan, remat):
     hk = pytest.importorskip("haiku", reason="pip install dm-haiku")
 

@@ -19,6 +19,7 @@ import zero_jax as zero
 from zero_jax.models import gpt
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.training.grads import key_parameter
+from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separable.decision import separability, shards_over
 
 MESH = "model2"
@@ -212,7 +213,7 @@ def test_what_couples_examples_is_seen(make, separable):
     loss_fn, params, batch = made if isinstance(made, tuple) else (made, params, batch)
     mesh = mesh_of("replica")
     found = separability(
-        lambda params, batch, key: (loss_fn(params, batch), (None, None)),
+        with_weight(lambda params, batch, key: (loss_fn(params, batch), (None, None)), "auto"),
         params,
         batch,
         jax.random.key(0),
@@ -241,7 +242,9 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
 def judged(loss_fn, size=64, **fields):
     params, batch = mixing_losses.make_inputs(size)
     return separability(
-        lambda params, batch, key: (loss_fn(params, batch), (None, None)),
+        with_weight(
+            lambda params, batch, key: (loss_fn(params, batch), (None, None)), fields.get("loss_weight", "auto")
+        ),
         params,
         batch,
         jax.random.key(0),

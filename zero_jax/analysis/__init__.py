@@ -2,11 +2,12 @@
 
 `memory` and `comms` each have `estimate`, `measure` and `compare`; both measure through `zero_jax.hlo`, and read a
 program's arguments as `leaves` of the train state. `trace_loss` counts residuals, traffic over `model` and operations
-on the trace of a loss function. `paper` has the ZeRO paper's tables, computed from `formulas`; `figures` plots.
+on the trace of a loss function. `paper` has the ZeRO paper's tables, computed from `formulas`, and its configurations;
+`figures` plots.
 """
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
-from zero_jax.analysis.paper_configs import PAPER_CONFIGS
+from zero_jax.analysis.paper import PAPER_CONFIGS
 
 __all__ = ["PAPER_CONFIGS", "LossTrace", "comms", "figures", "memory", "paper", "trace_loss"]

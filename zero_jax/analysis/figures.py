@@ -9,8 +9,8 @@ from typing import Any
 
 from zero_jax.core.extras import extra
 
-# The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's palette, which most
-# colour-blind people can tell apart. Whatever is in none of them is drawn as `other temporaries`.
+# The parts of a bar from the bottom up: the groups that they sum, and a colour of Okabe and Ito's colour-blind-safe
+# palette. All other groups are drawn as `other temporaries`.
 _PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "params": (("params",), "#0072B2"),
     "gradients": (("grads",), "#E69F00"),
@@ -24,10 +24,10 @@ _BAR_WIDTH = 0.4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBar:
-    """One stage on one number of devices.
+    """The memory of a stage on a number of devices.
 
     Attributes:
-      label: what stands below the bar, such as `stage 2`.
+      label: label below the bar, such as `stage 2`.
       num_devices: devices that the stage shards over; each number gets a panel of its own.
       formula_bytes: bytes per device by group, from the formula; groups as in `MemoryEstimate.by_group`.
       measured_bytes: bytes per device by group, from a compiled program; None where it was not measured. Groups of any
@@ -42,7 +42,7 @@ class MemoryBar:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThroughputRow:
-    """A model on one number of devices.
+    """The throughput of a model on a number of devices.
 
     Attributes:
       num_devices: devices.
@@ -58,13 +58,9 @@ class ThroughputRow:
 def plot_memory(
     path: pathlib.Path | str, bars: Sequence[MemoryBar], *, title: str = "", capacity_bytes: float | None = None
 ) -> None:
-    """Draws stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
+    """Plots stacked bars of memory per stage and number of devices: the paper's Figure 1, measured beside the formula.
 
-    Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
-      bars: the bars, from left to right.
-      title: what the model and the devices are.
-      capacity_bytes: memory of a device, drawn as a line.
+    The file is `.png`, `.svg` or `.pdf`; `capacity_bytes` of a device is drawn as a line.
 
     Raises:
       ValueError: no bars, or another suffix.
@@ -73,7 +69,7 @@ def plot_memory(
         raise ValueError("plot_memory: there are no bars to draw")
     sizes = list(dict.fromkeys(bar.num_devices for bar in bars))
     most = max(sum(1 for bar in bars if bar.num_devices == size) for size in sizes)
-    figure = _figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
+    figure = new_figure(path, width=max(7.5, 1.1 * most * len(sizes) + 1.5), height=4.8)
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     shown: dict[str, str] = {}
     for panel, size in zip(panels, sizes, strict=True):
@@ -87,7 +83,7 @@ def plot_memory(
         figure.suptitle(title)
     handles = _memory_legend(bars, shown, capacity_bytes)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
@@ -113,7 +109,7 @@ def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
             )
     panel.set_xticks(range(len(bars)), [bar.label for bar in bars])
     panel.set_xlim(-0.6, len(bars) - 0.4)
-    _clean(panel)
+    tidy(panel)
     panel.grid(axis="x", visible=False)
     return shown
 
@@ -143,14 +139,10 @@ def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity
 
 
 def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, title: str = "") -> None:
-    """Draws the largest batch that fits and the estimated throughput, both per device, against the number of devices.
+    """Plots the largest batch that fits and the estimated throughput, both per device, against the number of devices.
 
-    A dashed line shows linear scaling, at which a device does as much on many devices as on the fewest.
-
-    Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
-      rows: the numbers of devices, in any order.
-      title: what the model and the devices are.
+    A dashed line shows linear scaling: the same throughput per device as on the fewest devices. The file is `.png`,
+    `.svg` or `.pdf`.
 
     Raises:
       ValueError: no rows, or another suffix.
@@ -158,7 +150,7 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
     if not rows:
         raise ValueError("plot_throughput: there are no rows to draw")
     rows = sorted(rows, key=lambda row: row.num_devices)
-    figure = _figure(path, width=9, height=4)
+    figure = new_figure(path, width=9, height=4)
     panels = figure.subplots(1, 2)
     devices = [row.num_devices for row in rows]
     series = (
@@ -182,22 +174,22 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
         panel.set_ylabel(label)
         panel.set_ylim(0, max(values) * 1.15)
         panel.margins(x=0.08)
-        _clean(panel)
+        tidy(panel)
     first = series[1][1][0]
     panels[1].axhline(first, color="#666666", linestyle="--", linewidth=1, label="linear scaling")
     panels[1].legend(frameon=False, loc="lower right")
     if title:
         figure.suptitle(title)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _gb(size: float) -> str:
-    """Returns a number of GB with three digits or so."""
+    """Formats a number of GB with about three digits."""
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def check_name(path: pathlib.Path | str) -> None:
-    """Raises `ValueError` for a file that no picture can be written to, `MissingPackage` without matplotlib."""
+    """Raises `ValueError` for a path that no figure can be written to, `MissingPackage` without matplotlib."""
     with extra("plot"):
         import matplotlib  # noqa: F401
     if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
@@ -206,7 +198,8 @@ def check_name(path: pathlib.Path | str) -> None:
         raise ValueError(f"cannot draw {str(path)!r}: there is no such folder, make it first")
 
 
-def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+def new_figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
+    """Returns an empty matplotlib figure for a file, of a size in inches; raises as `check_name` does."""
     check_name(path)
     # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -217,16 +210,18 @@ def _figure(path: pathlib.Path | str, *, width: float, height: float) -> Any:
     return figure
 
 
-def _clean(panel: Any) -> None:
+def tidy(panel: Any) -> None:
+    """Gives axes the style of all figures: a pale grid, no frame above and at the right."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)
 
 
-def _save(figure: Any, path: pathlib.Path | str) -> None:
+def save_figure(figure: Any, path: pathlib.Path | str) -> None:
+    """Writes a figure to a file; the same data give the same bytes."""
     import matplotlib
 
-    # Text stays text in an SVG, and the same data give the same file.
+    # Text stays text in an SVG.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
         is_svg = pathlib.Path(path).suffix.lower() == ".svg"
         figure.savefig(path, metadata={"Date": None} if is_svg else None)

@@ -24,9 +24,12 @@ _GROUPS = frozenset({"params", "master", "grads", "opt_state"})
 # Elements that a transformer block keeps for the backward pass, per element of its input (section 3.2, footnote 3).
 _RESIDUALS_PER_BLOCK = 12
 
-# Elements that Megatron's model parallelism moves per block and element of its input: two all-reduces, of two each, in
-# the forward pass, in the recomputation and in the backward pass (section 8.1).
-_MODEL_PARALLEL_MOVES = 12
+# P_a moves each block's input over `model` once more. Megatron's model parallelism moves 12 times that: two all-reduces
+# of two moves each in the forward pass, in the recomputation and in the backward pass (section 8.1).
+SHARDED_RESIDUAL_OVERHEAD = 1 / 12
+
+# Remat adds a forward pass to a step of one forward pass and a backward pass of twice its cost (section 3.2).
+REMAT_EXTRA_COMPUTE = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,14 +83,7 @@ def model_state_bytes(
 
 
 def max_params(
-    capacity_bytes: float,
-    *,
-    sharded: Collection[str],
-    num_devices: int,
-    model: int = 1,
-    optimizer_bytes: float = 12,
-    param_bytes: float = 2,
-    grad_bytes: float = 2,
+    capacity_bytes: float, *, sharded: Collection[str], num_devices: int, model: int = 1, **param_bytes: float
 ) -> float:
     """Returns the parameters of the largest model whose model states fit on devices of some size (section 5.4).
 
@@ -95,95 +91,31 @@ def max_params(
       capacity_bytes: bytes of a device that are there for model states.
       sharded: the groups that are sharded.
       num_devices: devices that they are sharded over (N_d).
-      model: model-parallel degree, which cuts every group.
-      optimizer_bytes: bytes a parameter of master params and optimizer state (K).
-      param_bytes: bytes of a low-precision parameter.
-      grad_bytes: bytes of a gradient.
+      model: model-parallel degree, which divides every group.
+      **param_bytes: bytes a parameter by group, as for `model_state_bytes`.
 
     Raises:
       ValueError: an unknown group or no device.
     """
-    each = model_state_bytes(
-        1,
-        sharded=sharded,
-        num_devices=num_devices,
-        optimizer_bytes=optimizer_bytes,
-        param_bytes=param_bytes,
-        grad_bytes=grad_bytes,
-    )
+    each = model_state_bytes(1, sharded=sharded, num_devices=num_devices, **param_bytes)
     return capacity_bytes * model / each.total_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResidualBytes:
-    """Bytes of residuals that one device keeps from the forward to the backward pass.
-
-    Attributes:
-      device_bytes: in the device's memory.
-      host_bytes: in host memory.
-    """
-
-    device_bytes: float
-    host_bytes: float
-
-
-def residual_bytes(
-    *,
-    num_layers: int,
-    d_model: int,
-    batch_size: int,
-    seq_len: int,
-    bytes_per_element: float = 2,
-    remat: bool = True,
-    model: int = 1,
-    offload: bool = False,
-) -> ResidualBytes:
-    """Returns the bytes of a transformer's residuals (sections 3.2 and 6.1).
-
-    Without remat a block keeps about 12 x `d_model` x `batch_size` x `seq_len` elements; with remat its input only.
-    Embeddings, the logits, and what the recomputation of one block needs for a moment are not counted.
-
-    Args:
-      num_layers: transformer blocks.
-      d_model: width of the residual stream.
-      batch_size: examples of one device in one forward pass.
-      seq_len: tokens of an example.
-      bytes_per_element: bytes of an element, 2 in 16-bit precision.
-      remat: whether blocks are recomputed in the backward pass.
-      model: devices that the saved residuals are sharded over (P_a); 1 keeps them unsharded.
-      offload: whether they are kept in host memory (P_a+cpu).
-
-    Raises:
-      ValueError: a size that is not positive.
-    """
-    sizes = {
-        "num_layers": num_layers,
-        "d_model": d_model,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
-        "bytes_per_element": bytes_per_element,
-        "model": model,
-    }
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ValueError(f"{name}={size} is not positive: give the sizes of the transformer as one device runs it")
-    per_block = 1 if remat else _RESIDUALS_PER_BLOCK
-    kept = per_block * num_layers * d_model * batch_size * seq_len * bytes_per_element / model
-    return ResidualBytes(device_bytes=0 if offload else kept, host_bytes=kept if offload else 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerResiduals:
-    """The sizes that decide what a transformer keeps for the backward pass; `residual_bytes` has the rule.
+    """The residuals of a transformer: what one device keeps from the forward to the backward pass (sections 3.2, 6.1).
+
+    Without remat a block keeps about 12 x `d_model` x `batch_size` x `seq_len` elements; with remat only its input.
+    Embeddings, the logits, and what the recomputation of one block needs for a moment are not counted.
 
     Attributes:
       num_layers: transformer blocks.
       batch_size: examples of one device in one microbatch.
       seq_len: tokens of an example.
       d_model: width of the residual stream.
-      bytes_per_element: bytes of an element.
+      bytes_per_element: bytes of an element, 2 in 16-bit precision.
       remat: whether blocks are recomputed in the backward pass.
-      model: devices that the saved residuals are sharded over (P_a).
+      model: devices that the saved residuals are sharded over (P_a); 1 keeps them unsharded.
       offload: whether they are kept in host memory (P_a+cpu).
     """
 
@@ -191,20 +123,35 @@ class TransformerResiduals:
     batch_size: int
     seq_len: int
     d_model: int
-    bytes_per_element: int = 2
+    bytes_per_element: float = 2
     remat: bool = True
     model: int = 1
     offload: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a size that is not positive."""
+        for name in ("num_layers", "d_model", "batch_size", "seq_len", "bytes_per_element"):
+            size = getattr(self, name)
+            if size <= 0:
+                raise ValueError(
+                    f"{name}={size} is not positive: give the sizes of the transformer as one device runs it"
+                )
+
+    @property
+    def _bytes(self) -> float:
+        per_block = 1 if self.remat else _RESIDUALS_PER_BLOCK
+        elements = per_block * self.num_layers * self.d_model * self.batch_size * self.seq_len
+        return elements * self.bytes_per_element / self.model
+
     @property
     def device_bytes(self) -> float:
         """Bytes in the memory of a device."""
-        return residual_bytes(**dataclasses.asdict(self)).device_bytes
+        return 0 if self.offload else self._bytes
 
     @property
     def host_bytes(self) -> float:
         """Bytes in host memory, for each device."""
-        return residual_bytes(**dataclasses.asdict(self)).host_bytes
+        return self._bytes if self.offload else 0
 
 
 def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: int | None = None) -> float:
@@ -225,28 +172,6 @@ def moved_elements(num_params: float, *, sharded: Collection[str], num_devices: 
     num_gathers = 2 if "params" in sharded else 1
     share = 1.0 if num_devices is None else (num_devices - 1) / num_devices
     return (1 + num_gathers) * num_params * share
-
-
-def sharded_residual_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
-    """Returns the extra elements that P_a moves over `model` per step: an all-gather of each block's input (8.1)."""
-    return num_layers * d_model * batch_size * seq_len
-
-
-def model_parallel_elements(*, num_layers: int, d_model: int, batch_size: int, seq_len: int) -> float:
-    """Returns the elements that Megatron's model parallelism moves over `model` per step, with remat (section 8.1)."""
-    return _MODEL_PARALLEL_MOVES * num_layers * d_model * batch_size * seq_len
-
-
-def sharded_residual_overhead() -> float:
-    """Returns what P_a adds to the traffic of model parallelism, as a share of it: 1/12 (section 8.1)."""
-    sizes = {"num_layers": 1, "d_model": 1, "batch_size": 1, "seq_len": 1}
-    return sharded_residual_elements(**sizes) / model_parallel_elements(**sizes)
-
-
-def remat_extra_compute() -> float:
-    """Returns what remat adds to the computation of a step, as a share of it: a forward pass more, of three (3.2)."""
-    forward, backward = 1, 2
-    return forward / (forward + backward)
 
 
 def transformer_params(*, num_layers: int, d_model: int, vocab_size: int = 50257, seq_len: int = 1024) -> int:

@@ -71,12 +71,7 @@ def group_of(path: str) -> str:
 
 
 def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]:
-    """Returns the arguments that a program keeps, in order.
-
-    Args:
-      program: The program.
-      compiled: The executable; its `args_info`, if it has any, is used where the text lacks shardings.
-    """
+    """Returns the arguments of a program, in order; shardings that its text lacks are those of `compiled.args_info`."""
     parameters = [value for value in program.computations[program.entry].values() if value.opcode == "parameter"]
     parameters.sort(key=lambda parameter: int(parameter.operands[0]))
     known_dims = _global_dims(compiled, [(parameter.op_name, parameter.shape) for parameter in parameters])
@@ -130,7 +125,7 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
     if taken <= total / 2:
         return None
     return (
-        f"{len(unsharded)} leaves left whole take {format_bytes(taken)} of the {format_bytes(total)} of "
+        f"{len(unsharded)} unsharded leaves take {format_bytes(taken)} of the {format_bytes(total)} of "
         f"{', '.join(group for group in STATE_GROUPS if group in groups)} on a device, the largest {unsharded[0].path} "
         f"({format_bytes(unsharded[0].num_bytes)}): lower min_shard_size, give an override with another dim, "
         "or choose sizes that the number of devices divides"
@@ -140,13 +135,8 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
 def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Sequence[bool]) -> tuple[ArgumentLeaf, ...]:
     """Returns the leaves of the state whose new values take memory beside the old ones, largest first.
 
-    An argument counts if it is params, master params, optimizer state or model state, no result is written over it, and
-    the program returns another array of its shape and dtype.
-
-    Args:
-      program: The program.
-      leaves: Its arguments, in order.
-      donated: Whether a result is written over each, `hlo.Heap.donated`.
+    An argument counts if it is params, master params, optimizer state or model state, not `donated` (no result is
+    written over it), and the program returns another array of its shape and dtype.
     """
     root = program.computations[program.entry][program.roots[program.entry]]
     returned = collections.Counter((array.dtype, array.dims) for array in arrays(parse_shape(root.shape)))

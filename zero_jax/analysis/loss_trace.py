@@ -1,4 +1,4 @@
-"""Traces a loss function for its residuals, traffic over `model` and operations, before anything is compiled."""
+"""Traces a loss function for its residuals, traffic over `model` and FLOPs, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.analysis.formulas import ResidualBytes
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables, joined
@@ -36,11 +35,20 @@ from zero_jax.transforms import (
     Propagation,
     ValueSharding,
     count_flops,
+    fuse_attention,
     kernels,
     propagate_shardings,
     rematerialize,
     sources,
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualBytes:
+    """Bytes of the residuals of one device, in its own memory and in host memory."""
+
+    device_bytes: float
+    host_bytes: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +106,8 @@ def trace_loss(
     placement = make_placement(params, mesh=mesh, config=config)
     specs = placement.variable_shardings()
     normalized = normalize_loss(loss_fn, mesh, placement.axes)
-    loss = rematerialize(normalized, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
+    fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
+    loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     variables = jax.eval_shape(placement.cast, params)
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
@@ -166,11 +175,11 @@ class _TracedLoss:
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""
         leaves = zip(jax.tree.leaves(self.arguments[0]), self.inputs, strict=False)
-        whole = [(x, math.prod(self.sizes[a] for dim in laid.dims for a in dim)) for x, laid in leaves if x.ndim < 3]
-        return max((x.size * x.dtype.itemsize / parts for x, parts in whole), default=0.0)
+        parts = [(x, math.prod(self.sizes[axis] for dim in sharding.dims for axis in dim)) for x, sharding in leaves]
+        return max((x.size * x.dtype.itemsize / num for x, num in parts if x.ndim < 3), default=0.0)
 
     def residuals(self) -> ResidualBytes:
-        """Returns what the backward pass is handed, but for what depends on the params alone."""
+        """Returns the bytes of the residuals, without those that depend on the params alone."""
 
         def forward(variables: Variables, batch: PyTree, key: jax.Array) -> Any:
             floating = functools.partial(self.loss_of, variables, batch=batch, key=key)
@@ -178,19 +187,22 @@ class _TracedLoss:
 
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
         made_of = sources(jaxpr, list(dict.fromkeys(out for out in jaxpr.outvars if not is_literal(out))))
-        asked = list(dict.fromkeys([*made_of, *(one for found in made_of.values() for one in found)]))
-        found = self._propagate(jaxpr.replace(outvars=asked))
+        variables = list(dict.fromkeys([*made_of, *(source for of in made_of.values() for source in of)]))
+        propagated = self._propagate(jaxpr.replace(outvars=variables))
         sizes = {
-            var: num_bytes if laid.varies and var not in jaxpr.invars else 0.0
-            for var, laid, num_bytes in zip(asked, found.outputs, found.local_bytes, strict=True)
+            var: num_bytes if sharding.varies and var not in jaxpr.invars else 0.0
+            for var, sharding, num_bytes in zip(variables, propagated.outputs, propagated.local_bytes, strict=True)
         }
-        kept: set[Any] = set()
-        # What elementwise work makes is kept itself, or made again of what is kept: the compiler does what is less.
-        for var, found in sorted(made_of.items(), key=lambda item: item[1] != [item[0]]):
-            again = sum(sizes[one] for one in found if one not in kept)
-            kept |= {var} if sizes[var] <= again else set(found)
-        held = [sum(sizes[var] for var in kept if is_on_host(var.aval) == on_host) for on_host in (False, True)]
-        return ResidualBytes(device_bytes=held[0], host_bytes=held[1])
+        saved: set[Any] = set()
+        # The result of elementwise operations is saved, or recomputed from its saved sources: the compiler takes the
+        # smaller.
+        for var, of in sorted(made_of.items(), key=lambda item: item[1] != [item[0]]):
+            source_bytes = sum(sizes[source] for source in of if source not in saved)
+            saved |= {var} if sizes[var] <= source_bytes else set(of)
+        device, host = (
+            sum(sizes[var] for var in saved if is_on_host(var.aval) == on_host) for on_host in (False, True)
+        )
+        return ResidualBytes(device_bytes=device, host_bytes=host)
 
     def _propagate(self, jaxpr: Any, kept: Any = ()) -> Propagation:
         return propagate_shardings(jaxpr, self.inputs, sizes=self.sizes, counted=self.counted, kept=kept)

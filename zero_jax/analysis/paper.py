@@ -1,23 +1,28 @@
-"""The ZeRO paper's figures and tables, computed from its formulas (arXiv 1910.02054). GB are 1e9 bytes, as there."""
+"""The ZeRO paper's figures and tables, computed from its formulas, and its configurations as `ZeroConfig`s.
+
+Rajbhandari et al., arXiv 1910.02054. GB are 1e9 bytes, as there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from zero_jax.analysis.formulas import (
     PAPER_CASES,
+    REMAT_EXTRA_COMPUTE,
+    SHARDED_RESIDUAL_OVERHEAD,
+    TransformerResiduals,
     max_params,
     model_state_bytes,
     moved_elements,
-    remat_extra_compute,
-    residual_bytes,
-    sharded_residual_overhead,
     transformer_params,
 )
 from zero_jax.core.text_tables import aligned
+from zero_jax.training import ZeroConfig
 
 _DEVICE_BYTES = 32e9
 _NUM_DEVICES = (1, 4, 16, 64, 256, 1024)
@@ -36,7 +41,7 @@ _MODELS: Mapping[str, tuple[int, int]] = {
     "1T": (128, 25600),
 }
 
-# Table 3 in the paper's words; `paper_configs.py` makes a `ZeroConfig` of each.
+# The configurations of Table 3, in the paper's words.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "C1": ("P_os", "C_B", "M_D"),
     "C2": ("P_os", "C_B", "M_D", "P_a"),
@@ -44,6 +49,36 @@ CONFIGS: Mapping[str, tuple[str, ...]] = {
     "C4": ("P_os+g", "C_B", "M_D", "P_a"),
     "C5": ("P_os+g", "C_B", "M_D", "P_a+cpu"),
 }
+
+
+# The paper gives no size for its buffers.
+_BUFFER_BYTES = 64 << 20
+
+# What each of the paper's words switches on. M_D needs no switch: every step donates its state, and XLA lays out a
+# program's memory before it runs.
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "P_os": {"stage": 1},
+    "P_os+g": {"stage": 2},
+    "P_os+g+p": {"stage": 3},
+    "C_B": {"combine_bytes": _BUFFER_BYTES},
+    "M_D": {},
+    "P_a": {"remat": "full_sharded"},
+    "P_a+cpu": {"remat": "full_offloaded"},
+}
+
+
+def _config(words: tuple[str, ...]) -> ZeroConfig:
+    fields: dict[str, Any] = {"precision": "bf16", "remat": "full"}
+    for word in words:
+        fields |= _FIELDS[word]
+    return ZeroConfig(**fields)
+
+
+# All rematerialize every block and train in bfloat16, where the paper trains in float16. The mesh and the model's own
+# sharding are added with `dataclasses.replace(PAPER_CONFIGS["C4"], param_specs=...)`.
+PAPER_CONFIGS: Mapping[str, ZeroConfig] = types.MappingProxyType(
+    {name: _config(words) for name, words in CONFIGS.items()}
+)
 
 
 def show_gb(value: float) -> str:
@@ -209,7 +244,7 @@ def communication() -> PaperTable:
         name="communication",
         title="Sections 7, 8: elements that a device sends per step, in multiples of psi, on many devices",
         columns=("", "psi"),
-        rows=(*rows, ("P_a, of the traffic of model parallelism", sharded_residual_overhead())),
+        rows=(*rows, ("P_a, of the traffic of model parallelism", SHARDED_RESIDUAL_OVERHEAD)),
         show=show_ratio,
         note="On N devices, (N - 1) / N of it. P_a adds one all-gather of seq x hidden per block and example.",
     )
@@ -230,8 +265,8 @@ def residuals() -> PaperTable:
         sizes = {"num_layers": num_layers, "d_model": d_model, "batch_size": 32, "seq_len": 1024}
         cells = []
         for kind, options in kinds.items():
-            kept = residual_bytes(**sizes, **options)
-            cells.append(float(kept.host_bytes if kind.endswith("host") else kept.device_bytes) / 1e9)
+            saved = TransformerResiduals(**sizes, **options)
+            cells.append(float(saved.host_bytes if kind.endswith("host") else saved.device_bytes) / 1e9)
         rows.append((name, *cells))
     return PaperTable(
         name="residuals",
@@ -239,7 +274,7 @@ def residuals() -> PaperTable:
         columns=("model", *kinds),
         rows=tuple(rows),
         show=show_gb,
-        note=f"Remat adds {100 * remat_extra_compute():.0f}% of computation. The paper has about 8 GB for 1.5B with "
+        note=f"Remat adds {100 * REMAT_EXTRA_COMPUTE:.0f}% of computation. The paper has about 8 GB for 1.5B with "
         "remat (5.0 by its rule of one input a block), and 33 and 2 GB for 100B (the elements, or one byte each).",
     )
 

@@ -73,10 +73,10 @@ def current_placement(mesh: Mesh | None = None) -> Placement:
         ).get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
         mesh = None if current is None or current.empty else current
     if mesh is None:
-        unknown = (
-            "" if jax.device_count() == 1 else "there are several devices and no mesh: give mesh=, or jax.set_mesh"
-        )
-        return Placement(platform=jax.default_backend(), unknown=unknown)
+        platform = jax.default_backend()
+        is_clear = jax.device_count() == 1 or platform == "cpu"  # what Pallas interprets XLA may shard
+        unknown = "" if is_clear else "there are several devices and no mesh: give mesh=, or jax.set_mesh"
+        return Placement(platform=platform, unknown=unknown)
     platform = mesh.devices.flat[0].platform
     if mesh.size == 1:
         return Placement(platform=platform)

@@ -1,37 +1,27 @@
-"""What a checkpoint holds, for people and programs; needs no devices."""
+"""Describes a checkpoint for people and programs, without devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
-from zero_jax.checkpoint.record import SavedLeaf
+from zero_jax.checkpoint.record import Record
+from zero_jax.core.text_tables import aligned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Description:
-    """What a checkpoint holds.
+class Description(Record):
+    """The record of a checkpoint, and what was checked; prints as a table.
 
     Attributes:
-      path: the step's folder.
-      step: steps done.
-      loss: validation loss at that step, or None.
-      leaves: the leaves by name.
-      extra: what the run itself recorded, such as its config and the position in the data.
-      problems: leaves that are damaged, if they were asked for; None if not.
-      passed_over: why newer checkpoints than this one cannot be taken.
+      problems: damaged leaves; None where the leaves were not verified.
+      passed_over: newer checkpoints that cannot be read, with the reasons.
     """
 
-    path: str
-    step: int
-    loss: float | None
-    leaves: Mapping[str, SavedLeaf]
-    extra: Mapping[str, Any]
     problems: tuple[str, ...] | None = None
     passed_over: tuple[str, ...] = ()
 
@@ -56,7 +46,7 @@ class Description:
             for name, leaf in self.leaves.items()
         ]
         return {
-            "path": self.path,
+            "path": os.fspath(self.path),
             "step": self.step,
             "loss": self.loss,
             "bytes": self.nbytes,
@@ -68,20 +58,11 @@ class Description:
         }
 
     def __str__(self) -> str:
-        table = [
-            (name, leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}")
-            for name, leaf in self.leaves.items()
-        ]
-        table = [("path", "dtype", "shape", "bytes"), *table]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
-        lines = [
-            f"{self.path}",
-            f"step {self.step}" + ("" if self.loss is None else f", validation loss {self.loss:.4f}"),
-        ]
-        lines += [
-            f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:>{widths[2]}}  {size:>{widths[3]}}"
-            for name, dtype, shape, size in table
-        ]
+        table = [("path", "dtype", "shape", "bytes")]
+        for name, leaf in self.leaves.items():
+            table.append((name, leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}"))
+        loss = "" if self.loss is None else f", validation loss {self.loss:.4f}"
+        lines = [os.fspath(self.path), f"step {self.step}{loss}", aligned(table, right=(2, 3))]
         groups = ", ".join(f"{name} {size:,}" for name, size in self.bytes_by_group.items())
         lines.append(f"{len(self.leaves)} leaves, {self.nbytes:,} bytes: {groups}")
         for name, value in self.extra.items():
@@ -106,19 +87,12 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
 
     Args:
       path: a run's folder, its folder of checkpoints, or the folder of one step.
-      step: the step; None takes the newest whose record is whole, and tells which ones it passed over.
+      step: the step; None takes the newest whose record is valid, and reports which ones it passed over.
       verify_leaves: read every leaf, in bounded memory, and compare it with its fingerprint.
 
     Raises:
       CheckpointError: there is none, or its record is damaged.
     """
     record, passed_over = find_checkpoint(path, step)
-    return Description(
-        path=os.fspath(record.path),
-        step=record.step,
-        loss=record.loss,
-        leaves=record.leaves,
-        extra=record.extra,
-        problems=tuple(verify(record)) if verify_leaves else None,
-        passed_over=tuple(passed_over),
-    )
+    problems = tuple(verify(record)) if verify_leaves else None
+    return Description(**vars(record), problems=problems, passed_over=tuple(passed_over))

@@ -1,4 +1,4 @@
-"""Params and model state of a checkpoint as safetensors files, in the layout of Hugging Face, in bounded memory."""
+"""Exports params and model state of a checkpoint as safetensors files, in bounded memory."""
 
 from __future__ import annotations
 
@@ -45,14 +45,7 @@ _SLICE_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-      files: the files, the index last.
-      step: step of the checkpoint.
-      num_tensors: tensors in them.
-      num_bytes: bytes of these tensors.
-    """
+    """The files of an export, the index last, with their number and bytes of tensors."""
 
     files: tuple[str, ...]
     step: int
@@ -67,7 +60,7 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tensor:
-    """A leaf on its way out."""
+    """A tensor of a file: its name there, the leaf with its dtype (`source`), and the dtype in the file."""
 
     name: str
     leaf: str
@@ -119,8 +112,8 @@ def export(
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        for name, held in files.items():
-            _write(partial / name, record, held)
+        for name, shard in files.items():
+            _write(partial / name, record, shard)
         if len(files) > 1:
             _write_index(partial / _INDEX, files)
         written = [*files, *([_INDEX] if len(files) > 1 else [])]
@@ -141,7 +134,7 @@ def parse_size(text: str) -> int:
     """Reads a number of bytes such as `5GB` or `512MiB`.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
@@ -167,32 +160,34 @@ def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
 
 
 def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor:
-    found: SavedLeaf = record.leaves[leaf]
-    source = found.stored_dtype if found.is_key else found.dtype
+    saved: SavedLeaf = record.leaves[leaf]
+    source = saved.stored_dtype if saved.is_key else saved.dtype
     cast = dtype is not None and jnp.issubdtype(jnp.dtype(source), jnp.floating)
     wanted = dtype if cast and dtype else source
     if wanted not in _DTYPES:
         raise ValueError(
-            f"leaf {leaf!r} has dtype {wanted}, which safetensors files do not know: "
+            f"leaf {leaf!r} has dtype {wanted}, which safetensors files do not have: "
             "give --dtype for floats, or export without that leaf"
         )
     name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"
-    shape = found.stored_shape if found.is_key else found.shape
+    shape = saved.stored_shape if saved.is_key else saved.shape
     return _Tensor(name=name, leaf=leaf, shape=shape, source=source, dtype=wanted)
 
 
 def _ema_leaf(record: Record, param: str) -> str:
     ending = "/ema/" + param.removeprefix("params/")
-    found = [name for name in record.leaves if name.startswith("opt_state/") and name.endswith(ending)]
-    found = [name for name in found if record.leaves[name].shape == record.leaves[param].shape]
-    if len(found) != 1:
-        held = f"{len(found)} of {param!r} ({', '.join(found)})" if found else f"none of {param!r}"
-        raise ValueError(f"--ema: the optimizer's state at {record.path} holds {held}: export the params without --ema")
-    return found[0]
+    names = [name for name in record.leaves if name.startswith("opt_state/") and name.endswith(ending)]
+    names = [name for name in names if record.leaves[name].shape == record.leaves[param].shape]
+    if len(names) != 1:
+        averages = f"{len(names)} of {param!r} ({', '.join(names)})" if names else f"none of {param!r}"
+        raise ValueError(
+            f"--ema: the optimizer's state at {record.path} holds {averages}: export the params without --ema"
+        )
+    return names[0]
 
 
 def _layout(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Tensor]]:
-    """Deals tensors out to files."""
+    """Assigns tensors to files by size."""
     shards: list[list[_Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(x.num_bytes for x in shards[-1]) + tensor.num_bytes > max_shard_bytes:
@@ -254,9 +249,9 @@ def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...],
 
 
 def _write_index(path: pathlib.Path, files: Mapping[str, list[_Tensor]]) -> None:
-    total = sum(tensor.num_bytes for held in files.values() for tensor in held)
-    places = {tensor.name: name for name, held in files.items() for tensor in held}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    total = sum(tensor.num_bytes for shard in files.values() for tensor in shard)
+    file_of = {tensor.name: name for name, shard in files.items() for tensor in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -267,7 +262,7 @@ def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:
-    """Moves finished files to where they belong: the folder as a whole where it is new, else one by one."""
+    """Moves the finished files to the folder: by one rename where the folder is new, else file by file."""
     if not folder.exists():
         partial.rename(folder)
         return

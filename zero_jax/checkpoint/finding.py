@@ -1,4 +1,4 @@
-"""Finds checkpoints: the steps that a folder has, and the newest valid one; reads records, but no arrays."""
+"""Finds checkpoints: the steps in a folder, and the newest valid one; reads records, but no arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder has folders of, in order; none if there is no such folder.
+    """Returns the steps that have a folder in `directory`, in order; none where that does not exist.
 
     The steps' records are not read; only incomplete saves in buckets are left out.
 
@@ -57,7 +57,7 @@ def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, lis
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:
-    """Returns the steps that a folder has complete saves of, in order; none if there is no such folder.
+    """Returns the steps that have a complete save in `directory`, in order; none where that does not exist.
 
     Folders whose record cannot be read, or is of another step, are left out. Arrays are not read.
     """
@@ -69,7 +69,7 @@ def list_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the newest step that a folder has a complete save of, or None; see `list_steps`."""
+    """Returns the newest step with a complete save, or None; see `list_steps`."""
     record, _ = newest_record(directory)
     return record.step if record else None
 
@@ -84,7 +84,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     """Finds a checkpoint from a run's folder, its folder of checkpoints or the step's folder itself.
 
     Args:
-      path: one of these.
+      path: the path of one of these folders.
       step: the step; None takes the newest whose record is valid and of its folder's step.
 
     Returns:
@@ -114,14 +114,14 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
 def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:
     """Returns the error message for a folder of which all checkpoints are damaged."""
-    return f"no whole checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
+    return f"no undamaged checkpoint in {folder}:\n" + "\n".join(f"- {line}" for line in problems)
 
 
 def missing_message(folder: epath.Path, steps: Sequence[int], step: int | None) -> str:
-    """Returns the error message for a checkpoint that is not there, with what the folder has instead."""
+    """Returns the error message for a missing checkpoint, with the contents of the folder."""
     if steps:
         return f"no checkpoint of step {step} in {folder}, which has steps {', '.join(map(str, steps))}"
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    held = first_names(folder)
-    return f"no checkpoint in {folder} ({f'it holds {held}' if held else 'it is empty'})"
+    names = first_names(folder)
+    return f"no checkpoint in {folder} ({f'it holds {names}' if names else 'it is empty'})"

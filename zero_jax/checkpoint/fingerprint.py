@@ -37,12 +37,9 @@ def fingerprint(x: Array) -> Array:
 
 
 def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape: Sequence[int] | None = None) -> int:
-    """Returns the fingerprint of a host array, or what a slice of an array adds to the array's.
+    """Returns the fingerprint of a host array, or the contribution of the slice `index` of an array of a shape.
 
-    Args:
-      x: the array, or a slice of it.
-      index: the slice's index in the full array; the results of all slices add up to its fingerprint, modulo 2^32.
-      shape: the shape of the full array.
+    The contributions of all slices add up to the array's fingerprint, modulo 2^32.
     """
     shape = x.shape if shape is None else tuple(shape)
     starts = [part.indices(size)[0] for part, size in zip(index or (), shape, strict=bool(index))] or [0] * x.ndim
@@ -51,12 +48,12 @@ def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape:
     word_bytes = min(x.dtype.itemsize, 4)
     num_words = x.dtype.itemsize // word_bytes
     words = np.ascontiguousarray(x).reshape(-1).view(f"<u{word_bytes}").astype(np.uint32).reshape(*x.shape, num_words)
-    places, stride = np.arange(num_words, dtype=np.uint32), num_words
+    positions, stride = np.arange(num_words, dtype=np.uint32), num_words
     for dim in reversed(range(x.ndim)):
         along = (np.arange(x.shape[dim], dtype=np.uint64) + np.uint64(starts[dim])) * np.uint64(stride % 2**32)
-        places = places + along.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
+        positions = positions + along.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
         stride *= shape[dim]
-    return int(_hash(words + places * np.uint32(_INDEX_FACTOR)).sum(dtype=np.uint64)) % 2**32
+    return int(_hash(words + positions * np.uint32(_INDEX_FACTOR)).sum(dtype=np.uint64)) % 2**32
 
 
 def _hash(x: Any) -> Any:

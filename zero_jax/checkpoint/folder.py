@@ -1,9 +1,9 @@
-"""What a `Checkpointer` makes, replaces and deletes in its folder, by its own marks; everything else is left alone.
+"""Writes, replaces and deletes the checkpoints in a folder, atomically; files of other programs are never touched.
 
-A save is written into `step_00000200.zero_jax-tmp`, in which a mark is the first file, and gets the name
-`step_00000200` when it is whole. What is to be deleted is renamed first, and its mark goes last. So whatever a crash
-leaves behind is known by name and mark together. In a bucket, where nothing can be renamed, a save is written in place:
-the mark is the first object, `commit_success.txt` the last one.
+A save writes a marker file and then everything else into `step_00000200.zero_jax-tmp`, and renames that folder to
+`step_00000200` when it is complete. A deletion renames the folder first, and removes the marker last. So the name and
+the marker together identify what a crash leaves behind. Buckets have no rename: there a save writes in place, first
+the marker and last `commit_success.txt`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
 _MAX_MARK_BYTES = 1 << 12
-_PART = re.compile(r"step_(\d+)\.zero_jax-(tmp|replaced|deleted)")
-# All that this release writes into a checkpoint, and that earlier ones had orbax write there.
+_TEMPORARY = re.compile(r"step_(\d+)\.zero_jax-(tmp|replaced|deleted)")
+# All files that this release writes into a checkpoint, and that orbax wrote for earlier releases.
 _WRITTEN = re.compile(
     rf"({re.escape(MARK)}|commit_success\.txt|_CHECKPOINT_METADATA|record(/(metadata|commit_success\.txt))?"
     r"|state(/(commit_success\.txt|_METADATA|_sharding|manifest\.ocdbt|array_metadatas(/\w+)?|d(/[0-9a-f]+)?"
@@ -34,126 +34,113 @@ _WRITTEN = re.compile(
 
 
 class InTheWay(OSError):
-    """Something that `Checkpointer` did not write has the name that it needs."""
+    """A file that `Checkpointer` did not write has the name of a checkpoint."""
 
 
 class CheckpointFolder:
-    """The folder of a `Checkpointer` that holds its lock; used by the first process alone."""
+    """The folder of a `Checkpointer`; used by the process that has its lock."""
 
     def __init__(self, directory: epath.Path, log: Callable[[str], None]) -> None:
-        """Touches nothing yet.
-
-        Args:
-          directory: the folder.
-          log: is told what was removed or left.
-        """
+        """Touches no file yet; `log` is called with a line for what is removed, or cannot be."""
         self.directory, self._log = directory, log
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def make(self) -> None:
-        """Makes the folder itself.
-
-        Raises:
-          OSError: it cannot be made, or is a file.
-        """
+        """Makes the folder; raises `OSError` where it cannot be made, or is a file."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.directory)) from error
 
     def writing(self, step: int) -> epath.Path:
-        """Returns the folder that a save is written into; the same in all processes."""
+        """Returns the folder that a save is written to; the same in all processes."""
         final = step_path(self.directory, step)
-        return final if is_bucket(final) else _part(final, "tmp")
+        return final if is_bucket(final) else _temporary(final, "tmp")
 
     def begin(self, step: int) -> None:
-        """Removes what saves that were cut off have left, and makes the folder that a save is written into.
+        """Removes incomplete saves, and makes the folder that a save is written to.
 
         Raises:
-          OSError: the folder cannot be made, or something else has its name.
+          OSError: the folder cannot be made, or another file has its name.
         """
-        final, place = step_path(self.directory, step), self.writing(step)
-        self._tidy(self._log)
-        if _is_there(final):
-            reason = _not_removable(final, step)
-            if reason:
-                raise InTheWay(f"{final} is in the way: {reason}. Move it away")
+        final, partial = step_path(self.directory, step), self.writing(step)
+        self._clean_up(self._log)
+        if _exists(final):
+            _check_removable(final, step)
             if is_bucket(final):
                 _remove(final)
-        place.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(x.name for x in place.iterdir() if x.name != MARK)
-        if foreign or os.path.islink(place):
+        partial.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(x.name for x in partial.iterdir() if x.name != MARK)
+        if foreign or os.path.islink(partial):
             raise InTheWay(
-                f"{place} is in the way: it holds {', '.join(foreign[:3])}, of another program. Move it away"
+                f"{partial} is in the way: it holds {', '.join(foreign[:3])} of another program. Move it away"
             )
         try:
-            _write(place / MARK, _mark(step))
+            _write(partial / MARK, _marker_content(step))
         except OSError:
             self.abandon()
             raise
 
     def publish(self, step: int, record: bytes) -> None:
-        """Adds the record to a save of which all else is written, and lets it be the checkpoint of its step."""
-        final, place = step_path(self.directory, step), self.writing(step)
-        (place / RECORD_FILE).parent.mkdir(exist_ok=True)
-        _write(place / RECORD_FILE, record)
+        """Completes a save: writes its record, and renames its folder to that of its step."""
+        final, partial = step_path(self.directory, step), self.writing(step)
+        (partial / RECORD_FILE).parent.mkdir(exist_ok=True)
+        _write(partial / RECORD_FILE, record)
         if is_bucket(final):
-            (place / COMMITTED).write_text(f"the checkpoint of step {step} is whole")
+            (partial / COMMITTED).write_text(f"the checkpoint of step {step} is complete")
             return
-        old = _part(final, "replaced")
-        if _is_there(final):
-            reason = _not_removable(final, step)
-            if reason:
-                raise InTheWay(f"{final} is in the way: {reason}. Move it away")
-            _mark_it(final, step)
+        old = _temporary(final, "replaced")
+        if _exists(final):
+            _check_removable(final, step)
+            _add_marker(final, step)
             os.rename(final, old)
-        os.rename(place, final)
+        os.rename(partial, final)
         _sync(self.directory)
-        if _is_there(old):
+        if _exists(old):
             self._discard(old, step)
 
     def abandon(self) -> None:
-        """Removes the part of a save that failed, and puts back a checkpoint that it was to replace."""
+        """Removes a failed save, and restores the checkpoint that it was to replace."""
         with contextlib.suppress(OSError):
-            self._tidy(lambda _: None)
+            self._clean_up(lambda _: None)
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint, so that a part of it is never taken for one, unless it holds what others wrote."""
+        """Deletes a checkpoint atomically, unless its folder contains files of other programs."""
         path = step_path(self.directory, step)
         reason = _not_removable(path, step)
         if reason:
-            if reason not in self._told:
+            if reason not in self._reported:
                 self._log(f"{path} is not deleted: {reason}")
-            self._told.add(reason)
+            self._reported.add(reason)
         elif is_bucket(path):
             _remove(path)
         else:
             self._discard(path, step)
 
     def own_steps(self) -> list[int]:
-        """Returns the steps of whole checkpoints that were written here, in order."""
-        return [step for step in list_step_folders(self.directory) if _is_whole(self.directory, step)]
+        """Returns the steps of the complete checkpoints that are stored here, in order."""
+        return [step for step in list_step_folders(self.directory) if _is_complete(self.directory, step)]
 
     def _discard(self, path: epath.Path, step: int) -> None:
-        with contextlib.suppress(OSError):  # on a full disk it is deleted all the same, to make room
-            _mark_it(path, step)
-        doomed = _part(step_path(self.directory, step), "deleted")
+        with contextlib.suppress(OSError):  # a full disk: deleted all the same, to make room
+            _add_marker(path, step)
+        doomed = _temporary(step_path(self.directory, step), "deleted")
         os.rename(path, doomed)
         _remove(doomed)
 
-    def _tidy(self, log: Callable[[str], None]) -> None:
-        """Finishes what was cut off: deletions, replacements, and saves by removing their parts."""
+    def _clean_up(self, log: Callable[[str], None]) -> None:
+        """Finishes interrupted deletions and replacements, and removes interrupted saves."""
         for path in sorted(self.directory.iterdir()):
-            match = _PART.fullmatch(path.name)
+            match = _TEMPORARY.fullmatch(path.name)
             step, kind = (int(match[1]), match[2]) if match else (-1, "")
             if is_bucket(path):
                 step = next((step for step in _unfinished(path)), -1)
-            if step < 0 or (match and path.name != _part(step_path(self.directory, step), kind).name):
+            if step < 0 or (match and path.name != _temporary(step_path(self.directory, step), kind).name):
                 continue
-            if not (is_marked(path, step) or _is_bare(path, step)) or _foreign(path):
+            if not (is_marked(path, step) or _is_unmarked(path, step)) or _foreign(path):
                 continue
             final = step_path(self.directory, step)
-            if kind == "replaced" and not _is_there(final):
+            if kind == "replaced" and not _exists(final):
                 os.rename(path, final)
             else:
                 _remove(path)
@@ -161,42 +148,42 @@ class CheckpointFolder:
 
 
 def _unfinished(path: epath.Path) -> Iterator[int]:
-    """Yields the step of a folder in a bucket that a save was writing to."""
+    """Yields the step of an incomplete save in a bucket."""
     match = re.fullmatch(r"step_(\d+)", path.name)
     if match and path == step_path(path.parent, int(match[1])) and not (path / COMMITTED).exists():
         yield int(match[1])
 
 
 def is_marked(path: epath.Path, step: int) -> bool:
-    """Tells whether a folder has the mark of a checkpoint, or a part of one, of a step."""
+    """Returns whether a folder has the marker of a checkpoint, complete or not, of a step."""
     if os.path.islink(path):
         return False
     try:
-        return parse_json(read_file(path / MARK, limit_bytes=_MAX_MARK_BYTES)) == json.loads(_mark(step))
+        return parse_json(read_file(path / MARK, limit_bytes=_MAX_MARK_BYTES)) == json.loads(_marker_content(step))
     except (OSError, ValueError):
         return False
 
 
-def _is_bare(path: epath.Path, step: int) -> bool:
-    """Tells whether a folder was made for a save that was ended before it had written its mark."""
+def _is_unmarked(path: epath.Path, step: int) -> bool:
+    """Returns whether a folder is of a save that ended before its marker was written."""
     if is_bucket(path) or os.path.islink(path) or not path.is_dir():
         return False
-    found = list(path.iterdir())
-    if found != [path / MARK]:
-        return not found
+    entries = list(path.iterdir())
+    if entries != [path / MARK]:
+        return not entries
     try:
-        return _mark(step).startswith(read_file(path / MARK, limit_bytes=_MAX_MARK_BYTES))
+        return _marker_content(step).startswith(read_file(path / MARK, limit_bytes=_MAX_MARK_BYTES))
     except (OSError, ValueError):
         return False
 
 
 def _not_removable(path: epath.Path, step: int) -> str:
-    """Returns why a step's folder may not be replaced or deleted; nothing if a Checkpointer wrote all of it."""
+    """Returns why a step's folder may not be replaced or deleted; '' if a Checkpointer wrote all of it."""
     if os.path.islink(path):
         return "it is a symbolic link"
     if not path.is_dir():
         return "it is not a folder"
-    if not is_marked(path, step):  # of an earlier release, whose mark is the record
+    if not is_marked(path, step):  # of an earlier release, which has the record as its marker
         try:
             read_record(path)
         except CheckpointError as error:
@@ -205,7 +192,12 @@ def _not_removable(path: epath.Path, step: int) -> str:
     return f"it holds {', '.join(foreign[:3])}, which zero_jax did not write" if foreign else ""
 
 
-def _is_whole(directory: epath.Path, step: int) -> bool:
+def _check_removable(path: epath.Path, step: int) -> None:
+    if reason := _not_removable(path, step):
+        raise InTheWay(f"{path} is in the way: {reason}. Move it away")
+
+
+def _is_complete(directory: epath.Path, step: int) -> bool:
     path = step_path(directory, step)
     try:
         return not os.path.islink(path) and read_record(path).step == step
@@ -214,20 +206,20 @@ def _is_whole(directory: epath.Path, step: int) -> bool:
 
 
 def _foreign(path: epath.Path) -> list[str]:
-    """Returns what a folder holds that no save writes there."""
-    found, pending = [], [path]
+    """Returns the files in a folder that no save writes."""
+    foreign, pending = [], [path]
     while pending:
         for entry in pending.pop().iterdir():
             name = os.fspath(entry)[len(os.fspath(path)) :].strip("/")
             if os.path.islink(entry) or not _WRITTEN.fullmatch(name):
-                found.append(name)
+                foreign.append(name)
             elif entry.is_dir():
                 pending.append(entry)
-    return sorted(found)
+    return sorted(foreign)
 
 
 def _remove(path: epath.Path) -> None:
-    """Removes a folder of which all is our own: what makes it a checkpoint first, the mark last."""
+    """Removes a folder that has our files alone: first what makes it a checkpoint, last the marker."""
     (path / COMMITTED).unlink(missing_ok=True)
     for entry in path.iterdir():
         if entry.name == MARK:
@@ -246,26 +238,26 @@ def _remove(path: epath.Path) -> None:
         os.rmdir(path)
 
 
-def _is_there(path: epath.Path) -> bool:
+def _exists(path: epath.Path) -> bool:
     return os.path.lexists(path) if not is_bucket(path) else path.exists()
 
 
-def _part(final: epath.Path, kind: str) -> epath.Path:
+def _temporary(final: epath.Path, kind: str) -> epath.Path:
     return final.parent / f"{final.name}.zero_jax-{kind}"
 
 
-def _mark(step: int) -> bytes:
+def _marker_content(step: int) -> bytes:
     return json.dumps({"zero_jax": "checkpoint", "step": step}).encode()
 
 
-def _mark_it(path: epath.Path, step: int) -> None:
-    """Marks a checkpoint of an earlier release."""
+def _add_marker(path: epath.Path, step: int) -> None:
+    """Adds the marker to a checkpoint of an earlier release."""
     if not is_marked(path, step):
-        _write(path / MARK, _mark(step))
+        _write(path / MARK, _marker_content(step))
 
 
 def _write(path: epath.Path, content: bytes) -> None:
-    """Writes a file so that it is there after a power cut, if anything that comes later is."""
+    """Writes a file and flushes it to the disk."""
     if is_bucket(path):
         path.write_bytes(content)
         return

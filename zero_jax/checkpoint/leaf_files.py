@@ -1,34 +1,41 @@
-"""The files of a checkpoint's leaves: checked, opened, and read in slices of bounded size.
+"""The files of a checkpoint's leaves: checked, opened, read in slices on the host, or onto devices as shards.
 
 Each leaf is a zarr array inside one OCDBT, the key-value store of tensorstore.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from etils import epath
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import host_fingerprint
-from zero_jax.checkpoint.record import STATE, CheckpointError, Record
+from zero_jax.checkpoint.record import STATE, CheckpointError, Record, SavedLeaf
+from zero_jax.checkpoint.saved_state import decode, fingerprints
+from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.untrusted import irregular, is_bucket
 
 _MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27
 _SLICE_BYTES = 1 << 26
+# Bytes of this process's shards that are read ahead of what has been moved to the devices.
+_PENDING_BYTES = 1 << 30
 _HASHED_BYTES = 1 << 22  # hashing takes several times the memory of what is hashed
 
 
 def check_files(record: Record) -> None:
-    """Raises a `CheckpointError` where reading a local checkpoint could block for ever, or fill the memory.
-
-    That is so where something in it is not a regular file, or where the index is far too large.
-    """
+    """Raises a `CheckpointError` for a local checkpoint with special files (pipes) or a far too large index."""
     if is_bucket(record.path):
         return
     problems = irregular(record.path)
@@ -45,9 +52,9 @@ def check_index(record: Record) -> None:
     Values are not read.
     """
     stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
-    held = _ocdbt_names(record.path / STATE, "/.zarray")
-    if held is not None and held != stored:
-        odd = sorted(held ^ stored)
+    in_files = _ocdbt_names(record.path / STATE, "/.zarray")
+    if in_files is not None and in_files != stored:
+        odd = sorted(in_files ^ stored)
         raise CheckpointError(
             f"{record.path} is damaged: of {', '.join(map(repr, odd[:5]))}{', ...' if odd[5:] else ''} there are "
             "values or a record, not both"
@@ -78,13 +85,13 @@ def open_leaf(record: Record, name: str, context: tensorstore.Context) -> tensor
     dtype = jnp.dtype(store.dtype.numpy_dtype).name
     if tuple(store.shape) != leaf.stored_shape or dtype != leaf.stored_dtype:
         stored = f"{dtype}{list(store.shape)}, not {leaf.stored_dtype}{list(leaf.stored_shape)} as recorded"
-        raise leaf_error(record, name, f"its files hold {stored}")
+        raise leaf_error(record, name, f"its files contain {stored}")
     return store
 
 
 def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read, with its name, its files, and the reason."""
-    files = ", ".join(data_files(record, name)) or "not to be found out"
+    files = ", ".join(data_files(record, name)) or "unknown"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
     return CheckpointError(f"leaf {name!r} of {record.path} is damaged or cut off: {reason} (its data files: {files})")
 
@@ -119,7 +126,7 @@ def read_slices(
     """Reads a leaf in its stored form, slice by slice in any order, each chunk of its files once.
 
     Raises:
-      CheckpointError: a slice cannot be read, or the leaf does not have its fingerprint (raised after the last slice).
+      CheckpointError: a slice cannot be read, or (after the last slice) the fingerprint differs.
     """
     leaf, total = record.leaves[name], 0
     if 0 not in leaf.stored_shape:
@@ -138,14 +145,14 @@ def read_slices(
 
 
 def check_fingerprint(record: Record, name: str, fingerprint: int) -> None:
-    """Raises a `CheckpointError` where a leaf was read with another fingerprint than it was saved with."""
+    """Raises a `CheckpointError` if the fingerprint of a leaf differs from the saved one."""
     if fingerprint != record.leaves[name].fingerprint:
         reason = f"its fingerprint is {fingerprint:08x}, and {record.leaves[name].fingerprint:08x} was saved"
         raise leaf_error(record, name, reason)
 
 
 def verify(record: Record) -> list[str]:
-    """Verifies every leaf on the host, in bounded memory; returns the damage, leaf by leaf."""
+    """Verifies every leaf on the host, in bounded memory; returns a message for each damaged leaf."""
     try:
         check_files(record)
     except CheckpointError as error:
@@ -162,6 +169,76 @@ def verify(record: Record) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     return list(dict.fromkeys(problems))
+
+
+def failed_elsewhere(processes: str) -> CheckpointError:
+    """Returns the error to raise where other processes cannot read a checkpoint."""
+    return CheckpointError(f"process {processes} could not read it (see its log)")
+
+
+def read_arrays(record: Record, shardings: Mapping[str, NamedSharding], *, mesh: Mesh) -> dict[str, Array]:
+    """Reads leaves onto devices, each with the sharding of its name, and verifies their fingerprints.
+
+    Raises:
+      CheckpointError: a leaf cannot be read, or is damaged.
+    """
+    stored: dict[str, Array] = {}
+    with Agreement(failed_elsewhere):
+        for name, x in _read_ahead(record, shardings):
+            stored[name] = x
+    for name, number in zip(stored, fingerprints(list(stored.values()), mesh=mesh), strict=True):
+        check_fingerprint(record, name, number)
+    return {name: _decode(stored.pop(name), record.leaves[name], shardings[name]) for name in shardings}
+
+
+def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Iterator[tuple[str, Array]]:
+    """Yields the leaves in their stored form, while the next ones are read."""
+    context, pending, pending_bytes = make_context(), collections.deque(), 0
+    for name, sharding in shardings.items():
+        reads = _ShardReads(record, name, _stored_sharding(sharding, record.leaves[name]), context)
+        pending_bytes += reads.nbytes
+        pending.append((name, reads))
+        while pending_bytes > _PENDING_BYTES and len(pending) > 1:
+            done, reads = pending.popleft()
+            pending_bytes -= reads.nbytes
+            yield done, reads.result()
+    for name, reads in pending:
+        yield name, reads.result()
+
+
+class _ShardReads:
+    """Asynchronous reads of this process's shards of a leaf; replicas share a read."""
+
+    def __init__(self, record: Record, name: str, sharding: NamedSharding, context: Any) -> None:
+        self.record, self.name, self.sharding = record, name, sharding
+        self.leaf = record.leaves[name]
+        self.indices = sharding.addressable_devices_indices_map(self.leaf.stored_shape)
+        store = None if 0 in self.leaf.stored_shape else open_leaf(record, name, context)
+        self.reads = {str(index): store[index].read() for index in self.indices.values()} if store else {}
+        shard_size = math.prod(sharding.shard_shape(self.leaf.stored_shape))
+        self.nbytes = len(self.reads) * shard_size * jnp.dtype(self.leaf.stored_dtype).itemsize
+
+    def result(self) -> Array:
+        """Waits for the shards, and returns the global array."""
+        dtype = jnp.dtype(self.leaf.stored_dtype)
+        try:
+            parts = {key: np.asarray(read.result()) for key, read in self.reads.items()}
+        except ValueError as error:
+            raise leaf_error(self.record, self.name, error) from error
+        shape = self.leaf.stored_shape
+        empty = np.empty(self.sharding.shard_shape(shape), dtype)
+        shards = [jax.device_put(parts.get(str(index), empty), device) for device, index in self.indices.items()]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
+
+
+def _stored_sharding(sharding: NamedSharding, leaf: SavedLeaf) -> NamedSharding:
+    """Returns the sharding of a leaf's stored form: the words of PRNG keys are replicated."""
+    spec = PartitionSpec() if leaf.is_key else sharding.spec
+    return NamedSharding(sharding.mesh, spec)
+
+
+def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
+    return jax.jit(decode, static_argnums=1, out_shardings=sharding)(x, leaf) if leaf.dtype != leaf.stored_dtype else x
 
 
 def _ocdbt_base(folder: epath.Path) -> str | dict[str, str]:

@@ -44,7 +44,7 @@ class CheckpointError(ValueError):
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns a folder as an absolute path, or as the URL that it is."""
     if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"directory={directory!r} is no path: give the folder of the checkpoints")
+        raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
     path = epath.Path(directory).expanduser()
     return path if is_bucket(directory) else epath.Path(pathlib.Path(path).absolute())
 
@@ -134,7 +134,7 @@ def read_record(path: epath.Path) -> Record:
     except (FileNotFoundError, NotADirectoryError) as error:
         names = first_names(path)
         names = f"; the folder holds {names}" if names else ""
-        raise CheckpointError(f"{file} is missing{names}: this is no checkpoint of zero_jax, or part of one") from error
+        raise CheckpointError(f"{file} is missing{names}: this is not a complete checkpoint of zero_jax") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
@@ -144,7 +144,7 @@ def read_record(path: epath.Path) -> Record:
         raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
     checksum = content.pop("checksum", None)
     if checksum != json_checksum(content):
-        raise CheckpointError(f"{file} does not have the checksum that it says: the file is damaged")
+        raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
     try:
         record = _validated(path, content)
     except ValueError as error:
@@ -161,7 +161,7 @@ def read_record(path: epath.Path) -> Record:
 
 
 def _validated(path: epath.Path, content: Mapping[str, Any]) -> Record:
-    """Returns the record that a JSON object holds, after a check of each field."""
+    """Converts a JSON object to a record, with a check of each field."""
     mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
     return Record(
         path=path,
@@ -173,16 +173,12 @@ def _validated(path: epath.Path, content: Mapping[str, Any]) -> Record:
 
 
 def is_bits(dtype: str) -> bool:
-    """Tells whether values of a dtype are stored as their bits."""
+    """Returns whether values of a dtype are stored as their bits."""
     return not dtype.startswith("key<") and jnp.dtype(dtype).itemsize == 1 and dtype not in _PLAIN_BYTES
 
 
 def _leaves_from_json(record: Any) -> dict[str, SavedLeaf]:
-    """Reads the leaves of a record.
-
-    Raises:
-      ValueError: no record is written like this; names the leaf.
-    """
+    """Reads the leaves of a record; a `ValueError` names the leaf."""
     leaves = {}
     for name, leaf in mapping(record).items():
         try:
@@ -214,7 +210,7 @@ def _leaf_from_json(record: Any) -> SavedLeaf:
 
 
 def _is_number(name: str) -> bool:
-    """Tells whether a text is the name of a numeric dtype of JAX, or of bool."""
+    """Returns whether a text is the name of a numeric dtype of JAX, or of bool."""
     try:
         dtype = jnp.dtype(name)
     except (TypeError, ValueError, SyntaxError):

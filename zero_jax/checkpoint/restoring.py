@@ -21,8 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.finding import all_damaged_message, list_step_folders, missing_message, steps_folder
-from zero_jax.checkpoint.leaf_files import check_files, check_index
-from zero_jax.checkpoint.reading import failed_elsewhere, read_arrays
+from zero_jax.checkpoint.leaf_files import check_files, check_index, failed_elsewhere, read_arrays
 from zero_jax.checkpoint.record import CheckpointError, Record, SavedLeaf, read_record, step_path
 from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
@@ -47,7 +46,7 @@ class Restored:
       extra: what the run itself had recorded.
       loss: validation loss at that step, or None.
       path: the checkpoint's folder.
-      warnings: newer checkpoints that are damaged, leaves that were cast or dropped.
+      warnings: newer checkpoints that are damaged, and leaves that were cast or dropped.
     """
 
     state: TrainState

@@ -44,7 +44,7 @@ _ADVICE: Mapping[int, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Says when to save, and what to keep.
+    """When checkpoints are saved, and which are kept.
 
     Attributes:
       save_every: steps between two checkpoints; 0 saves at the end only.
@@ -57,11 +57,7 @@ class CheckpointConfig:
     keep_best: int = 1
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.save_every < 0 or self.keep_best < 0:
-            raise ValueError(f"save_every={self.save_every}, keep_best={self.keep_best}: neither may be negative")
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last={self.keep_last}: keep at least 1, the newest checkpoint")
+        check_fields(self, lowest={"save_every": 0, "keep_last": 1, "keep_best": 0})
 
 
 class Checkpointer:
@@ -276,7 +272,7 @@ class Checkpointer:
         return self._losses[step]
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Logs that a save has failed, and removes its files."""
+        """Logs that a save failed, and removes its files."""
         self.num_failed += 1
         why = _explain(error)
         try:
@@ -285,7 +281,7 @@ class Checkpointer:
             complete = self.steps()
         except (OSError, CheckpointError) as second:
             complete, why = [], f"{why}, and the folder cannot be read or tidied ({second})"
-        others = f"whole and kept: step {', '.join(map(str, complete))}" if complete else "there is no other checkpoint"
+        others = f"complete: step {', '.join(map(str, complete))}" if complete else "there is no other checkpoint"
         self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {others}")
 
 

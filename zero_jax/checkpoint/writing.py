@@ -28,11 +28,9 @@ class ArrayWrites:
     """
 
     def __init__(self, arrays: Mapping[str, Array], folder: epath.Path) -> None:
-        """Copies the shards of this process to the host and begins to write them; the arrays may be donated then.
+        """Copies this process's shards to the host and starts to write them; then the arrays may be donated.
 
-        Args:
-          arrays: arrays by name, each with elements.
-          folder: an existing folder.
+        No array may be empty, and the folder must exist.
         """
         self._folder, self._handler = folder, _handler()
         save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(x)) for name, x in arrays.items()}

@@ -1,7 +1,7 @@
 """The command line `zero-jax`: the only importer of `zero_jax.models`, the only place with process-wide settings.
 
 `main` parses the arguments and runs a command, which has its own module: `train`, `plan` (with `memory` and `comms`),
-`data`, `checkpoint`, `plot`, `launch`. `options` makes the options from the fields of the config dataclasses,
+`data`, `checkpoint`, `launch`. `options` makes the options from the fields of the config dataclasses,
 `config_file` reads the same fields from TOML, `model` makes the model of a command.
 """
 

@@ -1,4 +1,4 @@
-"""The commands `zero-jax inspect` and `zero-jax export`: what a checkpoint holds, and its params for other programs."""
+"""The commands `zero-jax inspect` (describes a checkpoint) and `export` (writes its params as safetensors)."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from zero_jax.core.field_checks import check_fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Says what to look at.
+    """Options of `zero-jax inspect`.
 
     Attributes:
       step: step of the checkpoint; none takes the newest.
@@ -24,12 +24,12 @@ class InspectConfig:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        _check_step(self)
+        check_fields(self, lowest={"step": 0})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Says what to export.
+    """Options of `zero-jax export`.
 
     Attributes:
       step: step of the checkpoint; none takes the newest.
@@ -46,20 +46,14 @@ class ExportConfig:
     force: bool = False
 
     def __post_init__(self) -> None:
-        _check_step(self)
+        check_fields(self, lowest={"step": 0})
         parse_size(self.max_shard_size)
-
-
-def _check_step(config: InspectConfig | ExportConfig) -> None:
-    check_fields(config)
-    if config.step is not None and config.step < 0:
-        raise ValueError(f"step={config.step}: give 0 or more, or None for the newest")
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to a parser's subparsers."""
     inspect = _command(
-        commands, "inspect", _inspect, help="what does a checkpoint hold, and is it whole?",
+        commands, "inspect", _inspect, help="what is in a checkpoint, and is it undamaged?",
         description="Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position "
         "in the data of the run that saved it.",
     )  # fmt: skip

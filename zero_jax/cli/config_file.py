@@ -21,10 +21,7 @@ def read_file(
 ) -> dict[str, Any]:
     """Reads a config file; returns its values by the destinations of the options for the same fields.
 
-    Args:
-      path: the file.
-      sections: the config class of each section.
-      extra: further keys of the section `model`, which are their own destinations.
+    `sections` has the config class of each section, `extra` further keys of the section `model`.
 
     Raises:
       ValueError: no such file, no TOML, an unknown section or key, or a value of the wrong type.

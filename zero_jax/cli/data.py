@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, log_line, one_line_errors, reader
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -161,7 +161,7 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
 
 def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig) -> Tokens:
     chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
-    chunks = log_progress(chunks, source.name, log=_log)
+    chunks = log_progress(chunks, source.name, log=log_line)
     try:
         return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
     except OSError as error:
@@ -186,9 +186,5 @@ def _counted(pieces: Iterable[Piece]) -> Iterator[Piece]:
         num_characters += len(piece.text)
         if time.monotonic() - last > _LOG_SECONDS:
             last = time.monotonic()
-            _log(f"read {num_characters / 1e6:,.0f} million characters for the vocabulary")
+            log_line(f"read {num_characters / 1e6:,.0f} million characters for the vocabulary")
         yield piece
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

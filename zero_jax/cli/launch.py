@@ -46,14 +46,10 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """Returns the program to start and its arguments.
-
-    Args:
-      words: what follows the options of `launch`, from `--` on.
-      known: the commands of zero-jax.
+    """Returns the program to start and its arguments, from the words after the options of `launch`.
 
     Raises:
-      ValueError: no `--`, nothing behind it, or neither a command of zero-jax nor a program.
+      ValueError: no `--`, nothing after it, or neither one of the `known` commands of zero-jax nor a program.
     """
     if not words or words[0] != "--":
         before = f"before {words[0]!r}" if words else "and a command, such as `-- train`"
@@ -65,9 +61,9 @@ def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:
         return [sys.executable, "-m", "zero_jax", name, *arguments]
     if name in _PYTHONS:
         return [sys.executable, *arguments]  # the one that has zero_jax
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         hint = did_you_mean(name, [*known, *_PYTHONS])
         commands = ", ".join(sorted(set(known) - {"launch"}))
         raise ValueError(f"{name!r} is no command of zero-jax and no program: {hint}Commands are {commands}")
-    return [found, *arguments]
+    return [program, *arguments]

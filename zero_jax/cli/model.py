@@ -37,9 +37,7 @@ class ActivationConfig:
     loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"loss_chunk={self.loss_chunk}: give at least 1 entry, or None for all at once")
+        check_fields(self, lowest={"loss_chunk": 1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,13 +110,7 @@ def explicit(options: argparse.Namespace) -> frozenset[str]:
 
 
 def refuse(options: argparse.Namespace, names: Collection[str], *, reason: str) -> None:
-    """Raises `ValueError` if the command line has one of these options.
-
-    Args:
-      options: the parsed command line.
-      names: names of options, with their dashes.
-      reason: why they have no effect here.
-    """
+    """Raises `ValueError` with a reason if the command line has one of these options (names with dashes)."""
     fields = {destination.split(".")[-1] for destination in explicit(options)}
     refused = [name for name in names if name[2:].replace("-", "_") in fields]
     if refused:
@@ -163,12 +157,9 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
 
 
 def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[[str], Any]:
-    """Returns the function that reads the text of an option, for `add_argument(type=...)`.
+    """Returns a parser of `int`, `float` or `str` options, for `add_argument(type=...)`.
 
-    Args:
-      base: `int`, `float` or `str`.
-      is_optional: whether `none` is a value.
-      **limits: the limits of `check_value`.
+    `none` is a value if `is_optional`; the limits are those of `check_value`.
     """
 
     def parse(text: str) -> Any:
@@ -304,3 +295,8 @@ def _check_path(value: str, place: Place) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def log_line(line: str) -> None:
+    """Prints a line of progress to stderr."""
+    print(line, file=sys.stderr, flush=True)

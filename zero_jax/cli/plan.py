@@ -14,8 +14,8 @@ import jax
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
-from zero_jax.cli.options import add_fields, add_json, explicit, field_values, option_fields, reader, refuse
-from zero_jax.cli.request import PlanConfig, Request, log_line, read_request
+from zero_jax.cli.options import add_fields, add_json, explicit, field_values, log_line, option_fields, reader, refuse
+from zero_jax.cli.request import PlanConfig, Request, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (
     COMPILE_ONLY,
@@ -42,13 +42,13 @@ def add_commands(commands: Any) -> None:
     compiles = "Compiles the real train step with the hardware's own compiler, which needs no such hardware, and "
     plan = _command(
         commands, "plan", _plan, help="does a model fit on hardware that is not here, and how fast may it be?",
-        description=compiles + "tells whether it fits, what a device holds and sends, and how long a step may take.",
+        description=compiles + "reports whether it fits, what a device stores and sends, and how long a step may take.",
     )  # fmt: skip
     auto = plan.add_argument_group("search")
     auto.add_argument(
         "--auto",
         action="store_true",
-        help="choose stage, replica, model axis, microbatches, remat, batch size; those that are given are kept",
+        help="choose stage, replica, model axis, microbatches, remat and batch size, except those set by options",
     )
     auto.add_argument(
         "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
@@ -107,7 +107,7 @@ def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespa
     try:
         return run(options)
     except KeyboardInterrupt:
-        log_line("stopped; what was compiled is kept, and the same command goes on from there")
+        log_line("stopped; compiled programs are cached, and the same command continues from there")
         return 130
     except OSError:
         raise
@@ -198,7 +198,7 @@ def _write_config(
     *,
     chosen: ZeroConfig | None = None,
 ) -> None:
-    """Writes a config with which `zero-jax train` runs what was planned; `chosen` is the config of a search."""
+    """Writes a config for `zero-jax train` of what was planned; `chosen` is the config of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero

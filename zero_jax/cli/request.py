@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import re
-import sys
 from typing import Any
 
 import optax
 
 from zero_jax.analysis import LossTrace, trace_loss
 from zero_jax.cli.model import PlannedModel, planned_model
-from zero_jax.cli.options import field_values
+from zero_jax.cli.options import field_values, log_line
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
@@ -48,12 +47,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Checks the fields, before a model is imported."""
-        check_fields(self)
+        check_fields(self, lowest=dict.fromkeys(("batch_size", "replica", "model_axis"), 1))
         parse(self.topology)
-        for name in ("batch_size", "replica", "model_axis"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout_seconds={self.timeout}: give a positive number of seconds, or none for no limit")
         _sizes(self.data_layout)
@@ -150,8 +145,3 @@ def _sizes(layout: str | None) -> tuple[int, ...] | None:
     if not all(re.fullmatch(r"[0-9]{1,9}", size) and int(size) for size in sizes):
         raise ValueError(f"data_layout={layout!r}: give sizes of mesh axes, such as 8x8x16")
     return tuple(map(int, sizes))
-
-
-def log_line(line: str) -> None:
-    """Prints a line of progress to stderr."""
-    print(line, file=sys.stderr, flush=True)

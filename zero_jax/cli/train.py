@@ -1,8 +1,9 @@
-"""The command `zero-jax train`."""
+"""The commands `zero-jax train`, and `plot` for the curves of its runs."""
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,18 +15,31 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
-from zero_jax.cli.options import add_fields, add_json, field_values, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join
 from zero_jax.models.gpt import GPTConfig
-from zero_jax.trainer import EXIT_STATUS, ResumeError, Run, TrainConfig, discarding, execute, hold, prepare
+from zero_jax.trainer import (
+    EXIT_STATUS,
+    X_LABELS,
+    ResumeError,
+    Run,
+    RunRecords,
+    TrainConfig,
+    discarding,
+    execute,
+    hold,
+    plot_runs,
+    prepare,
+    read_run,
+)
 from zero_jax.training import ZeroConfig
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -41,7 +55,7 @@ _PARTS = {
 
 
 def add_commands(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
+    """Adds the commands to a parser's subparsers."""
     parser = commands.add_parser(
         "train",
         usage="zero-jax train [OPTION ...]",
@@ -49,7 +63,7 @@ def add_commands(commands: Any) -> None:
         description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
         "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture of the "
         "loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped because "
-        "the loss stayed not finite, 75 saved and stopped when told to, 76 hung.",
+        "the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -69,10 +83,11 @@ def add_commands(commands: Any) -> None:
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
     add_json(parser)
     parser.set_defaults(run=_train, parser=parser)
+    _add_plot(commands)
 
 
 def sections() -> dict[str, type]:
-    """Returns the sections of a config file."""
+    """Returns the config class of each section of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
     return {"model": GPTConfig, "activations": ActivationConfig, **parts, "run": TrainConfig}
@@ -120,14 +135,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not have by null."""
+    """Replaces NaN and infinities, which JSON does not have, by None."""
     is_number = lambda value: not isinstance(value, float) or abs(value) < float("inf")  # noqa: E731
     return {name: value if is_number(value) else None for name, value in record.items()}
 
 
 @contextlib.contextmanager
 def _failed_saves_in_a_line() -> Iterator[None]:
-    """Keeps orbax from logging the traceback of a save that fails: a `Checkpointer` says in a line what failed."""
+    """Keeps orbax from logging the traceback of a failed save, of which a `Checkpointer` logs a line."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
@@ -146,7 +161,7 @@ def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, stat
 
 
 def _says_what_to_do(error: Exception) -> bool:
-    """Returns whether an error is shown without a traceback: one of the system or of zero_jax; others may be bugs."""
+    """Returns whether an error is of the system or of zero_jax, and shown without a traceback; others may be bugs."""
     if isinstance(error, OSError):
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -161,7 +176,7 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 
 
 def _save_options(run: Run, options: argparse.Namespace) -> None:
-    """Writes the options as the config file that gives the same run."""
+    """Writes the options as a config file for the same run."""
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
     shape = {name: value for name, value in values["model"].items() if value is not None}
     values["model"] = {"preset": options.preset, **shape}
@@ -171,7 +186,7 @@ def _save_options(run: Run, options: argparse.Namespace) -> None:
 def _choose_platform(num_devices: int | None) -> None:
     """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
 
-    Without it JAX would look for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
+    Otherwise JAX looks for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
 
     Raises:
       ValueError: more devices than a CPU can simulate.
@@ -191,3 +206,49 @@ def _choose_platform(num_devices: int | None) -> None:
                 "compiles for more"
             )
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plot",
+        usage="zero-jax plot RUN ... [OPTION ...]",
+        help="draw runs over one another",
+        description="Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: "
+        "each training step pale, the mean over some steps, and evaluations as dots.",
+    )
+    parser.add_argument("runs", type=reader(str, place="local"), nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--out",
+        type=reader(str, place="local"),
+        default="curves.png",
+        metavar="FILE",
+        help="the picture: .png, .svg or .pdf (default: curves.png)",
+    )
+    parser.add_argument(
+        "--metric",
+        type=reader(str),
+        default="loss",
+        metavar="NAME",
+        help="name of a figure in the records, such as grad_norm, learning_rate or mfu (default: loss)",
+    )
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
+    parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
+    parser.set_defaults(run=_plot, parser=parser)
+
+
+def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:
+    """Returns the runs, those with the same name under their paths."""
+    counts = collections.Counter(run.name for run in runs)
+    pairs = zip(paths, runs, strict=True)
+    return [dataclasses.replace(run, name=path) if counts[run.name] > 1 else run for path, run in pairs]
+
+
+@one_line_errors
+def _plot(options: argparse.Namespace) -> int:
+    try:
+        runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
+        plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
+    except OSError as error:
+        raise ValueError(f"cannot draw {options.out!r} ({error.strerror})") from error
+    print(f"drew {options.out}")
+    return 0

@@ -1,7 +1,7 @@
-"""Which cluster started this process, and which of its node's GPUs it takes: from variables and device files alone.
+"""Detects the cluster that started this process, and its GPUs, from environment variables and device files.
 
-Addresses, counts and process numbers are JAX's to detect (`jax.distributed`). Asking JAX whether there is a cluster at
-all would ask TPU hosts' metadata server and warn in every pod of Kubernetes, and takes a single SLURM task for several.
+JAX detects addresses, counts and process numbers (`jax.distributed`), but not well whether there is a cluster: it asks
+the metadata server of TPU hosts, warns in every pod of Kubernetes, and takes a single SLURM task for several.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Cluster:
     """A kind of cluster that `jax.distributed` can ask for the processes of a run.
 
     Attributes:
-      is_here: tells from the environment whether this process is one of several that such a cluster started.
-      variables: what an error shows of the environment.
+      is_here: whether, by the environment, such a cluster started this process among several.
+      variables: the variables that an error shows.
       remedy: what to do where joining fails.
     """
 
@@ -86,14 +86,10 @@ def detect(environment: Mapping[str, str]) -> str | None:
 
 
 def local_device_ids(environment: Mapping[str, str], *, num_gpus: int) -> list[int] | None:
-    """Returns which of the GPUs that it sees a process of SLURM or Open MPI takes, or None to leave that to JAX.
+    """Returns the GPUs that a process of SLURM or Open MPI uses, of `num_gpus` visible ones; None to leave it to JAX.
 
-    JAX takes the one GPU with the number that the process has on its node. That is wrong where there is one process
-    for all GPUs of a node, and where the cluster shows each process only its own.
-
-    Args:
-      environment: the variables of the cluster.
-      num_gpus: GPUs that the process sees.
+    JAX uses the one GPU with the number of the process on its node. That is wrong where there is one process for all
+    GPUs of a node, and where the cluster shows each process only its own.
 
     Raises:
       ValueError: the GPUs of the node do not divide over its processes.

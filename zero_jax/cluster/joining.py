@@ -35,16 +35,16 @@ _TOGETHER = frozenset({0, 3, SAVED})
 
 
 class NotJoined(RuntimeError):
-    """The processes of a run did not connect to each other."""
+    """Raised where the processes of a run did not connect to each other."""
 
 
 class PortTaken(ValueError):
-    """Process 0 cannot listen at the port of the coordinator's address."""
+    """Raised where process 0 cannot listen at the coordinator's port."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Says which process of how many this one is.
+    """The number of this process, and of all processes of the run.
 
     Attributes:
       process_index: number of this process, from 0.
@@ -64,14 +64,14 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes what is written once."""
+        """Whether this is process 0, which writes the run's files."""
         return self.process_index == 0
 
     def leave(self, status: int) -> int:
-        """Returns the exit status, or ends the process at once if the others do not end with it.
+        """Returns the exit status, or ends the process at once if the other processes do not end with it.
 
-        Where one process of several ends, JAX would keep it at its exit for minutes, waiting for the others, which
-        wait for it in a collective.
+        At the exit of one process of several JAX would wait for minutes for the others, which wait for it in a
+        collective.
         """
         if self.num_processes > 1 and status not in _TOGETHER:
             _end(status)
@@ -83,8 +83,8 @@ def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 3
 
     The environment is asked in this order: `ZERO_JAX_NUM_PROCESSES`, `ZERO_JAX_PROCESS_ID` and
     `JAX_COORDINATOR_ADDRESS`, which `zero-jax launch` sets; the clusters that `jax.distributed.initialize` knows (Open
-    MPI, SLURM, TPU, Kubernetes). On any other machine nothing is started and nobody is contacted. Where there are
-    several processes, an error that nobody handles ends this one at once from here on, so that the others learn of it.
+    MPI, SLURM, TPU, Kubernetes). On any other machine nothing is started and no network is used. With several processes
+    an uncaught error ends this process at once from here on, so that the others do not wait for it.
 
     Args:
       timeout_seconds: time that the other processes may take to start.
@@ -92,9 +92,8 @@ def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 3
         others. Where process 0 dies, the others end at once.
 
     Raises:
-      ValueError: an environment that contradicts itself or says too little, or a port of process 0 that another
-        program has.
-      NotJoined: nobody answers at the address of process 0.
+      ValueError: a contradictory or incomplete environment, or a port of process 0 that another program uses.
+      NotJoined: process 0 does not answer at its address.
     """
     for seconds in (timeout_seconds, heartbeat_timeout_seconds):
         if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
@@ -119,7 +118,7 @@ def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 3
 
 
 def _of_launcher(environment: Mapping[str, str]) -> Place | None:
-    """Returns the place that the launcher's variables give, if they are set."""
+    """Returns the place by the launcher's variables, or None where they are not set."""
     present = [name for name in _LAUNCHER if environment.get(name)]
     if not {NUM_PROCESSES, PROCESS_ID} & set(present):
         return None
@@ -138,7 +137,7 @@ def _of_launcher(environment: Mapping[str, str]) -> Place | None:
 
 
 def _connect(source: str, place: Place | None, timeout_seconds: float, heartbeat_seconds: float) -> Place:
-    """Connects this process to the others, by a place or by what JAX detects of the cluster `source`."""
+    """Connects this process to the others, by a place or by JAX's detection of the cluster `source`."""
     cluster = CLUSTERS.get(source)
     names = sorted(_LAUNCHER) if cluster is None else cluster.variables
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
@@ -186,7 +185,7 @@ def _detected(source: str, timeout_seconds: float) -> tuple[Place, Sequence[int]
 
 
 def _check_port(place: Place) -> None:
-    """Refuses a port that process 0 cannot listen at: some releases of JAX end the process there."""
+    """Raises `PortTaken` for a port that process 0 cannot listen at, where some releases of JAX end the process."""
     if not place.is_first or place.coordinator is None:
         return
     address = place.coordinator
@@ -198,7 +197,7 @@ def _check_port(place: Place) -> None:
             socket.create_connection((own, int(port)), timeout=1).close()
             raise PortTaken(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as probe:
-            # Like gRPC, which so can have a port that is held for it (`launch._reserved_port`).
+            # Like gRPC, so that a port that `launching._reserved_port` holds is free for process 0.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind((own, int(port)))
     except (OSError, OverflowError, ValueError) as error:
@@ -210,7 +209,7 @@ def _check_port(place: Place) -> None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, variables: str) -> Iterator[None]:
-    """Ends the process with a readable line if the others do not come: JAX does not return in that case."""
+    """Ends the process with a readable line after a time limit, at which JAX does not return."""
 
     def end() -> None:
         print(
@@ -250,7 +249,7 @@ def _await_coordinator(place: Place, deadline: float, timeout_seconds: float) ->
 
 
 def _end_on_errors() -> None:
-    """Lets an error that nobody handles end the process without waiting for the others at the exit."""
+    """Makes an uncaught error end the process without waiting for the others at the exit."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

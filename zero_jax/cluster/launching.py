@@ -1,7 +1,7 @@
-"""Several processes on one machine, each with simulated CPU devices: starting, watching and ending them.
+"""Launches several processes on one machine, each with simulated CPU devices, and ends them together.
 
-The processes share a process group with a guard, which waits for the end of a pipe that only the launcher holds:
-however the launcher ends, kill -9 included, the guard then kills the group. Children of the processes are in it, too.
+The processes and their children share a process group with a guard process, which reads from a pipe of the launcher:
+when the launcher ends in any way, `kill -9` included, the pipe closes, and the guard kills the group.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ os.killpg(0, signal.SIGKILL)
 """
 _NUM_LAST_LINES = 12
 _MAX_PROCESSES, _MAX_DEVICES = 256, 4096
-_ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Says how many processes to start.
+    """How many processes to start, and with how many devices.
 
     Attributes:
       num_processes: processes to start on this machine.
@@ -66,13 +66,13 @@ class LaunchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ending:
-    """Says how a process ended.
+    """How a process ended.
 
     Attributes:
-      process_index: which process.
+      process_index: number of the process.
       returncode: its exit status, or the negative number of the signal that ended it.
-      seconds: when, since the launch.
-      was_asked: whether it was asked to end before.
+      seconds: time from the launch to its end.
+      was_asked: whether it had been signalled to end.
       last_lines: the last lines of its stderr.
     """
 
@@ -98,7 +98,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """Says how the processes ended, in the order in which they did; prints the reason first."""
+    """How the processes ended, in that order; prints the first failure first."""
 
     num_processes: int
     endings: tuple[Ending, ...]
@@ -137,16 +137,16 @@ def launch(
 ) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
-    What process 0 writes to stdout goes to `out` as it is. All else goes to `err`, line by line, each line after the
-    process's number. Where a process fails, the others get SIGTERM, and SIGKILL after the grace. SIGINT, SIGTERM and
-    SIGHUP are passed on; the second one kills. Nothing that was started is left.
+    Stdout of process 0 goes to `out` unchanged. All other output goes to `err`, line by line, prefixed with the number
+    of the process. If a process fails, the others get SIGTERM, and SIGKILL after the grace. SIGINT, SIGTERM and SIGHUP
+    are passed on; the second one kills. No process is left behind.
 
     Args:
       command: the program and its arguments.
-      config: how many processes, and of how many devices.
-      environment: what the processes find in their environment besides, `os.environ` if None.
-      out: takes what process 0 writes to stdout; by default stdout.
-      err: takes everything else; by default stderr.
+      config: how many processes, and with how many devices.
+      environment: the environment of the processes, to which the launcher adds; None takes `os.environ`.
+      out: stream for the stdout of process 0; None takes stdout.
+      err: stream for all other output; None takes stderr.
 
     Raises:
       ValueError: the program cannot be started.
@@ -173,7 +173,7 @@ class _Processes:
         self._started_at = time.monotonic()
         self._processes: dict[int, subprocess.Popen] = {}
         self._readers: list[threading.Thread] = []
-        self._told_at: float | None = None
+        self._signalled_at: float | None = None
 
     def start(self, command: Sequence[str], index: int, environment: Mapping[str, str], group: int) -> None:
         try:
@@ -198,11 +198,11 @@ class _Processes:
         return reader
 
     def _wait(self, index: int, process: subprocess.Popen, reader: threading.Thread, last: Sequence[str]) -> None:
-        """Tells when a process has ended, with a time of its own: the first to fail is the reason."""
+        """Waits for the end of a process and queues it with its time, so that the first failure is known."""
         returncode = process.wait()
         now = time.monotonic()
-        was_asked = self._told_at is not None and now > self._told_at
-        reader.join(timeout=1)  # its last words; what it has started may keep the pipe open
+        was_asked = self._signalled_at is not None and now > self._signalled_at
+        reader.join(timeout=1)  # its last lines; a child of it may keep the pipe open
         self._events.put(
             Ending(
                 process_index=index,
@@ -214,7 +214,7 @@ class _Processes:
         )
 
     def watch(self) -> tuple[Ending, ...]:
-        """Waits until all have ended, and sees to it that they do once one has failed."""
+        """Waits until all have ended, and ends them once one has failed."""
         endings: list[Ending] = []
         kill_at: float | None = None
         num_asked = 0
@@ -222,14 +222,14 @@ class _Processes:
             try:
                 event = self._events.get(timeout=None if kill_at is None else max(0.0, kill_at - time.monotonic()))
             except queue.Empty:
-                self._merger.say(f"still running {self._config.grace_seconds:g} s after they were told to end: killed")
+                self._merger.say(f"still running {self._config.grace_seconds:g} s after SIGTERM: killed")
                 self._signal(signal.SIGKILL)
                 kill_at = None
                 continue
             if isinstance(event, Ending):
                 endings.append(event)
-                if event.returncode != 0 and self._told_at is None and len(endings) < len(self._processes):
-                    self._merger.say(f"process {event.process_index} {event}: the others are told to end")
+                if event.returncode != 0 and self._signalled_at is None and len(endings) < len(self._processes):
+                    self._merger.say(f"process {event.process_index} {event}: the others get SIGTERM")
                     self._signal(signal.SIGTERM)
                 if event.returncode != 0 and kill_at is None:
                     kill_at = time.monotonic() + self._config.grace_seconds
@@ -240,7 +240,7 @@ class _Processes:
         return tuple(sorted(endings, key=lambda ending: ending.seconds))
 
     def _signal(self, number: signal.Signals) -> None:
-        self._told_at = self._told_at or time.monotonic()
+        self._signalled_at = self._signalled_at or time.monotonic()
         for process in self._processes.values():
             process.send_signal(number)
 
@@ -252,7 +252,7 @@ class _Processes:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Holds a free port which nobody else gets, and which process 0 can still listen at, as gRPC reuses ports."""
+    """Reserves a free port, at which process 0 can still listen, as gRPC reuses ports."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -261,7 +261,7 @@ def _reserved_port() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _guarded_group() -> Iterator[int]:
-    """Yields a process group that is gone afterwards, and when this process dies."""
+    """Yields a process group that is killed on leaving the context, and when this process dies."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD], process_group=0, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -278,11 +278,11 @@ def _guarded_group() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
-    """Turns what asks to stop into events, in the main thread; other threads get no signals."""
+    """Queues SIGINT, SIGTERM and SIGHUP as events, in the main thread; other threads get no signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _ASKS_TO_STOP}
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, lambda received, frame: events.put(signal.Signals(received)))
@@ -296,8 +296,8 @@ def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
 def _environment(base: Mapping[str, str], config: LaunchConfig, index: int, port: int) -> dict[str, str]:
     """Returns the environment of a process.
 
-    JAX reads the coordinator's address from it, but neither the number of processes nor their own: it takes these from
-    SLURM's variables. With them, `jax.distributed.initialize()` without arguments does as well as `join()`.
+    JAX reads the number of processes and their own from SLURM's variables only. With these set,
+    `jax.distributed.initialize()` without arguments works like `join()`.
     """
     inherited = {name: value for name, value in base.items() if not name.startswith(("OMPI_", "SLURM_"))}
     for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PARTITION_INDEX", "JAX_COORDINATOR_PORT"):

@@ -7,8 +7,7 @@ import re
 import threading
 from typing import TextIO
 
-# What gloo and XLA's C++ print besides, which says nothing to a reader. Gloo's threads write piece by piece into each
-# other's lines.
+# Noise of gloo and XLA's C++. Gloo's threads write piece by piece into each other's lines.
 _GLOO_SIGN = re.compile(r"\[Gloo\] Rank|connected to \d* ?peer ranks|connected peer ranks is :")
 _GLOO_PIECE = re.compile(
     r"\[Gloo\] Rank \d*| ?is connected to \d*| ?peer ranks\. ?|Expected number of connected .* : ?\d*"
@@ -19,10 +18,7 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 
 
 class Merger:
-    """Writes the lines of several processes, one complete line at a time.
-
-    What process 0 writes to stdout goes to `out` as it is; all else to `err`, after the process's number.
-    """
+    """Writes the output of several processes, one complete line at a time, to two streams; see `launch`."""
 
     def __init__(self, out: TextIO, err: TextIO):
         self._out = out
@@ -35,18 +31,11 @@ class Merger:
         self._write(self._err, f"zero-jax launch: {line}")
 
     def read(self, stream: TextIO, index: int, is_stderr: bool, last: collections.deque[str] | None) -> None:
-        """Passes on the lines of a stream until it ends.
-
-        Args:
-          stream: the stream; it is closed then.
-          index: the process that it comes from.
-          is_stderr: whether it is that process's stderr.
-          last: takes the lines that may tell why the process failed.
-        """
+        """Passes on the lines of a process's stream until it ends; `last` collects lines that may explain a failure."""
         is_gloo = False
         with stream:
             for text in stream:
-                line = text.rstrip("\r\n").rpartition("\r")[2]  # of a bar, what it was in the end
+                line = text.rstrip("\r\n").rpartition("\r")[2]  # the last state of a progress bar
                 if _GLOO_SIGN.search(line):
                     is_gloo = True
                     line = _GLOO_PIECE.sub("", line)
@@ -64,7 +53,7 @@ class Merger:
         return f"\x1b[{_COLORS[index % len(_COLORS)]}m[{index}]\x1b[0m" if self._has_color else f"[{index}]"
 
     def _write(self, to: TextIO, line: str) -> None:
-        # A reader that has seen enough, such as `head`, must not stop the processes from being read.
+        # Go on reading the processes after our own reader, such as `head`, has ended.
         with self._lock, contextlib.suppress(OSError, ValueError):
             to.write(line + "\n")
             to.flush()

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and the step at which all of its processes do."""
+"""Preemption: signals that ask a run to stop, and the step at which all of its processes stop."""
 
 from __future__ import annotations
 
@@ -21,27 +21,20 @@ _NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT")
 class Preemption:
     """Turns signals into a request to save and stop, which all processes follow at the same step.
 
-    SIGTERM is what clouds and clusters send ahead of taking a machine back (Kubernetes, SLURM's time limit, and on
-    Google Cloud the preemption of a spot machine or its maintenance, once the machine shuts down or its agent passes
-    the notice on); SIGHUP is what a terminal sends that is closed, or a connection that is cut; SIGUSR1 and SIGUSR2 are
-    what `sbatch --signal` sends; SIGINT is Ctrl-C, the second of which ends the process at once.
+    SIGTERM is sent before a machine is taken back (by Kubernetes, at SLURM's time limit, and on Google Cloud at a
+    preemption or maintenance), SIGHUP when a terminal or connection is closed, SIGUSR1 and SIGUSR2 by `sbatch
+    --signal`, and SIGINT by Ctrl-C, the second of which ends the process at once.
 
-    With `jax.distributed` the request may come to any one process. JAX's own notifier, which `initialize` installs,
-    takes SIGTERM there, tells the others, and agrees with them on the step after the furthest one; so SIGTERM is left
-    to it, and the other signals are passed on to it as a SIGTERM. It looks once a second. A run that is over before
-    the step agreed on ends as if nothing had been asked for.
+    With `jax.distributed` any process may get the signal. JAX's notifier, which `initialize` installs, handles SIGTERM:
+    it notifies the other processes and agrees with them on the step after the furthest one. The other signals are
+    passed on to it as a SIGTERM. It polls once a second. A run that ends before the agreed step ends normally.
 
-    Handlers are replaced when the context is entered and put back when it is left. Signals that the process ignores
-    (as `nohup` and shells arrange it) stay ignored. Python takes handlers in the main thread only: elsewhere signals
-    are left alone, apart from what JAX's notifier takes.
+    Entering the context replaces the handlers, and leaving it restores them. Ignored signals (`nohup`) stay ignored.
+    Python has signal handlers in the main thread only: in other threads signals are left to JAX's notifier.
     """
 
     def __init__(self, *, log: Callable[[str], None] = print):
-        """Makes one that does nothing yet.
-
-        Args:
-          log: takes a line when a request is followed, or cannot be taken.
-        """
+        """Installs nothing yet; `log` is called with a line when the run stops, or signals cannot be handled."""
         self._log = log
         self._signal: str | None = None
         self._is_stopping = self._is_shared = False
@@ -55,7 +48,7 @@ class Preemption:
                 "leave it on"
             )
         if threading.current_thread() is not threading.main_thread():
-            rest = "; those to the other processes are heard of" if self._is_shared else ""
+            rest = "; those to the other processes are handled" if self._is_shared else ""
             self._log(f"signals cannot be handled outside the main thread: SIGTERM will not save the run{rest}")
             return self
         for name in _NAMES:
@@ -74,21 +67,16 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """What asked for the stop, or None if nothing did: a signal to this process, or a notice to another one."""
+        """The reason for the stop: a signal to this process, or a notice to another one; None if there is none."""
         return self._signal or ("a preemption notice" if self._is_stopping else None)
 
     @property
     def stops_alone(self) -> bool:
-        """Whether this process was asked to stop and has no others to agree with, so that it may do so at any point."""
+        """Whether this process got a signal and is the only one, so that it may stop at any point."""
         return self._signal is not None and not self._is_shared
 
     def should_stop(self, step: int) -> bool:
-        """Tells whether to save and stop after a step; the answer is the same in all processes.
-
-        Args:
-          step: the number of the step that was done. All processes ask after each step, from the same first one on,
-            which may be that before the first.
-        """
+        """Returns whether to save and stop after a step; the same in all processes, which all ask after each step."""
         if not self._is_stopping:
             if self._is_shared:
                 self._is_stopping = multihost_utils.reached_preemption_sync_point(step)

@@ -1,4 +1,4 @@
-"""Watchdog for hangs: prints where every process and thread is, and ends the process so that it can be restarted."""
+"""A watchdog for hangs: prints the stack of each thread and the state of each process, and ends the process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_jax.core.field_checks import check_value
+from zero_jax.core.files.json_lines import write_text
 
 EXIT_CODE = 76
 
@@ -24,15 +25,15 @@ ALLOWANCES: Mapping[str, float] = {"start": 10, "compile": 10, "save": 3, "resto
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """Where a process was last seen, by its file.
+    """The last known state of a process, by its heartbeat file.
 
     Attributes:
-      process_index: which process.
-      phase: what it was doing, or None if it has left no word.
-      step: the step it was at, or None.
-      age_seconds: time since it said so.
-      silent_seconds: time since its watchdog's last sign of life.
-      is_silent: whether that is longer than it should be: a process that is gone or stopped gives no sign.
+      process_index: number of the process.
+      phase: phase of its last beat, or None where it has no heartbeat file.
+      step: step of that beat, or None.
+      age_seconds: time since that beat.
+      silent_seconds: time since its watchdog wrote the file.
+      is_silent: whether that is too long: the process has ended, or is stopped.
     """
 
     process_index: int
@@ -44,10 +45,9 @@ class ProcessPlace:
 
     def __str__(self) -> str:
         if self.phase is None:
-            return f"process {self.process_index}: no word of it"
-        at = "" if self.step is None else f" at step {self.step}"
-        gone = f", no sign of life for {self.silent_seconds:.0f} s" if self.is_silent else ""
-        return f"process {self.process_index}: {self.phase}{at}, for {self.age_seconds:.0f} s{gone}"
+            return f"process {self.process_index}: no heartbeat file"
+        silent = f", no sign of life for {self.silent_seconds:.0f} s" if self.is_silent else ""
+        return f"process {self.process_index}: {self.phase}{_at(self.step)}, for {self.age_seconds:.0f} s{silent}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Hang:
 
     Attributes:
       process_index: the process that reports.
-      phase: what it was doing.
-      step: the step it was at, or None.
-      age_seconds: time since its last beat.
+      phase: phase of its last beat.
+      step: step of that beat, or None.
+      age_seconds: time since that beat.
       allowed_seconds: time that the phase may take.
-      processes: where every process is.
+      processes: the last known state of each process.
       stacks: the stack of each thread, the main thread's first.
     """
 
@@ -73,13 +73,16 @@ class Hang:
     stacks: str
 
     def __str__(self) -> str:
-        at = "" if self.step is None else f" at step {self.step}"
-        places = "\n".join(f"  {place}" for place in self.processes)
+        processes = "\n".join(f"  {process}" for process in self.processes)
         return (
             f"watchdog: process {self.process_index} hangs: no progress for {self.age_seconds:.0f} s in phase "
-            f"{self.phase!r}{at}, which may take {self.allowed_seconds:.0f} s; it is ended with exit code {EXIT_CODE} "
-            f"if nothing happens for as long again\n{places}\n{self.stacks}"
+            f"{self.phase!r}{_at(self.step)}, which may take {self.allowed_seconds:.0f} s; it is ended with exit code "
+            f"{EXIT_CODE} if nothing happens for as long again\n{processes}\n{self.stacks}"
         )
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +94,15 @@ class _Beat:
 
 
 class Watchdog:
-    """Watches that the loop goes on, from a thread of its own.
+    """Detects that a training loop makes no progress, from a thread of its own.
 
-    The loop calls `beat` whenever it gets on. Where no beat comes for as long as the phase may take, the watchdog
-    writes the stacks of all threads and the place of each process to stderr and to `hang-<k>.txt`; after as long again
-    it ends the process with exit code 76, for a supervisor to start it again. A second thread keeps the process's last
-    beat in `process-<k>.json`, by which the processes of a run know of each other.
+    The loop calls `beat` at each phase. If no beat comes for as long as the phase may take, the watchdog writes the
+    stacks of all threads and the last known state of each process to stderr and to `hang-<k>.txt`. After as long again
+    it ends the process with exit code 76, so that a supervisor can restart it. A second thread writes the last beat to
+    `process-<k>.json`, the heartbeat file that the other processes read.
 
     Time in which the process did not run at all (stopped by a signal, a machine asleep) does not count: the watchdog's
-    thread then did not run either. A thread that keeps Python's lock inside foreign code stops the watchdog too.
+    thread did not run either. A thread that holds Python's global lock in foreign code stops the watchdog too.
     """
 
     def __init__(
@@ -115,17 +118,17 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         exit: Callable[[int], Any] = os._exit,
     ):
-        """Makes a watchdog, which begins to watch when it is entered as a context.
+        """Makes a watchdog, which starts to watch when it is entered as a context.
 
         Args:
           seconds: time that a phase may take without a beat; 0 switches the watchdog off.
-          folder: where the processes of a run leave word; it is made if need be.
+          folder: folder of the heartbeat files, which is made if it does not exist.
           process_index: this process.
-          num_processes: how many there are.
-          log: takes the reports; by default they go to stderr.
+          num_processes: processes of the run.
+          log: called with the reports; by default they go to stderr.
           on_hang: called with the report, once for each hang, from the watchdog's thread.
           allowances: for phases that may take longer, how many times `seconds`.
-          clock: seconds that never go back.
+          clock: monotonic clock, in seconds.
           exit: ends the process.
         """
         check_value("watchdog: seconds", seconds, float)
@@ -138,15 +141,15 @@ class Watchdog:
         self._interval = min(max(seconds / 10, 0.02), 10.0)
         self._stop = threading.Event()
         # Two threads, because a file system that hangs, and the run with it, must not stop the one that watches.
-        loops = {"watchdog": self._watch, "watchdog-word": self._keep_word}
+        loops = {"watchdog": self._watch, "watchdog-heartbeat": self._write_heartbeats}
         self._threads = [
-            threading.Thread(target=self._reported, args=(loop,), name=name, daemon=True)
+            threading.Thread(target=self._catching, args=(loop,), name=name, daemon=True)
             for name, loop in loops.items()
         ]
-        self._beat = self._told = _Beat("start", None, clock(), time.time())
+        self._beat = self._reported_beat = _Beat("start", None, clock(), time.time())
         self._pardoned: tuple[_Beat, float] = (self._beat, 0.0)
         self._checked = clock()
-        self._is_told = self._has_failed_to_write = False
+        self._is_reported = self._has_failed_to_write = False
         self._error: BaseException | None = None
 
     def __enter__(self) -> Watchdog:
@@ -166,13 +169,13 @@ class Watchdog:
                 _within(5, self._log, f"watchdog: one of its threads failed: {self._error!r}")
                 self._error = None
             self.beat("ended")
-            _within(5, self._leave_word)
+            _within(5, self._write_heartbeat)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Tells that the loop gets on; costs next to nothing.
+        """Reports progress of the loop; costs next to nothing.
 
         Args:
-          phase: what comes now, such as `step`, `data`, `save`, `evaluation` or `compile`.
+          phase: the phase that begins, such as `step`, `data`, `save`, `evaluation` or `compile`.
           step: the step that the loop is at.
 
         Raises:
@@ -180,11 +183,11 @@ class Watchdog:
         """
         if self._error is not None:
             raise RuntimeError("the watchdog does not watch any more: one of its threads failed") from self._error
-        at = None if step is None else operator.index(step)  # what the thread that leaves word can write
+        at = None if step is None else operator.index(step)  # an int, which JSON has a form for
         self._beat = _Beat(str(phase), at, self._clock(), time.time())
 
     def check(self) -> None:
-        """Looks once at how long ago the last beat was; the thread does so regularly."""
+        """Checks once how long ago the last beat was; the thread does so regularly."""
         beat, now = self._beat, self._clock()
         late, self._checked = now - self._checked - self._interval, now
         pardon = self._pardoned[1] if self._pardoned[0] is beat else 0.0
@@ -192,11 +195,11 @@ class Watchdog:
             pardon += min(late, now - beat.clock_seconds)
         self._pardoned = beat, pardon
         age, allowed = now - beat.clock_seconds - pardon, self._seconds * self._allowances.get(beat.phase, 1)
-        if self._is_told and self._told is not beat:
-            self._is_told = False
+        if self._is_reported and self._reported_beat is not beat:
+            self._is_reported = False
             _within(5, self._log, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
-        if age > allowed and not self._is_told:
-            self._tell(beat, age, allowed)
+        if age > allowed and not self._is_reported:
+            self._report(beat, age, allowed)
         if age > 2 * allowed:
             message = f"watchdog: process {self._process_index} hung for {age:.0f} s, ended with exit code {EXIT_CODE}"
             _within(5, self._log, message)
@@ -207,30 +210,30 @@ class Watchdog:
         while not self._stop.wait(self._interval):
             self.check()
 
-    def _keep_word(self) -> None:
-        self._leave_word()
+    def _write_heartbeats(self) -> None:
+        self._write_heartbeat()
         while not self._stop.wait(self._interval):
-            self._leave_word()
+            self._write_heartbeat()
 
-    def _reported(self, loop: Callable[[], None]) -> None:
-        """Runs the loop of a thread; an error is for the next beat, which nobody would hear of otherwise."""
+    def _catching(self, loop: Callable[[], None]) -> None:
+        """Runs the loop of a thread; the next beat raises its error."""
         try:
             loop()
         except Exception as error:
             self._error = error
 
-    def _tell(self, beat: _Beat, age: float, allowed: float) -> None:
-        self._told, self._is_told = beat, True
-        stacks, process_places = _stacks(), []
-        _within(5, self._leave_word)
-        _within(5, lambda: process_places.extend(places(self._folder, self._num_processes)))
+    def _report(self, beat: _Beat, age: float, allowed: float) -> None:
+        self._reported_beat, self._is_reported = beat, True
+        stacks, states = _stacks(), []
+        _within(5, self._write_heartbeat)
+        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
         hang = Hang(
             process_index=self._process_index,
             phase=beat.phase,
             step=beat.step,
             age_seconds=age,
             allowed_seconds=allowed,
-            processes=tuple(process_places),
+            processes=tuple(states),
             stacks=stacks,
         )
         _within(5, self._write_hang, hang)
@@ -242,40 +245,36 @@ class Watchdog:
         with open(self._folder / f"hang-{self._process_index}.txt", "a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hang}\n")
 
-    def _leave_word(self) -> None:
+    def _write_heartbeat(self) -> None:
         beat = self._beat
-        word = {"phase": beat.phase, "step": beat.step, "beat_time": beat.wall_seconds, "alive_time": time.time()}
-        word |= {"every_seconds": self._interval, "pid": os.getpid()}
-        path = self._folder / f"process-{self._process_index}.json"
-        temporary = path.with_name(f".{path.name}.tmp")
+        heartbeat = {"phase": beat.phase, "step": beat.step, "beat_time": beat.wall_seconds, "alive_time": time.time()}
+        heartbeat |= {"every_seconds": self._interval, "pid": os.getpid()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(word), encoding="utf-8")
-            os.replace(temporary, path)
+            write_text(self._folder / f"process-{self._process_index}.json", json.dumps(heartbeat))
         except OSError as error:
             if not self._has_failed_to_write:
                 self._has_failed_to_write = True
-                _within(
-                    5, self._log, f"watchdog: cannot leave word in {self._folder} ({error}); it watches all the same"
-                )
+                message = f"watchdog: cannot write heartbeats to {self._folder} ({error}); it watches all the same"
+                _within(5, self._log, message)
 
 
 def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace, ...]:
-    """Returns where the processes of a run are, by the word that they left in a folder."""
+    """Returns the last known state of each process of a run, by the heartbeat files in a folder."""
     return tuple(_place(pathlib.Path(folder) / f"process-{k}.json", k) for k in range(num_processes))
 
 
 def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
     try:
-        word, now = json.loads(path.read_text(encoding="utf-8")), time.time()
-        silent = max(0.0, now - word["alive_time"])
+        heartbeat, now = json.loads(path.read_text(encoding="utf-8")), time.time()
+        silent = max(0.0, now - heartbeat["alive_time"])
         return ProcessPlace(
             process_index=process_index,
-            phase=word["phase"],
-            step=word["step"],
-            age_seconds=max(0.0, now - word["beat_time"]),
+            phase=heartbeat["phase"],
+            step=heartbeat["step"],
+            age_seconds=max(0.0, now - heartbeat["beat_time"]),
             silent_seconds=silent,
-            is_silent=word["phase"] != "ended" and silent > 1 + 3 * word["every_seconds"],
+            is_silent=heartbeat["phase"] != "ended" and silent > 1 + 3 * heartbeat["every_seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ProcessPlace(process_index=process_index, phase=None)
@@ -294,13 +293,13 @@ def _stacks() -> str:
 
 
 def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> None:
-    """Makes a call that may block (a pipe that nobody reads) or fail, and waits for it so long and no longer."""
+    """Makes a call that may block (a pipe without a reader) or fail, and waits for at most `seconds`."""
 
     def run() -> None:
         try:
             call(*arguments)
         except Exception:
-            traceback.print_exc()  # nobody else would hear of it
+            traceback.print_exc()
 
     thread = threading.Thread(target=run, name="watchdog-call", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on: all go on or none, and texts of the first one.
+"""Agreement of the processes of a run: all continue or none, and all get a text of the first one.
 
 With one process nothing is exchanged.
 """
@@ -18,21 +18,14 @@ _TIMEOUT_SECONDS = 3600  # how long the slowest process may take after the faste
 
 
 class FirstProcessFailed(ValueError):
-    """What the other processes raise where the first one raised."""
+    """Raised in the other processes where the first one raised."""
 
 
 class Agreement:
-    """Lets all processes go on or none: where one raises, all do.
-
-    Otherwise the others would wait for it in the next collective.
-    """
+    """A context in which all processes raise if one does, so that none waits for it in the next collective."""
 
     def __init__(self, failure: Callable[[str], Exception]):
-        """Exchanges nothing yet.
-
-        Args:
-          failure: makes the error of the other processes from the numbers of those that failed, such as "0, 2".
-        """
+        """Takes the function from the numbers of the failed processes, such as "0, 2", to the error of the others."""
         self._failure = failure
 
     def __enter__(self) -> None:
@@ -47,23 +40,17 @@ class Agreement:
 
 
 class OtherProcessFailed(RuntimeError):
-    """What a process raises where another one has failed."""
+    """Raised in a process where another one has failed."""
 
 
 class Barrier:
-    """Phases of a background thread that every process ends with all others, or learns which of them failed.
+    """A barrier for background threads: all processes leave the context together, and all raise if one fails.
 
-    A phase is the body of a `with` statement: on leaving it, a process tells the others whether its part failed and
-    waits until all have. If any has failed, all raise. The processes exchange text, not arrays on devices as
-    `Agreement` does, so that the devices may train meanwhile.
+    The processes exchange text, not arrays on devices as `Agreement` does, so that the devices may train meanwhile.
     """
 
     def __init__(self, name: str) -> None:
-        """Starts before the first phase.
-
-        Args:
-          name: a name that no other barrier of these processes has, the same in all of them.
-        """
+        """Takes a name that is the same in all processes, and that no other barrier has."""
         self._name, self._phase = name, 0
 
     def __enter__(self) -> None:
@@ -80,7 +67,7 @@ class Barrier:
             client.blocking_key_value_get(self._key(process), _TIMEOUT_SECONDS * 1000)
             for process in range(jax.process_count())
         ]
-        failed = [f"process {process} failed: {said}" for process, said in enumerate(outcomes) if said != _OK]
+        failed = [f"process {process} failed: {error}" for process, error in enumerate(outcomes) if error != _OK]
         if error is None and failed:
             raise OtherProcessFailed("; ".join(failed))
 
@@ -109,12 +96,12 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     size, failed = _from_first(np.array([len(encoded), error is not None], np.int32)).tolist()
     sent = np.zeros(size, np.uint8)
     sent[:] = np.frombuffer(encoded, np.uint8) if jax.process_index() == 0 else 0
-    said = _from_first(sent).astype(np.uint8).tobytes().decode(errors="surrogateescape") if size else ""
+    received = _from_first(sent).astype(np.uint8).tobytes().decode(errors="surrogateescape") if size else ""
     if error is not None:
         raise error
     if failed:
-        raise FirstProcessFailed(f"process 0 failed: {said}")
-    return said
+        raise FirstProcessFailed(f"process 0 failed: {received}")
+    return received
 
 
 def _from_first(numbers: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Arrays brought to where a sharding has them, on the devices of this process and of others."""
+"""Moves arrays to a sharding (device_put, reshard), on the devices of this process and of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
 
-    With several processes each gives the same value, and reads of it what its own devices hold.
+    With several processes each has the same value, of which it puts its own devices' shards.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -23,14 +23,14 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
             return reshard_array(x, sharding)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-            whole: Any = NamedSharding(sharding.mesh, PartitionSpec())
-            return jax.jit(wrap, out_shardings=sharding)(put_global(jax.random.key_data(x), whole))
+            replicated: Any = NamedSharding(sharding.mesh, PartitionSpec())
+            return jax.jit(wrap, out_shardings=sharding)(put_global(jax.random.key_data(x), replicated))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Moves an array on the devices to another sharding of the same mesh; one that lies there already is not copied."""
+    """Moves an array on the devices to another sharding of the same mesh; without a copy where it has that already."""
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
 
 

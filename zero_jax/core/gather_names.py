@@ -1,4 +1,4 @@
-"""The name scopes around the gathers of params, by which a compiled program's collectives are told apart.
+"""The name scopes around the gathers of params, by which a compiled program's collectives are identified.
 
 XLA keeps the name stack of what an operation was made from in its `op_name`: `zero_jax.hlo.gathered_path` reads the
 path of a leaf, which `gather_scope` puts there, off the all-gather and the reduce-scatter of its gradient.

@@ -35,25 +35,14 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def trace_call(fn: Callable[..., Any], params: Any, args: Any, kwargs: Any) -> tuple[Jaxpr, Any, list[jax.Array]]:
-    """Traces `fn(params, *args, **kwargs)`; Python and numpy values stay what they are, as with `jax.grad`.
+def with_results(jaxpr: Jaxpr, atoms: Sequence[Any]) -> Jaxpr:
+    """Returns a closed jaxpr with other variables or literals for its results."""
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms)))
 
-    Returns:
-      The closed jaxpr of the leaves of the params and of the arrays among the arguments; the shape of the result; those
-      arrays.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = tree.unflatten([leaf if isinstance(leaf, jax.Array) else None for leaf in leaves])
 
-    @functools.wraps(fn)  # JAX's errors name the function that is traced, and its arguments
-    def function(params: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = tree.flatten_up_to((args, kwargs))
-        full = [leaf if value is None else value for leaf, value in zip(leaves, traced, strict=True)]
-        args, kwargs = tree.unflatten(full)
-        return fn(params, *args, **kwargs)
-
-    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(params, *arrays[0], **arrays[1])
-    return closed, out_shape, jax.tree.leaves(arrays)
+def literal(value: Any) -> Any:
+    """Returns a scalar as an atom of a jaxpr."""
+    return jex_core.Literal(value, jax.typeof(value))
 
 
 def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -323,10 +312,10 @@ def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
     return refusing
 
 
-def used_inputs(fn: Callable[..., Any], avals: list[Any]) -> list[bool]:
-    """Tells which of a list of inputs the results of `fn(inputs)` depend on, by the trace of `fn`."""
-    jaxpr, _ = open_jaxpr(jax.make_jaxpr(fn)(avals))
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+def used_inputs(jaxpr: Jaxpr) -> list[bool]:
+    """Tells which inputs of a jaxpr, open or closed, its results depend on."""
+    opened, _ = open_jaxpr(jaxpr)
+    _, used = partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))
     return list(used)
 
 

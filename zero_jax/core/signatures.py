@@ -21,14 +21,9 @@ from zero_jax.core.tree import shown
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], *, keywords: Sequence[str] = (), remedy: str
 ) -> Callable[..., Any]:
-    """Returns a function; raises `ValueError` if it is not callable, or not with these arguments.
+    """Returns a function; raises `ValueError` if it cannot be called with arguments and keywords of these names.
 
-    Args:
-      what: name of the function in the error, such as that of its parameter.
-      function: the function.
-      arguments: names of the positional arguments of the call.
-      keywords: names of the keyword arguments of the call.
-      remedy: what to give instead.
+    The error begins with `what`, the name of the function for the user, and ends with the remedy.
     """
     called = f"({', '.join([*arguments, *(f'{name}=...' for name in keywords)])})"
     check_callable(what, function, remedy=remedy)

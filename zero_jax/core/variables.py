@@ -1,4 +1,4 @@
-"""What a loss function reads of a train state: params, and model state that is neither param nor example."""
+"""The variables of a loss function: params, and model state such as batch-norm statistics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_state_names(model_state: PyTree) -> list[str]:
 
 
 def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
-    """Returns the model state that a loss function returned, in the structure and dtypes of the one it was given.
+    """Returns the model state that a loss function returned, in the structure and dtypes of the old one.
 
     Raises:
       ValueError: a leaf that is no array, is missing or is new, or whose shape or dtype differs.
@@ -65,9 +65,9 @@ def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
     if names != wanted:
         missing = [name for name in wanted if name not in names]
         extra = [name for name in names if name not in wanted]
-        found = [f"lacks the leaf {name!r}" for name in missing[:1]]
-        found += [f"has the leaf {name!r}, which loss_fn was not given" for name in extra[:1]]
-        what = " and ".join(found) or "has its leaves in another order"
+        problems = [f"lacks the leaf {name!r}" for name in missing[:1]]
+        problems += [f"has the leaf {name!r}, which loss_fn was not given" for name in extra[:1]]
+        what = " and ".join(problems) or "has its leaves in another order"
         raise ValueError(f"the model_state that loss_fn returned {what}: {remedy}")
 
     def checked(name: str, x: Any, like: Any) -> jax.Array:

@@ -5,8 +5,7 @@
 grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 
-from zero_jax.data.batch_buffers import BatchBuffers
-from zero_jax.data.batches import Batch, train_batches, validation_batches
+from zero_jax.data.batches import Batch, BatchBuffers, train_batches, validation_batches
 from zero_jax.data.dataset import DataConfig, Dataset, load_dataset
 from zero_jax.data.documents import Piece, read_text
 from zero_jax.data.sources import Source, find_source

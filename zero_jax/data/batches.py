@@ -1,8 +1,8 @@
-"""Batches of packed rows as global arrays: shuffled, prefetched, each process reading only its own rows.
+"""Batches of packed rows as global arrays: shuffled, prefetched, and read by each process for its own devices.
 
-The documents of a part are one stream of tokens. Row `r` is its `seq_len` tokens from position `r * seq_len` on, each
-with the next token as its target, so that every token but the first is a target once an epoch. Which rows a batch has
-is a pure function of the seed and the number of examples before it.
+The documents of a part are concatenated to a stream of tokens. Row `r` has the `seq_len` tokens from `r * seq_len` on,
+each with the next token as its target, so that every token but the first is a target once an epoch. The rows of a batch
+are a pure function of the seed and the number of examples before it.
 """
 
 import dataclasses
@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from zero_jax.core.extras import extra
+from zero_jax.core.tree import PyTree
 from zero_jax.data.dataset import Dataset
 from zero_jax.data.train_validation_split import TokenPart
 
@@ -29,12 +32,7 @@ def num_rows(part: TokenPart, *, seq_len: int) -> int:
 
 
 def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
-    """Reads packed rows of tokens, with targets, weights and segments.
-
-    Args:
-      part: the tokens.
-      rows: numbers of the rows, a vector; -1 makes a row whose weights are 0.
-      seq_len: tokens in a row.
+    """Reads packed rows of tokens by their numbers, with targets, weights and segments; -1 is a row of weight 0.
 
     Returns:
       `inputs` and `targets`, int32; `weights`, float32: 0 where the target begins another document or is beyond the
@@ -57,14 +55,14 @@ def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Share:
-    """The part of a global batch that this process's devices have.
+    """The rows of a global batch that this process's devices need.
 
     Attributes:
-      rows: indices of its rows in the batch, ascending.
+      rows: indices of these rows in the batch, ascending.
       shape: global shape of the batch.
-      sharding: of the batch over the devices.
+      sharding: sharding of the batch.
       pieces: for each device of this process, its slice of the local rows.
-      left_out: entries of a batch that are not made.
+      left_out: names of arrays that the batch does not have.
     """
 
     rows: np.ndarray
@@ -95,7 +93,7 @@ def _share(sharding: NamedSharding, *, batch_size: int, seq_len: int, separate_d
     except ValueError as error:
         raise ValueError(
             f"batch_size={batch_size} does not divide over {dict(sharding.mesh.shape)} as {sharding.spec}: choose a "
-            "multiple of the devices that the batch is spread over"
+            "multiple of the devices that the batch is sharded over"
         ) from error
     spans = {device: (index[0].indices(batch_size)[:2], index[1]) for device, index in indices.items() if index}
     rows = np.unique(np.concatenate([np.arange(*span) for span, _ in spans.values()]))
@@ -113,18 +111,12 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(self, host_batches: Any, share: _Share, *, position: int):
-        """Takes an iterator over host batches.
-
-        Args:
-          host_batches: yields this process's rows of each batch.
-          share: says which rows those are.
-          position: examples before the first one.
-        """
+        """Wraps an iterator over this process's rows of each batch; `position` counts the examples before."""
         self._host_batches, self._share, self._position, self._is_open = host_batches, share, position, True
 
     @property
     def position(self) -> int:
-        """Examples so far, those before the start included; `train_batches` resumes from here."""
+        """The number of examples so far, including those before the start, to resume with in `train_batches`."""
         return self._position
 
     def __next__(self) -> Batch:
@@ -162,17 +154,17 @@ def train_batches(
     prefetch_batches: int = 2,
     separate_documents: bool = True,
 ) -> Batches:
-    """Returns shuffled training batches: all rows once in each epoch, in another order each time.
+    """Returns shuffled training batches: all rows once per epoch, in another order each time.
 
     Args:
       dataset: the documents.
       batch_size: examples in a batch, over all devices and processes.
       seq_len: tokens in a row.
-      seed: of the shuffle.
-      sharding: of the batch, which decides the rows that this process reads.
+      seed: seed of the shuffle.
+      sharding: sharding of the batch; a process reads the rows of its own devices.
       position: examples to skip, `Batches.position` of the run that is resumed. The batch size and the number of
         processes may differ from that run's.
-      prefetch_batches: batches to prefetch; 0 reads each when it is asked for.
+      prefetch_batches: batches to prefetch; 0 reads each on demand.
       separate_documents: whether batches have `segments`, the document of each token.
 
     Raises:
@@ -185,7 +177,7 @@ def train_batches(
         raise ValueError(f"batch_size={batch_size}, position={position}: give at least 1 and at least 0")
     part = dataset.train
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
-    # Grain takes 32 bits; seeds that differ by one must not share the order of an epoch.
+    # Grain's seeds have 32 bits, and consecutive ones share the orders of epochs.
     seed_32 = int(np.random.SeedSequence(seed).generate_state(1)[0])
     order = grain.MapDataset.range(num_rows(part, seq_len=seq_len)).shuffle(seed=seed_32).repeat()
 
@@ -200,13 +192,13 @@ def train_batches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValidationBatches(Sequence[Batch]):
-    """A sequence of batches that are the same each time, read when they are asked for.
+    """A sequence of fixed batches, read on demand.
 
     Attributes:
       part: the tokens.
       rows: the rows of each batch, -1 for padding: `[num_batches, batch_size]`.
       seq_len: tokens in a row.
-      share: the part of a batch that this process reads.
+      share: the rows of a batch that this process reads.
     """
 
     part: TokenPart
@@ -232,10 +224,9 @@ def validation_batches(
     sharding: NamedSharding,
     separate_documents: bool = True,
 ) -> ValidationBatches:
-    """Returns validation batches: evenly spaced rows of the validation part, the same ones each time.
+    """Returns validation batches: evenly spaced rows of the validation part, the same each time.
 
-    Where the part has fewer rows than asked for, there are fewer batches, and the last one is padded with rows whose
-    weights are 0, so that no row counts twice.
+    A part with too few rows gives fewer batches, the last one padded with rows of weight 0.
 
     Raises:
       ValueError: the batch does not divide over the devices.
@@ -246,3 +237,57 @@ def validation_batches(
     padding = np.full(-len(rows) % batch_size, _NO_ROW)
     rows = np.concatenate([rows, padding]).reshape(-1, batch_size)
     return ValidationBatches(part=dataset.validation, rows=rows, seq_len=seq_len, share=share)
+
+
+class BatchBuffers:
+    """Reuses the device memory of batches, so that it does not fragment.
+
+    JAX cannot copy from the host into an existing array. So a batch is copied on the device into the donated buffers of
+    its shape, and its own memory is freed at once: the runtime allocates and frees blocks of the same size. Each shape
+    of batch, such as that of an evaluation, has its own buffers. This costs the memory of one more batch per shape, and
+    a copy on the device.
+
+    The next `fill` with a shape deletes the arrays that the last one returned for it.
+    """
+
+    def __init__(self) -> None:
+        """Allocates nothing yet."""
+        self._buffers: dict[Any, list[jax.Array]] = {}
+        self._write = jax.jit(_write, donate_argnums=0)
+
+    def fill(self, batch: PyTree) -> PyTree:
+        """Copies a batch into the buffers of its shape, and deletes it.
+
+        Args:
+          batch: a pytree of `jax.Array`s with the shardings of the step's batch. Other leaves, and PRNG keys, are
+            returned as they are.
+
+        Returns:
+          The batch in its buffers, with the same shapes, dtypes and shardings.
+        """
+        leaves, tree = jax.tree.flatten(batch)
+        indices = [i for i, leaf in enumerate(leaves) if _is_buffered(leaf)]
+        arrays = [leaves[i] for i in indices]
+        key = tree, tuple((i, x.shape, x.dtype, x.sharding) for i, x in zip(indices, arrays, strict=True))
+        buffers = self._buffers.pop(key, None) or [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in arrays]
+        filled = self._write(buffers, arrays)
+        for x in arrays:
+            x.delete()  # the runtime keeps the memory until the copy is done
+        self._buffers[key] = filled
+        for i, x in zip(indices, filled, strict=True):
+            leaves[i] = x
+        return tree.unflatten(leaves)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, over all devices."""
+        return sum(x.nbytes for buffers in self._buffers.values() for x in buffers)
+
+
+def _write(buffers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+    # An update in place of all elements: `lambda old, new: new` would return the input arrays.
+    return [lax.dynamic_update_slice(old, new, (0,) * new.ndim) for old, new in zip(buffers, arrays, strict=True)]
+
+
+def _is_buffered(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

@@ -20,7 +20,7 @@ _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Says what a model is trained on.
+    """The documents to train on, and how to read them.
 
     Attributes:
       data: the documents: `stdlib` is the source code of Python's own standard library, anything else is the path of
@@ -31,11 +31,11 @@ class DataConfig:
       tokenizer: `bytes`, or the path of a JSON file of the tokenizers library; `auto` takes a token folder's own, and
         bytes for everything else.
       token_dtype: dtype of the tokens in .bin files and ArrayRecords.
-      token_cache: folder where the tokens of a text are kept for the next run; `default` is zero_jax in the user's
-        cache folder, none keeps them in memory.
-      validation_fraction: share of the tokens that is kept for validation: whole documents, or the end of a single one.
-      separate_documents: tell the model which document of its row each token is in (`segments`), so that attention
-        stays within it; otherwise tokens see the documents before theirs. The loss never crosses documents either way.
+      token_cache: folder where the tokens of a text are cached; `default` is zero_jax in the user's cache folder, none
+        keeps them in memory.
+      validation_fraction: share of the tokens for validation: entire documents, or the end of a single one.
+      separate_documents: give the model the document of each token (`segments`), so that attention stays within it;
+        otherwise tokens attend to the documents before theirs. The loss never crosses documents either way.
       prefetch_batches: batches to read while the devices compute.
     """
 
@@ -50,7 +50,7 @@ class DataConfig:
     prefetch_batches: int = 2
 
     def __post_init__(self):
-        """Refuses what cannot be read."""
+        """Raises `ValueError` for invalid values."""
         check_fields(self, lowest={"prefetch_batches": 0}, highest={"prefetch_batches": _MOST_PREFETCHED})
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
@@ -63,7 +63,7 @@ class DataConfig:
 
     @property
     def cache(self) -> pathlib.Path | None:
-        """The folder where tokens are kept."""
+        """The folder of the token cache, or None."""
         if self.token_cache == "default":
             return cache_folder("tokens")
         return None if self.token_cache is None else pathlib.Path(self.token_cache).expanduser()
@@ -77,10 +77,10 @@ class Dataset:
       name: the path of the documents, or `stdlib`.
       tokenizer: the tokenizer of the tokens.
       num_documents: documents that were read.
-      train: tokens to learn from.
-      validation: tokens to measure on.
+      train: tokens for training.
+      validation: tokens for validation.
       fingerprint: a hash of the tokens and the split; the same on every machine.
-      notes: lines about what was left out or replaced.
+      notes: lines about documents that were left out or replaced.
     """
 
     name: str
@@ -108,10 +108,10 @@ def load_dataset(
       config: which documents, and how to read them.
       seq_len: tokens in a row; each part must have enough for one.
       tokenizer: the tokenizer; None takes the one that the config names.
-      log: called with lines of progress.
+      log: called with progress lines.
 
     Returns:
-      The data set; its tokens stay in their file where there is one.
+      The data set; tokens in a file are read on demand.
 
     Raises:
       ValueError: there is no such path, a file cannot be read (with its name, and line or row), the tokens were made
@@ -121,7 +121,8 @@ def load_dataset(
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
-        tokenizer = tokenizer or _tokenizer_of(folder, config.tokenizer)
+        own = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else "bytes"
+        tokenizer = tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
         source = find_source(config.data, format=config.format)
@@ -146,11 +147,6 @@ def load_dataset(
         fingerprint=_fingerprint(tokens, train, validation),
         notes=_notes(tokens, num_left_out),
     )
-
-
-def _tokenizer_of(folder: pathlib.Path, name: str) -> Tokenizer:
-    own = folder / TOKENIZER_FILE
-    return load_tokenizer(name if name != "auto" else own if own.is_file() else "bytes")
 
 
 def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from zero_jax.data.sources import Source, SourceFile
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
-# The end of a word before a space: tokenizers begin a new token there, so cutting the text there changes nothing.
+# The end of a word before a space, where tokenizers begin a new token, so that a cut there changes no token.
 _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \n])")
 
 
@@ -24,8 +24,8 @@ class Piece:
 
     Attributes:
       text: the text.
-      ends: whether it is the last of its document.
-      num_replaced: replacement characters that stand for invalid Unicode.
+      ends: whether it is the last piece of its document.
+      num_replaced: replacement characters for invalid Unicode.
     """
 
     text: str
@@ -114,9 +114,9 @@ def _json_text(line: str, text_field: str, where: str) -> str:
 
 def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
     if text_field not in record:
-        found = ", ".join(map(repr, list(record)[:8])) or "none"
+        fields = ", ".join(map(repr, list(record)[:8])) or "none"
         raise ValueError(
-            f"{where} has no field {text_field!r} (it has {found}): name the one that holds the text with --text-field"
+            f"{where} has no field {text_field!r} (it has {fields}): name the one that holds the text with --text-field"
         )
     text = record[text_field]
     if not isinstance(text, str):
@@ -125,7 +125,7 @@ def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
 
 
 def _string(text: str, num_replaced: int = 0) -> Piece:
-    """Makes a document of a string; replaces lone surrogates, which JSON can have and Unicode text cannot."""
+    """Converts a string to a document; replaces lone surrogates, which JSON can have and Unicode text cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,9 +160,9 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
 
 def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
     if text_field not in schema.names:
-        found = ", ".join(map(repr, schema.names[:8]))
+        columns = ", ".join(map(repr, schema.names[:8]))
         raise ValueError(
-            f"{file.path} has no column {text_field!r} (it has {found}): name the one that holds the text with "
+            f"{file.path} has no column {text_field!r} (it has {columns}): name the one that holds the text with "
             "--text-field"
         )
     kind = schema.field(text_field).type

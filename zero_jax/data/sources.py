@@ -10,7 +10,7 @@ from typing import Literal
 
 Format = Literal["auto", "text", "jsonl", "parquet", "tokens", "arrayrecord"]
 
-# Tables, generated text and code about other code's syntax: none of it reads like the Python that people write.
+# Tables, generated text and code about syntax, unlike the Python that people write.
 _STDLIB_SKIPPED = frozenset(
     "site-packages dist-packages test tests idlelib idle_test lib2to3 encodings pydoc_data turtledemo".split()
 )
@@ -29,13 +29,13 @@ _BESIDE_TOKENS = ".documents.npy"  # the offsets of a token file's documents, no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file of a data set, with its size and time of change when it was found.
+    """A file of a data set, with its size and modification time when it was listed.
 
     Attributes:
-      path: where it is.
-      name: its path from the data set's folder.
+      path: its path.
+      name: its path relative to the data set's folder.
       size_bytes: its size.
-      modified_ns: when it was modified, in nanoseconds.
+      modified_ns: its modification time, in nanoseconds.
     """
 
     path: pathlib.Path
@@ -70,7 +70,7 @@ class Source:
     num_left_out: int = 0
 
     def fingerprint(self, *settings: str) -> str:
-        """Returns a hash of paths, sizes, times of change, and settings that decide how the files are read."""
+        """Returns a hash of paths, sizes, modification times, and settings that affect how the files are read."""
         digest = hashlib.sha256(repr((self.format, *settings)).encode())
         for file in self.files:
             digest.update(repr((str(file.path.resolve()), file.name, file.size_bytes, file.modified_ns)).encode())
@@ -118,14 +118,14 @@ def _find_files(data: str, format: Format) -> Source:
 
 
 def source_file(path: pathlib.Path, *, root: pathlib.Path | None = None) -> SourceFile:
-    """Returns a file with its present size and time of change, named by its path from the folder `root`."""
+    """Returns a file with its present size and modification time, named relative to the folder `root`."""
     status = path.stat()
     inside = path.relative_to(root) if root and path.is_relative_to(root) else path
     return SourceFile(path=path, name=inside.as_posix(), size_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
 def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -> Format:
-    """Returns the format of files: the one asked for, or that of their names."""
+    """Returns the format of files: `format`, or by their names where that is `auto`."""
     if format != "auto":
         return format
     kinds: dict[Format, list[pathlib.Path]] = {}
@@ -173,7 +173,7 @@ def _is_hidden(path: pathlib.Path) -> bool:
 
 
 def _is_text(path: pathlib.Path) -> bool:
-    """Tells text from binary as git does: by the absence of NUL from the first 8,000 bytes."""
+    """Returns whether a file is text, as git decides: no NUL in the first 8,000 bytes."""
     with path.open("rb") as file:
         head = file.read(8000)
     return bool(head) and b"\0" not in head

@@ -13,7 +13,7 @@ import numpy as np
 
 from zero_jax.core.extras import extra
 
-# What tokenizer files call the token between documents, the usual ones first.
+# Names of the end-of-document token in tokenizer files, the most frequent first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
 _NUM_BYTES = 256
 
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """The token that is put after each document."""
+        """The token after each document."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -50,13 +50,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens, however badly a model chose them."""
+        """Returns the text of tokens, also of invalid sequences."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """Takes each byte of the UTF-8 text as a token; byte 0, which no text has, ends a document."""
+    """Each byte of the UTF-8 text is a token; byte 0, which no text has, ends a document."""
 
     name: str = dataclasses.field(default="bytes", init=False)
     fingerprint: str = dataclasses.field(default="bytes", init=False)
@@ -72,7 +72,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text; bytes that are no UTF-8 show as replacement characters."""
+        """Returns the text; invalid UTF-8 shows as replacement characters."""
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -97,7 +97,7 @@ class JsonTokenizer:
     library: Any = dataclasses.field(repr=False, compare=False)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the text's tokens, as `uint32`, without any that the library would add."""
+        """Returns the text's tokens, as `uint32`, without special tokens."""
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -113,8 +113,7 @@ class JsonTokenizer:
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
     """Loads a tokenizer: `bytes`, or the path of a `tokenizers` JSON file.
 
-    Truncation and padding that the file sets are turned off, and text that looks like a special token stays text: only
-    the data set has end-of-document tokens.
+    Truncation and padding of the file are turned off, and text that looks like a special token stays text.
 
     Raises:
       ValueError: the file cannot be read, is no tokenizer, or has no end-of-document token.
@@ -172,7 +171,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
       texts: the text, in pieces, read once.
       vocab_size: most tokens: `<|endoftext|>`, the 256 bytes, and merges of them. Little text makes fewer.
       path: the file to write, which must not exist yet.
-      progress: whether the library shows its progress.
+      progress: whether the library shows a progress bar.
 
     Raises:
       ValueError: the vocabulary has no room for the bytes, there is a file already, or it cannot be written.
@@ -201,7 +200,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()  # better now than after an hour
+        temporary.touch()  # fails now rather than after an hour
         library.train_from_iterator(texts, trainer)
         temporary.write_text(library.to_str(pretty=True), encoding="utf-8")
         temporary.replace(path)

@@ -14,10 +14,10 @@ class TokenPart:
     """The documents of a training or validation part as one stream of tokens; nothing is copied.
 
     Attributes:
-      tokens: the tokens of the whole data set.
+      tokens: the tokens of the data set.
       starts: the index in `tokens` of each document's first token: `[num_documents]`.
       offsets: its index in the stream, and the end of the last document: `[num_documents + 1]`.
-      file: size and time of change of the tokens' file when it was opened, if there is one.
+      file: size and modification time of the tokens' file when it was opened, if there is one.
     """
 
     tokens: np.ndarray | TokenFile
@@ -52,11 +52,10 @@ class TokenPart:
 
 
 def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[TokenPart, TokenPart]:
-    """Splits documents: those of the lowest hashes are for validation, as many as fit into its share of the tokens.
+    """Splits documents: those with the lowest hashes are for validation, as many as fit into its share of the tokens.
 
-    The hash is of the content: the split must not depend on names, order or machine, neighbours are alike, and a
-    document that occurs twice must not be in both parts. Where no document fits, as with a single one, validation gets
-    the end of the longest.
+    The hash is of the content: the split does not depend on names, order or machine, and a document that occurs twice
+    is in one part. Where no document fits, as with a single one, validation gets the end of the longest.
 
     Returns:
       The documents to train on, and those to validate on.
@@ -65,10 +64,12 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
     room = int(validation_fraction * int(tokens.offsets[-1]))
     _, group = np.unique(tokens.hashes, return_inverse=True)
     sizes = np.bincount(group, weights=lengths).astype(np.int64)
-    held_out = _first_that_fit(sizes, room)[group]
+    is_validation = _first_that_fit(sizes, room)[group]
     starts = np.asarray(tokens.offsets[:-1])
-    if held_out.any():
-        return _part(tokens, starts[~held_out], lengths[~held_out]), _part(tokens, starts[held_out], lengths[held_out])
+    if is_validation.any():
+        return _part(tokens, starts[~is_validation], lengths[~is_validation]), _part(
+            tokens, starts[is_validation], lengths[is_validation]
+        )
     longest = np.flatnonzero(lengths == lengths.max())
     cut = longest[np.argmin(tokens.hashes[longest])]
     room = min(room, int(lengths[cut]) - 1)
@@ -83,15 +84,15 @@ def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
 
 
 def _first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Takes sizes in order, each that still fits; returns which were taken."""
-    taken = np.zeros(len(sizes), bool)
+    """Selects sizes in order, each that still fits, and returns a mask of them."""
+    selected = np.zeros(len(sizes), bool)
     remaining = np.arange(len(sizes))
     while True:
         remaining = remaining[sizes[remaining] <= room]
         if not remaining.size:
-            return taken
+            return selected
         totals = np.cumsum(sizes[remaining])
         num_fitting = int(np.searchsorted(totals, room, side="right"))
-        taken[remaining[:num_fitting]] = True
+        selected[remaining[:num_fitting]] = True
         room -= int(totals[num_fitting - 1])
         remaining = remaining[num_fitting:]

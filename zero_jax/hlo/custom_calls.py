@@ -91,16 +91,20 @@ def _body_work(
 
 
 def _literal(program: Program, computation: str, name: str) -> np.ndarray | None:
-    """The value of an operand that is a constant of integers which the text has in full."""
+    """The value of an operand that is a constant of integers which the text has in full.
+
+    Or a slice of one, whose rows are all the same: as where each device has its share of the heads of a mask.
+    """
     instruction = program.computations[computation].get(name)
     literal = program.literal(computation, name)
     if instruction is None or literal is None:
         return None
     shape = parse_shape(instruction.shape)
-    values = [int(digits) for digits in re.findall(r"-?\d+", literal)]
-    if not isinstance(shape, Array) or len(values) != shape.num_elements:
+    values = np.array([int(digits) for digits in re.findall(r"-?\d+", literal)])
+    if not isinstance(shape, Array) or not shape.num_elements or values.size % shape.num_elements:
         return None
-    return np.array(values).reshape(shape.dims)
+    rows = values.reshape(-1, *shape.dims)
+    return rows[0] if (rows == rows[0]).all() else None
 
 
 def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> KernelCall | None:

@@ -143,7 +143,10 @@ class Program:
         return self._trips[key]
 
     def literal(self, computation: str, name: str) -> str | None:
-        """The constant that a value is, wherever it was passed on from; None where the text leaves it out."""
+        """The constant that a value is, wherever it was passed on from, or of which it is a row.
+
+        None where the text leaves it out.
+        """
         value = self._value(computation, name, (), self._passed_by_callers(computation))
         return value if isinstance(value, str) else None
 
@@ -206,12 +209,22 @@ class Program:
             return value(operands[path[0]], path[1:])
         if opcode in _PASS_THROUGH or (opcode == "while" and self._keeps(instruction.called["body"], path)):
             return value(operands[0], path)
+        if opcode == "dynamic-slice" and self._slices_rows(computation, instruction):
+            rows = value(operands[0])  # the text of all of them: which one it is depends on the device
+            return rows if isinstance(rows, str) else None
         if opcode in ("fusion", "call"):
             return self._result(next(iter(instruction.called.values())), path, lambda i, path: value(operands[i], path))
         match = re.search(r"\bdirection=(\w+)", line) if opcode == "compare" else None
         function = _COMPARE.get(match[1]) if match else _ARITHMETIC.get(opcode)
         values = [value(operand) for operand in operands] if function else []
         return function(*values) if function and all(isinstance(value, int) for value in values) else None
+
+    def _slices_rows(self, computation: str, instruction: Instruction) -> bool:
+        """Whether a dynamic-slice leaves all dims but the first as they are."""
+        operand = self.computations[computation].get(instruction.operands[0])
+        sizes = re.search(r"dynamic_slice_sizes=\{([\d,]*)\}", instruction.line)
+        dims = re.search(r"\[([\d,]*)\]", operand.shape) if operand else None
+        return sizes is not None and dims is not None and integers(sizes[1])[1:] == integers(dims[1])[1:]
 
     def _result(self, computation: str, path: tuple, argument: Callable[[int, tuple], Any]) -> Any:
         return self._value(computation, self.roots.get(computation, ""), path, argument)

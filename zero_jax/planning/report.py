@@ -27,10 +27,12 @@ from zero_jax.training import (
     make_placement,
     normalize_loss,
 )
-from zero_jax.transforms import attention_flops, count_flops, resolve_remat
+from zero_jax.transforms import AttentionReport, attention_flops, attention_report, count_flops, resolve_remat
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
+# More rows of attention are not shown.
+_MAX_ATTENTIONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class PlanReport:
       stage: the ZeRO stage.
       precision: name of the precision policy, or `custom`.
       remat: the remat policy, what it keeps and where.
+      attention: the attentions of the loss function: which ones a fused kernel computes, and why not the others; None
+        with `attention="own"`.
       num_params: parameters.
       batch_size: examples of a step, over all devices and microbatches.
       num_microbatches: forward passes of a step.
@@ -71,6 +75,7 @@ class PlanReport:
     stage: int
     precision: str
     remat: str
+    attention: AttentionReport | None
     num_params: int
     batch_size: int
     num_microbatches: int
@@ -121,10 +126,11 @@ class PlanReport:
         plain = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("memory", "comms", "memory_estimate", "comms_estimate", "time", "compiler_options")
+            if field.name
+            not in ("memory", "comms", "memory_estimate", "comms_estimate", "time", "attention", "compiler_options")
         }
         parts = {"memory": self.memory, "comms": self.comms, "memory_estimate": self.memory_estimate}
-        parts |= {"comms_estimate": self.comms_estimate}
+        parts |= {"comms_estimate": self.comms_estimate, "attention": self.attention}
         return {
             **plain,
             "mesh": dict(self.mesh),
@@ -155,6 +161,8 @@ class PlanReport:
             "remat": self.remat,
             "verdict": verdict,
         }
+        if self.attention is not None:
+            rows["attention"] = f"{self.attention.num_fused} fused, {self.attention.num_left} left as they are"
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
         if self.time:
@@ -163,6 +171,7 @@ class PlanReport:
         if self.refusal:
             rows["it says"] = self.refusal.splitlines()[0]
         lines = [aligned(rows.items())]
+        lines += [f"attention: {row}" for row in (self.attention.rows[:_MAX_ATTENTIONS] if self.attention else ())]
         lines += [f"note: {note}" for note in self.notes]
         if self.compiler_options:
             lines += ["compiled with", *(f"  - {option}" for option in self.compiler_options)]
@@ -227,6 +236,7 @@ def make_report(
         "stage": job.config.stage,
         "precision": precision,
         "remat": str(resolve_remat(job.config.remat)),
+        "attention": _attention(job, state, mesh) if job.config.attention == "fused" else None,
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
@@ -278,8 +288,19 @@ def make_report(
     )
 
 
+def _attention(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
+    """Reports the attentions of the loss function as the train step has it."""
+    return attention_report(*_loss_and_arguments(job, state, mesh))
+
+
 def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:
     """Traces the forward pass on the variables as the loss function sees them."""
+    forward, *arguments = _loss_and_arguments(job, state, mesh)
+    return jax.make_jaxpr(forward)(*arguments)
+
+
+def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
     loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
 
@@ -287,7 +308,7 @@ def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    return jax.make_jaxpr(forward)(state.variables, job.batch, key)
+    return forward, state.variables, job.batch, key
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

@@ -92,7 +92,8 @@ class Roofline:
             moved = (kernel.split_bytes / num_parts + kernel.other_bytes) / self.memory_bytes_per_second
             products = kernel.flops / parts / self.flops_per_second(kernel.engine)
             busy = max(products, kernel.vector_ops / parts / vector_per_second, moved)
-            total += kernel.times * (busy + launch)
+            # A kernel that is written by hand has layouts of its own: what it takes and makes is copied.
+            total += kernel.times * (busy + launch + (2 * moved if kernel.engine else 0.0))
         return total
 
     def moved_seconds(self, num_bytes: float) -> float:

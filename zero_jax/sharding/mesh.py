@@ -1,4 +1,4 @@
-"""The device mesh: `replica` x `data` x `model`, where `data` may be carried by several mesh axes."""
+"""The device mesh: `replica` x `data` x `model`, where `data` may be several mesh axes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def axes_of(
     replica: Sequence[str] | None = None,
     model: Sequence[str] | None = None,
 ) -> Axes:
-    """Finds the roles of a mesh's axes, by their names unless told.
+    """Returns the roles of a mesh's axes: those of the arguments, the others by their names.
 
     Args:
-      mesh: any mesh; by convention `data` and `data_*` carry the data role, `replica` the replica role and `model` and
-        `model_*` the model role.
-      data: the axes that carry the data role, major first.
-      replica: the axes that carry the replica role.
-      model: the axes that carry the model role, major first.
+      mesh: any mesh; `data` and `data_*` have the data role, `replica` the replica role, `model` and `model_*` the
+        model role.
+      data: the axes of the data role, major first.
+      replica: the axes of the replica role.
+      model: the axes of the model role, major first.
 
     Raises:
       ValueError: an axis that the mesh does not have, or no axis that carries `data`.
@@ -59,18 +59,18 @@ def axes_of(
     if not hasattr(mesh, "axis_names"):
         raise ValueError(f"mesh={shown(mesh)} is no mesh: make one with zero.make_mesh(data=...) or jax.sharding.Mesh")
     names = tuple(mesh.axis_names)
-    told = {"data": data, "replica": replica, "model": model}
-    told = {role: (axes,) if isinstance(axes, str) else axes for role, axes in told.items()}
-    taken = [axis for axes in told.values() if axes is not None for axis in axes]
-    twice = next((axis for axis in taken if taken.count(axis) > 1), None)
+    by_role = {"data": data, "replica": replica, "model": model}
+    by_role = {role: (axes,) if isinstance(axes, str) else axes for role, axes in by_role.items()}
+    assigned = [axis for axes in by_role.values() if axes is not None for axis in axes]
+    twice = next((axis for axis in assigned if assigned.count(axis) > 1), None)
     if twice is not None:
-        raise ValueError(f"the mesh axis {twice!r} is given more than one role in {told}: give each axis one")
-    free = tuple(name for name in names if name not in taken)
+        raise ValueError(f"the mesh axis {twice!r} is given more than one role in {by_role}: give each axis one")
+    free = tuple(name for name in names if name not in assigned)
     by_name = {
         role: tuple(n for n in free if n == role or (role != "replica" and str(n).startswith(f"{role}_")))
-        for role in told
+        for role in by_role
     }
-    data, replica, model = (by_name[role] if axes is None else axes for role, axes in told.items())
+    data, replica, model = (by_name[role] if axes is None else axes for role, axes in by_role.items())
     for name in (*data, *replica, *model):
         if name not in names:
             hint = did_you_mean(name, names, "; did you mean {!r}?")
@@ -109,11 +109,11 @@ def make_mesh(
     topology: str | None = None,
     data_layout: Sequence[int] | None = None,
 ) -> Mesh:
-    """Makes the mesh `replica` x `data` x `model`, laid out for the hardware; all axes have the Auto type.
+    """Makes the mesh `replica` x `data` x `model`, in an order for the hardware; all axes have the Auto type.
 
-    On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is carried by several mesh
-    axes (`data_0`, `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go
-    axis by axis. Everywhere else it is the one axis `data`.
+    On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is several mesh axes (`data_0`,
+    `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go axis by axis.
+    Otherwise it is the single axis `data`.
 
     Args:
       data: devices that ZeRO shards over; None takes what `replica` and `model` leave.
@@ -121,7 +121,7 @@ def make_mesh(
       model: size of the tensor-parallel axis.
       devices: the devices; None takes all of `jax.devices()`.
       topology: name of hardware to compile for without having it, as in `v5p:2x2x4` or `h100:2x8`; excludes `devices`.
-      data_layout: sizes of the mesh axes that carry `data`, major first; overrides the choice made from the hardware.
+      data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware.
 
     Raises:
       ValueError: sizes that do not multiply up to the devices, or an unknown topology.
@@ -130,10 +130,10 @@ def make_mesh(
         if devices is not None:
             raise ValueError("make_mesh takes `devices` or `topology`, not both: leave one out")
         devices = topology_devices(topology)
-    given = jax.devices() if devices is None else devices
-    devices = list(given) if isinstance(given, Iterable) else []
+    chosen = jax.devices() if devices is None else devices
+    devices = list(chosen) if isinstance(chosen, Iterable) else []
     if not devices or not all(hasattr(device, "platform") for device in devices):
-        raise ValueError(f"make_mesh: devices={shown(given)} is no list of devices: give some of jax.devices()")
+        raise ValueError(f"make_mesh: devices={shown(chosen)} is no list of devices: give some of jax.devices()")
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
@@ -164,7 +164,7 @@ def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> d
 def _layout(
     devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Returns the sizes of the axes that carry `data` and the grid of devices, replica first, model last."""
+    """Returns the sizes of the axes of `data` and the grid of devices, replica first, model last."""
     replica, data, model = sizes["replica"], sizes["data"], sizes["model"]
     if data_layout is not None:
         is_sizes = isinstance(data_layout, Sequence) and all(isinstance(one, int | np.integer) for one in data_layout)
@@ -185,7 +185,7 @@ def _layout(
 
 
 def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
-    """Lays `data` over hosts or slices: fast links major, network minor, so that the network moves the small shards."""
+    """Orders `data` over hosts or slices: fast links major, network minor, so that the network moves small shards."""
     groups: dict[int, list[Any]] = {}
     for device, domain in zip(devices, _domains(devices), strict=True):
         groups.setdefault(domain, []).append(device)
@@ -194,15 +194,15 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
     if num_groups == 1 or len(group_sizes) != 1 or (replica % num_groups and num_groups % replica):
         return None
     inside = group_sizes.pop()
-    copies, spread = max(replica // num_groups, 1), max(num_groups // replica, 1)  # copies in a group, groups of a copy
-    if inside == 1 or inside % (copies * model):
+    copies_per_group, groups_per_copy = max(replica // num_groups, 1), max(num_groups // replica, 1)
+    if inside == 1 or inside % (copies_per_group * model):
         return None
-    inner_sizes = {"replica": copies, "data": inside // (copies * model), "model": model}
+    inner_sizes = {"replica": copies_per_group, "data": inside // (copies_per_group * model), "model": model}
     inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
-    grids = [_torus_grid(copies, inner, model, groups[key]) for key in sorted(groups)]
-    whole = [np.stack(grids[i : i + spread], axis=-2) for i in range(0, num_groups, spread)]
-    layout = (*inner, spread) if spread > 1 or not inner else inner
-    return layout, np.concatenate(whole).reshape(replica, *layout, model)
+    grids = [_torus_grid(copies_per_group, inner, model, groups[key]) for key in sorted(groups)]
+    per_copy = [np.stack(grids[i : i + groups_per_copy], axis=-2) for i in range(0, num_groups, groups_per_copy)]
+    layout = (*inner, groups_per_copy) if groups_per_copy > 1 or not inner else inner
+    return layout, np.concatenate(per_copy).reshape(replica, *layout, model)
 
 
 def _domains(devices: list[Any]) -> list[int]:
@@ -240,7 +240,7 @@ def _torus_dims(devices: list[Any]) -> tuple[int, ...]:
 
 
 def _torus_grid(replica: int, layout: tuple[int, ...], model: int, devices: list[Any]) -> np.ndarray:
-    """Lays devices out; one axis over a whole torus goes dim by dim, as a ring has no dims to scatter by."""
+    """Returns the grid of devices; a single axis over all of a torus goes dim by dim, not along a ring."""
     dims = _torus_dims(devices) if layout == (len(devices),) else ()
     return _device_grid((replica, *(dims or layout), model), devices).reshape(replica, *layout, model)
 

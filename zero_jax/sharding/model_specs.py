@@ -1,7 +1,7 @@
-"""Specs that a model's own params carry: Flax Linen's boxes, and the metadata of Flax NNX's variables.
+"""Reads the specs in a model's own params: Flax Linen's boxes, and the metadata of Flax NNX's variables.
 
-Both are pytree nodes around one array that know a name for each of its dims. A name is an axis of the mesh, or a
-logical one (`embed`, `heads`) that rules turn into one.
+Both are pytree nodes of one array, with a name for each dim: a mesh axis, or a logical axis (`embed`, `heads`) that
+rules map to one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import PyTree, leaf_names, path_name
-from zero_jax.sharding.spec import Dims, dims_of
+from zero_jax.sharding.spec import Dims, checked_dims
 
-# From a logical name to the mesh axis, or axes, that dims of that name are cut over; None leaves them whole. Pairs may
-# name one twice, as in Flax: the first whose axes the leaf has not used yet counts.
+# From a logical axis to the mesh axis, or axes, that its dims are sharded over, or None. As in Flax, pairs may name one
+# twice: the first whose axes the leaf has not used yet counts.
 AxisRules = Mapping[str, "str | Sequence[str] | None"] | Sequence[tuple[str, "str | Sequence[str] | None"]]
 
 
@@ -48,27 +48,24 @@ def specs_of(
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_named)
     others = [str(axis) for axis, size in mesh.shape.items() if size > 1 and axis not in batch_axes]
     specs: list[PartitionSpec] = []
-    found = False
+    has_names = False
     for path, node in nodes:
         leaves = jax.tree.leaves(node)
         names = _names(node)
         if names is None or len(leaves) != 1:
             specs.extend(PartitionSpec() for _ in leaves)
             continue
-        found = True
+        has_names = True
         specs.append(
             _spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh, others)
         )
-    return jax.tree.structure(params).unflatten(specs) if found else None
+    return jax.tree.structure(params).unflatten(specs) if has_names else None
 
 
 def spec_of_each(params: PyTree, specs: PyTree, *, what: str) -> list[Any]:
     """Returns a spec for each param, in the order of the leaves, from a tree of specs like the params or a prefix.
 
-    Args:
-      params: the params.
-      specs: `PartitionSpec`s, `NamedSharding`s or None for whole.
-      what: what the specs are called where they do not fit.
+    Specs are `PartitionSpec`s, `NamedSharding`s or None for replicated; errors start with `what`.
 
     Raises:
       ValueError: the specs are no prefix of the params.
@@ -88,29 +85,16 @@ def dims_of_each(params: PyTree, specs: PyTree, *, mesh: Mesh) -> list[Dims]:
     Raises:
       ValueError: a spec does not fit its param, or names an axis that the mesh does not have.
     """
-    found = []
     each = spec_of_each(params, specs, what="the specs are")
-    for name, leaf, spec in zip(leaf_names(params), jax.tree.leaves(params), each, strict=True):
-        shape = jax.typeof(leaf).shape
-        try:
-            dims = dims_of(spec, len(shape))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"param {name!r} of shape {shape}: {error}; give it a spec of its own") from error
-        unknown = [axis for axes in dims for axis in axes if axis not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"param {name!r}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {mesh.axis_names}: "
-                "name one of them, or None to leave the dim whole"
-            )
-        found.append(dims)
-    return found
+    leaves = zip(leaf_names(params), jax.tree.leaves(params), each, strict=True)
+    return [checked_dims(f"param {name!r}", spec, jax.typeof(leaf).shape, mesh) for name, leaf, spec in leaves]
 
 
 def _metadata(node: Any) -> Mapping[str, Any]:
     """Returns the metadata of an NNX variable; empty for anything else."""
     get = None if isinstance(node, type) else getattr(node, "get_metadata", None)
-    found = get() if callable(get) and hasattr(node, "get_value") else None
-    return found if isinstance(found, Mapping) else {}
+    metadata = get() if callable(get) and hasattr(node, "get_value") else None
+    return metadata if isinstance(metadata, Mapping) else {}
 
 
 def _names(node: Any) -> tuple[Any, ...] | None:
@@ -179,7 +163,7 @@ def _axes(
     if name in mesh.axis_names:
         return (name,)
     if not others:
-        return ()  # there is nothing that the model could be cut over
+        return ()  # there is no axis that the model could be sharded over
     near = did_you_mean(name, others, "{}") or others[0]
     raise ValueError(
         f"param {path!r} names a dim {name!r}, which is neither an axis of the mesh {mesh.axis_names} nor in "

@@ -46,10 +46,10 @@ class Precision:
     """The dtypes of a train step; None leaves a leaf's dtype as `init_fn` made it.
 
     Attributes:
-      param: dtype of params that are kept whole and of what is gathered after an update.
+      param: dtype of unsharded params, and of what is gathered after an update.
       compute: dtype of the params that the loss function sees.
       reduce: dtype in which gradients are summed across devices.
-      master: dtype of the master params that the optimizer updates, and of the gradients it is given.
+      master: dtype of the master params that the optimizer updates, and of the gradients that it gets.
       loss_scale: dynamic loss scaling, or None.
     """
 

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.core.variables import MODEL_STATE, model_state_names
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.model_specs import AxisRules, spec_of_each, specs_of
-from zero_jax.sharding.spec import Dims, carries, dims_of, named, num_shards, without
+from zero_jax.sharding.spec import Dims, carries, checked_dims, named, num_shards, without
 
 # Preferred are dims whose shards still fill the accelerator's tiles: 128 lanes, 16 sublanes of 2-byte types.
 _TILE = (16, 128)
@@ -70,16 +71,16 @@ class _Placer:
         self.mesh, self.axes, self.rules = mesh, axes, rules
         self.overrides = _compile("overrides", {} if rules.overrides is None else rules.overrides)
 
-    def place(self, name: str, leaf: Any, given: Dims | None) -> LeafPlacement:
-        """Returns the placement of a leaf: an override by path, else the given spec with `data` added."""
+    def place(self, name: str, leaf: Any, spec_dims: Dims | None) -> LeafPlacement:
+        """Returns the placement of a leaf: an override by path, else `dims` with `data` added."""
         shape, dtype = tuple(leaf.shape), leaf.dtype
         override = next((spec for pattern, spec in self.overrides if pattern.fullmatch(name)), None)
         if override is not None:
             dims, reason = self.checked(name, shape, override), "override"
         elif jnp.issubdtype(dtype, jax.dtypes.extended):
-            dims, reason = ((),) * len(shape), "PRNG keys stay whole"
+            dims, reason = ((),) * len(shape), "PRNG keys are not sharded"
         else:
-            dims, reason = self.add_data(shape, given or ((),) * len(shape))
+            dims, reason = self.add_data(shape, spec_dims or ((),) * len(shape))
         return LeafPlacement(
             path=name,
             shape=shape,
@@ -99,50 +100,42 @@ class _Placer:
             if param.shape == tuple(leaf.shape):
                 num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
                 return dataclasses.replace(param, path=name, dtype=str(leaf.dtype), num_bytes=num_bytes)
-            kept = _kept_dims(without(param.dims, self.axes.data), param.shape, tuple(leaf.shape))
-            return self.place(name, leaf, kept)
+            common = _common_dims(without(param.dims, self.axes.data), param.shape, tuple(leaf.shape))
+            return self.place(name, leaf, common)
         return self.place(name, leaf, None)
 
     def checked(self, name: str, shape: tuple[int, ...], spec: Any) -> Dims:
         """Returns the dims of a spec; raises `ValueError` if it does not fit the leaf or the mesh."""
-        try:
-            dims = dims_of(spec, len(shape))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"leaf {name!r} of shape {shape}: {error}; give it a spec that fits") from error
+        dims = checked_dims(f"leaf {name!r}", spec, shape, self.mesh)
         used = [axis for dim_axes in dims for axis in dim_axes]
         if len(set(used)) < len(used):
             raise ValueError(f"leaf {name!r}: spec {spec} names an axis twice; each axis can shard one dim only")
         for i, dim_axes in enumerate(dims):
-            unknown = [axis for axis in dim_axes if axis not in self.mesh.axis_names]
-            if unknown:
-                raise ValueError(
-                    f"leaf {name!r}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {self.mesh.axis_names}"
-                )
             if shape[i] % axis_size(self.mesh, dim_axes):
                 raise ValueError(
                     f"leaf {name!r} of shape {shape}: dim {i} is not divisible by the {axis_size(self.mesh, dim_axes)} "
-                    f"devices of {dim_axes}; shard another dim or leave it whole with PartitionSpec()"
+                    f"devices of {dim_axes}; shard another dim or none with PartitionSpec()"
                 )
         return dims
 
-    def add_data(self, shape: tuple[int, ...], given: Dims) -> tuple[Dims, str]:
+    def add_data(self, shape: tuple[int, ...], dims: Dims) -> tuple[Dims, str]:
         """Adds the `data` axes to the best dims: all on one dim, else over several; with the reason."""
         data = tuple(axis for axis in self.axes.data if self.mesh.shape[axis] > 1)
-        if carries(given, self.axes.data):
-            return given, "as given"
+        if carries(dims, self.axes.data):
+            return dims, "as given"
         if not data:
-            return given, "data has one device"
+            return dims, "data has one device"
         if math.prod(shape) < max(self.rules.min_shard_size, 1):
-            return given, f"whole: under {self.rules.min_shard_size} elements"
+            return dims, f"unsharded: under {self.rules.min_shard_size} elements"
         if len(data) > 2:  # the first two axes shard one dim, the others the last (spec.scatter_steps)
-            best = self.best_dim(shape, given, data[:2], minor=False)
-            other = self.best_dim(shape, given, data[2:], minor=True, besides=best)
+            best = self.best_dim(shape, dims, data[:2], minor=False)
+            other = self.best_dim(shape, dims, data[2:], minor=True, besides=best)
             if best is not None and other is not None:
-                return _with(_with(given, best, data[:2]), other, data[2:]), "sharded"
-        best = self.best_dim(shape, given, data, minor=len(data) == 1)
+                return _with(_with(dims, best, data[:2]), other, data[2:]), "sharded"
+        best = self.best_dim(shape, dims, data, minor=len(data) == 1)
         if best is not None:
-            return _with(given, best, data), "sharded"
-        dims, placed = given, []
+            return _with(dims, best, data), "sharded"
+        placed = []
         for axis in sorted(data, key=lambda axis: -self.mesh.shape[axis]):
             best = self.best_dim(shape, dims, (axis,), minor=True)
             if best is not None:
@@ -151,11 +144,9 @@ class _Placer:
         if len(placed) == len(data):
             return dims, "sharded over several dims"
         if placed:
-            return dims, f"partly whole: no dims divisible by all of {size} devices"
-        return (
-            given,
-            f"whole: no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)",
-        )
+            return dims, f"partly sharded: no dims divisible by all of {size} devices"
+        reason = f"no dim of {shape} is divisible by {size} devices (make_mesh(data_layout=...) splits them)"
+        return dims, f"unsharded: {reason}"
 
     def best_dim(
         self, shape: tuple[int, ...], dims: Dims, data: Sequence[str], *, minor: bool, besides: int | None = None
@@ -186,12 +177,12 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
     placer, specs = _Placer(mesh, axes, rules), rules.param_specs
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
-    given = _given_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
+    user_specs = _user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
 
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
 
-    return map_named(place, params, given, is_leaf=None)
+    return map_named(place, params, user_specs, is_leaf=None)
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
@@ -200,26 +191,28 @@ def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> Py
     if specs is None and rules.axis_rules:
         raise ValueError(
             "axis_rules were given, but no param carries names of its dims (as those of nn.with_partitioning do): "
-            "say how params are cut with param_specs, or leave axis_rules out"
+            "say how params are sharded with param_specs, or leave axis_rules out"
         )
     return specs
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _UserSpec:
     spec: Any
 
 
-def _given_specs(params: PyTree, specs: PyTree) -> PyTree:
+def _user_specs(params: PyTree, specs: PyTree) -> PyTree:
     """Returns a tree like the params with the user's spec for each."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
-            return map_named(lambda name, _: _Given(next((s for p, s in patterns if p.fullmatch(name)), None)), params)
+            return map_named(
+                lambda name, _: _UserSpec(next((s for p, s in patterns if p.fullmatch(name)), None)), params
+            )
     return jax.tree.unflatten(
-        jax.tree.structure(params), [_Given(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
+        jax.tree.structure(params), [_UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
     )
 
 
@@ -230,13 +223,6 @@ def place_like_params(tree: PyTree, placements: PyTree, *, mesh: Mesh, axes: Axe
     some dims of the param (adafactor's rows and columns) keeps the model's axes on the others; any other leaf
     (counters) is sharded by its own shape. `optax.tree_map_params` gives wrong specs for factored states and raises
     on some optimizers.
-
-    Args:
-      tree: arrays or `ShapeDtypeStruct`s.
-      placements: the tree of `place_params`.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      rules: as for `place_params`.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
     return map_named(lambda name, leaf: placer.place_like(name, leaf, by_path), tree)
@@ -249,18 +235,11 @@ def place_model_state(
 
     In this order: an override or a pattern of `param_specs` for its path `model_state/...`, the spec in its own
     metadata, the placement of the param of the same path and shape (a target network), its own shape.
-
-    Args:
-      model_state: arrays or `ShapeDtypeStruct`s.
-      placements: the tree of `place_params`.
-      mesh: the mesh.
-      axes: the roles of its axes.
-      rules: as for `place_params`.
     """
     placer, by_path = _Placer(mesh, axes, rules), _by_path(placements)
-    given = _model_state_patterns(rules.param_specs)
-    check_matched("param_specs", given, model_state_names(model_state))
-    patterns = _compile("param_specs", given)
+    by_pattern = _model_state_patterns(rules.param_specs)
+    check_matched("param_specs", by_pattern, model_state_names(model_state))
+    patterns = _compile("param_specs", by_pattern)
     carried = specs_of(model_state, rules.axis_rules, mesh=mesh, batch_axes=axes.batch)
     tree = jax.tree.structure(model_state)
     own = [None] * tree.num_leaves if carried is None else tree.flatten_up_to(carried)
@@ -288,10 +267,10 @@ def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
     return {pattern: spec for pattern, spec in specs.items() if str(pattern).startswith(f"{MODEL_STATE}/")}
 
 
-def _kept_dims(dims: Dims, shape: tuple[int, ...], kept: tuple[int, ...]) -> Dims | None:
-    """Returns the axes of the dims that a leaf of shape `kept` shares with a param, most axes first, or None."""
-    choices = itertools.combinations(range(len(shape)), len(kept)) if len(kept) < len(shape) else ()
-    fits = [choice for choice in choices if tuple(shape[i] for i in choice) == kept]
+def _common_dims(dims: Dims, shape: tuple[int, ...], smaller: tuple[int, ...]) -> Dims | None:
+    """Returns the axes of the param's dims that a leaf of fewer dims has too, most axes first, or None."""
+    choices = itertools.combinations(range(len(shape)), len(smaller)) if len(smaller) < len(shape) else ()
+    fits = [choice for choice in choices if tuple(shape[i] for i in choice) == smaller]
     best = max(fits, key=lambda choice: sum(len(dims[i]) for i in choice), default=None)
     return None if best is None else tuple(dims[i] for i in best)
 
@@ -300,10 +279,7 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -
     """Converts placements to `NamedSharding`s; without `data` unless `sharded`."""
 
     def sharding(placement: LeafPlacement) -> NamedSharding:
-        dims = placement.dims
-        if not sharded:
-            dims = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
-        return named(mesh, dims)
+        return named(mesh, placement.dims if sharded else without(placement.dims, axes.data))
 
     return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
 
@@ -318,16 +294,14 @@ class ShardingReport:
 
     def __str__(self) -> str:
         rows = []
-        width = max((len(p.path) for p in self.placements), default=4)
         for p in sorted(self.placements, key=lambda p: -p.num_bytes):
             spec = ", ".join("+".join(dim) or "-" for dim in p.dims) or "scalar"
-            rows.append(f"{p.path:<{width}}  {p.shape!s:<22} {p.dtype:<9} [{spec}]  {p.reason}")
-        rows.append(
-            f"{self.per_device_bytes / 2**20:.2f} MiB a device, of which {self.whole_bytes / 2**20:.2f} left whole"
-        )
+            rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
+        sizes = map(format_bytes, (self.per_device_bytes, self.whole_bytes))
+        lines = [aligned(rows), "{} a device, {} of it unsharded leaves".format(*sizes)]
         if 2 * self.whole_bytes > self.per_device_bytes:
-            rows.append("warning: leaves left whole take more than half of that")
-        return "\n".join(rows)
+            lines.append("warning: unsharded leaves take more than half of that")
+        return "\n".join(lines)
 
 
 def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes) -> ShardingReport:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Dims = tuple[tuple[str, ...], ...]
 
-# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the whole
+# From this many chips on, XLA:TPU turns a gather over all dims of a torus at once into an all-reduce of the entire
 # array: twice the bytes (docs/gather_on_use.md).
 STAGED_FROM_NUM_CHIPS = 64
 
@@ -37,6 +37,25 @@ def dims_of(spec: Any, num_dims: int) -> Dims:
         else:
             dims.append((entry,) if isinstance(entry, str) else tuple(entry))
     return tuple(dims) + ((),) * (num_dims - len(dims))
+
+
+def checked_dims(what: str, spec: Any, shape: Sequence[int], mesh: Mesh) -> Dims:
+    """Converts a spec like `dims_of`, for an array of a shape on a mesh; `what` names the array in errors.
+
+    Raises:
+      ValueError: the spec does not fit the shape, or names an axis that the mesh does not have.
+    """
+    try:
+        dims = dims_of(spec, len(shape))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what} of shape {tuple(shape)}: {error}; give it a spec that fits") from error
+    unknown = [axis for axes in dims for axis in axes if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{what}: spec {spec} names the axis {unknown[0]!r}, but the mesh has {mesh.axis_names}: "
+            "name one of them, or None to leave the dim unsharded"
+        )
+    return dims
 
 
 def partition_spec(dims: Dims) -> PartitionSpec:
@@ -73,8 +92,8 @@ def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
     while True:
         minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
         if not minor:  # the remaining axes are followed by the model's
-            whole = without(dims, axes)
-            return steps if whole == dims else [*steps, whole]
+            unsharded = without(dims, axes)
+            return steps if unsharded == dims else [*steps, unsharded]
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
         steps.append(dims)

@@ -126,10 +126,10 @@ _NAME = re.compile(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A topology's name, read.
+    """A parsed topology name.
 
     Attributes:
-      name: as given.
+      name: the name.
       hardware: the kind of device.
       num_slices: TPU slices, or GPU hosts.
       shape: the extents of a TPU slice in chips, or the GPUs of a host.
@@ -188,7 +188,7 @@ def missing_compiler(hardware: Hardware) -> str | None:
 
 
 def _mismatched_libtpu() -> str | None:
-    """Tells if libtpu is not the release that jax pins: such a pair compiles, and its programs cannot be read."""
+    """Returns an error for a libtpu that jax does not pin: such a pair compiles, but its programs cannot be read."""
     pins = [one for one in importlib.metadata.requires("jax") or () if one.replace(" ", "").startswith("libtpu==")]
     pinned = re.search(r"==\s*([\d.]+)", pins[0]) if pins else None
     try:

@@ -6,11 +6,11 @@ metrics: console, JSON Lines, TensorBoard, curves.
 """
 
 from zero_jax.trainer.capacity import tree_bytes
+from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
 from zero_jax.trainer.result import TrainResult
-from zero_jax.trainer.resume import ResumeError
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold
 

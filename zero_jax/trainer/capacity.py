@@ -1,4 +1,4 @@
-"""Checks memory before anything is allocated: refuses a run whose batches or params cannot fit, however sharded."""
+"""Checks before anything is allocated that batches and params fit into memory, however they are sharded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from zero_jax.core.text_tables import format_bytes
 from zero_jax.core.tree import PyTree
 
 _BYTES_A_TOKEN = 16  # input, target, weight and segment
@@ -18,14 +19,7 @@ _BYTES_A_TOKEN = 16  # input, target, weight and segment
 def check_capacity(
     init_fn: Callable[[jax.Array], PyTree], *, batch_size: int, seq_len: int, prefetch_batches: int, mesh: Mesh
 ) -> None:
-    """Refuses a run that cannot fit, however it is sharded.
-
-    Args:
-      init_fn: what makes the params; it is traced, not run.
-      batch_size: sequences in a step, over all processes.
-      seq_len: tokens in a sequence.
-      prefetch_batches: batches that a process reads ahead.
-      mesh: the devices.
+    """Checks that batches and params fit into memory; `init_fn` is traced, not run.
 
     Raises:
       ValueError: the batches are larger than this machine's memory, or the params than that of all devices.
@@ -35,15 +29,15 @@ def check_capacity(
     if batches > host_bytes:
         raise ValueError(
             f"batch_size={batch_size}: this and prefetch_batches={prefetch_batches} more of {seq_len:,} tokens a "
-            f"sequence take {_gb(batches)}, and this machine has {_gb(host_bytes)}: give smaller ones"
+            f"sequence take {format_bytes(batches)}, and this machine has {format_bytes(host_bytes)}: give smaller ones"
         )
     params = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     size = tree_bytes(params)
     device_bytes = _device_bytes(mesh)
     if size * len(mesh.local_devices) / mesh.size > device_bytes:
         raise ValueError(
-            f"the params take {_gb(size)} in all, and the {len(mesh.local_devices)} devices of this machine have "
-            f"{_gb(device_bytes)}: give a smaller model, or more machines"
+            f"the params take {format_bytes(size)} in all, and the {len(mesh.local_devices)} devices of this machine "
+            f"have {format_bytes(device_bytes)}: give a smaller model, or more machines"
         )
 
 
@@ -67,7 +61,3 @@ def _device_bytes(mesh: Mesh) -> int:
         return _host_bytes()
     limits = [(device.memory_stats() or {}).get("bytes_limit", 2**62) for device in devices]
     return sum(limits)
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

@@ -1,10 +1,11 @@
-"""The training loop behind `zero-jax train`: from a run that was checked to checkpoints, figures and a picture."""
+"""The training loop of `zero-jax train`: steps, evaluations, checkpoints, metrics and samples of a checked run."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
@@ -18,17 +19,16 @@ from zero_jax.core.tree import leaf_names
 from zero_jax.data import BatchBuffers, train_batches, validation_batches
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
+from zero_jax.trainer.checkpoints import Saver, Start, begin, identity
+from zero_jax.trainer.evaluation import Validation
 from zero_jax.trainer.profiling import Profiler
-from zero_jax.trainer.reporting.console import Console, lasting
+from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
+from zero_jax.trainer.reporting.curves import RunRecords
 from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_speedometer, per_device_bytes
-from zero_jax.trainer.reporting.run_description import describe_run, groups, num_params
 from zero_jax.trainer.reporting.writers import Writers, open_writers
-from zero_jax.trainer.result import Losses, TrainResult, draw_losses, run_losses
-from zero_jax.trainer.resume import Start, begin, identity
+from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
-from zero_jax.trainer.saving import Saver
-from zero_jax.trainer.validation import Validation
 from zero_jax.training import NoiseScale, make_train_step, trainable
 
 EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
@@ -43,10 +43,10 @@ def train(
       config: what to train on, how, and for how long.
       model: the model.
       tx: any optax optimizer, instead of the one that `config.optimizer` names.
-      log: takes progress lines; with several processes, those of process 0 alone.
+      log: called with progress lines, in process 0 alone.
 
     Returns:
-      The figures of the run; curve, log, checkpoints and config are in its folder.
+      The final metrics; loss curve, metrics, checkpoints and config are in the run's folder.
 
     Raises:
       ValueError: a config that contradicts itself or the devices; see `prepare`.
@@ -55,15 +55,15 @@ def train(
 
 
 def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> TrainResult:
-    """Carries out a run that `prepare` has checked.
+    """Executes a run that `prepare` has checked.
 
     Args:
       run: the run.
-      log: takes progress lines; with several processes, those of process 0 alone.
-      terminal: where a live bar is drawn instead, if it is a terminal.
+      log: called with progress lines, in process 0 alone.
+      terminal: stream for a live progress bar, if it is a terminal.
 
     Raises:
-      ResumeError: the checkpoint to go on from is of another model, optimizer or text, or damaged.
+      ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -74,14 +74,14 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
 
 
 class _Training:
-    """One run, as long as it lasts; what has to be closed is on the stack."""
+    """A run that is being executed; the stack closes its resources."""
 
     def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
         """Makes or restores the state, and opens what the run reads from and writes to."""
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
-        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else _silent
+        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else lambda _: None
         self.say = log
         self.preemption = Preemption(log=log)
         self._take_folder(stack)
@@ -129,18 +129,18 @@ class _Training:
         )
 
     def execute(self) -> TrainResult:
-        """Takes all the steps, and shows what came of them."""
-        status = self._fit()
+        """Runs all steps and returns the result."""
+        status = self._run_steps()
         self._beat("save")
         if status in ("done", "preempted") and not self.saver.wait_until_saved(self.step):
             status = {"done": "unsaved", "preempted": "preempted_unsaved"}[status]
         if advice := self.noise.advice(self.config.batch_size):
             self.say(advice)
-        sample = self._show_sample() if status in ("done", "unsaved") else ""
+        sample = self._log_sample() if status in ("done", "unsaved") else ""
         self.console.close()
         self._beat("end")
-        train, validation = run_losses(self.run.folder, (self.progress.train, self.progress.validation))
-        self._draw(train, validation)
+        losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
+        self._draw(losses)
         return TrainResult(
             status=status,
             directory=str(self.run.folder),
@@ -151,10 +151,10 @@ class _Training:
             num_steps=self.step,
             num_skipped_steps=int(self.state.num_skipped_steps),
             num_failed_saves=self.checkpointer.num_failed,
-            first_train_loss=_end(train, 0),
-            final_train_loss=_end(train, -1),
-            first_validation_loss=_end(validation, 0),
-            final_validation_loss=_end(validation, -1),
+            first_train_loss=_loss_at(losses.train, 0),
+            final_train_loss=_loss_at(losses.train, -1),
+            first_validation_loss=_loss_at(losses.validation, 0),
+            final_validation_loss=_loss_at(losses.validation, -1),
             tokens_per_second=self.progress.tokens_per_second,
             compile_seconds=self.progress.compile_seconds,
             train_seconds=self.progress.seconds,
@@ -170,7 +170,7 @@ class _Training:
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
         self.saved_config = {"model": {"name": self.model.name, **as_json(self.model.config)}, **as_json(self.config)}
-        if not (run.folder / "config.json").exists():  # that of a run to go on with stays until it does
+        if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
             save_config(run.folder, self.saved_config)
 
     def _open_data(self, start: Start, stack: contextlib.ExitStack) -> None:
@@ -199,7 +199,7 @@ class _Training:
                 folder,
                 name=folder.name,
                 run_config=self.saved_config,
-                # A run that was cut off before its first checkpoint has left records, that of step 0 among them.
+                # A run that was cut off before its first checkpoint has records too, from step 0 on.
                 resume_step=(start.step or -1) if config.resume == "auto" else None,
                 log=self.say,
             )
@@ -217,30 +217,30 @@ class _Training:
         }
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    def _draw(self, train: Losses, validation: Losses) -> None:
+    def _draw(self, losses: RunRecords) -> None:
         if not self.is_first:
             return
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
-        losses, path = {"train": train, "validation": validation}, self.run.folder / "loss.png"
-        failure = draw_losses(path, **losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
+        path = self.run.folder / "loss.png"
+        failure = draw_losses(path, losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
         if failure:
             self.say(f"no picture of the loss: {failure}")
 
     def _beat(self, phase: str, step: int | None = None) -> None:
-        """Tells the watchdog what comes; until its first execution is over a phase compiles, and tries kernels out."""
+        """Reports a phase to the watchdog; the first execution of a phase compiles, and autotunes kernels."""
         is_new = phase in ("step", "evaluation", "sample", "save") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
 
     def _read_back(self, dispatched: Dispatched) -> None:
-        """Waits until a step is done."""
+        """Waits for a step and records its metrics."""
         self.progress.add_step(dispatched)
         self.executed.add("step")
 
-    def _fit(self) -> str:
-        """Takes the steps; each one's metrics are read when the next one is already on its way.
+    def _run_steps(self) -> str:
+        """Runs the steps; the metrics of a step are read after the next one is dispatched.
 
         Returns:
-          How the run ended: `done`, `preempted` or `diverged`.
+          The status: `done`, `preempted` or `diverged`.
         """
         config, progress = self.config, self.progress
         if not self.is_evaluated and self.step % config.eval_every == 0:
@@ -257,7 +257,7 @@ class _Training:
                 is_last = self.step == config.steps
                 evaluates = is_last or self.step % config.eval_every == 0
                 saves = stops or is_last or self.checkpointer.is_due(self.step)
-                samples = not is_last and _is_due(self.step, config.sample_every)
+                samples = not is_last and config.sample_every > 0 and self.step % config.sample_every == 0
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
                     self._read_back(waiting)
                     waiting = None
@@ -265,7 +265,7 @@ class _Training:
                 if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
                     many, leaf = progress.num_nonfinite_in_a_row, progress.nonfinite_leaf or "no param (only the loss)"
                     why = f"{many} steps in a row were not finite, first in the gradient of {leaf}"
-                    self.saver.tell_diverged(self.step, why)
+                    self.saver.log_divergence(self.step, why)
                     return "diverged"
                 loss = None
                 if evaluates and (is_last or not stops):
@@ -274,20 +274,20 @@ class _Training:
                 if (saves or stops) and not self._save(loss, is_last=stops or is_last):
                     return "diverged"
                 if samples and not stops:
-                    self._show_sample()
+                    self._log_sample()
                 progress.resume_clock()
                 if stops and not is_last:
                     return "preempted"
         return "done"
 
     def _dispatch(self, profiler: Profiler) -> Dispatched:
-        """Sends the next step to the devices without waiting for it."""
+        """Dispatches the next step to the devices without waiting for it."""
         self._beat("data", self.step + 1)
         asked = time.perf_counter()
         batch = next(self.batches)
         waited_seconds = time.perf_counter() - asked
         self._beat("step", self.step + 1)
-        batch = self.buffers.fill(batch)  # which may wait for the devices
+        batch = self.buffers.fill(batch)  # may wait for the devices
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
         self.step += 1
@@ -300,19 +300,19 @@ class _Training:
         )
 
     def _evaluate(self, *, is_last: bool) -> float | None:
-        """Records the validation loss, and that of the params' moving average where the optimizer keeps one.
+        """Records the validation loss, and that of the moving average of the params where the optimizer has one.
 
         Returns:
-          The loss, or None where a signal came first: what time is left then is for saving.
+          The loss, or None if a signal interrupted the evaluation: the remaining time is for saving.
         """
 
-        def goes_on() -> bool:
+        def continues() -> bool:
             self.executed.add("evaluation")
             self._beat("evaluation")
             return is_last or not self.preemption.stops_alone
 
         self._beat("evaluation")
-        losses = self.validation.losses(self.state, goes_on=goes_on)
+        losses = self.validation.losses(self.state, goes_on=continues)
         if losses is None:
             return None
         loss, ema_loss = losses
@@ -320,7 +320,7 @@ class _Training:
         return loss
 
     def _save(self, loss: float | None, *, is_last: bool) -> bool:
-        """Begins to save the state if it is finite; returns whether the run can go on."""
+        """Starts to save the state if it is finite; returns whether the run can continue."""
         self._beat("save")
         goes_on = self.saver.save(
             self.step,
@@ -338,8 +338,8 @@ class _Training:
         self.executed.add("save")
         return goes_on
 
-    def _show_sample(self) -> str:
-        """Tells, and returns, text that the model adds to the prompt; nothing if none is asked for."""
+    def _log_sample(self) -> str:
+        """Logs and returns text that the model generates after the prompt; '' without a sampler."""
         if self.sample is None:
             return ""
         self._beat("sample")
@@ -353,13 +353,5 @@ def _norm(params: Any) -> jax.Array:
     return optax.tree.norm(optax.tree.cast(trainable(params), jnp.float32))
 
 
-def _end(losses: list[tuple[int, float]], index: int) -> float:
-    return losses[index][1] if losses else math.nan
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _silent(_: str) -> None:
-    pass
+def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:
+    return records[index]["loss"] if records else math.nan

@@ -1,4 +1,4 @@
-"""Optimizers by name, with a learning-rate schedule and an average of the params, for those who bring no own."""
+"""Optimizers by name, with a learning-rate schedule and a moving average of the params."""
 
 import dataclasses
 import functools
@@ -17,8 +17,7 @@ from zero_jax.sharding.rules import check_matched
 from zero_jax.trainer import schedules
 from zero_jax.training import check_decay, params_ema
 
-# Leaves whose values have a meaning of their own (a gain, an offset) are not pulled towards zero, and a table of
-# vectors is no matrix for Muon: a step's gradient touches single rows.
+# Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
 _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
 _USUAL_WARMUP_STEPS = 50
@@ -26,7 +25,7 @@ _USUAL_WARMUP_STEPS = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Says which optimizer updates the params, and how fast.
+    """The optimizer, its learning rate and its options.
 
     Attributes:
       optimizer: name of the optimizer: `adamw`, `sgd` (with momentum), `lion`, `adafactor` or `muon`.
@@ -63,17 +62,13 @@ class OptimizerConfig:
     ema_decay: float | None = None
 
     def __post_init__(self):
-        """Refuses what no optimizer can use, and what this one does not know."""
-        check_fields(self)
+        """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
+        check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
         _check_name("optimizer", self.optimizer, tuple(_OPTIMIZERS))
         _check_name("schedule", self.schedule, schedules.SCHEDULES)
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
-            )
-        if (self.warmup_steps or 0) < 0 or not self.weight_decay >= 0:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps}, weight_decay={self.weight_decay}: give no negative numbers"
             )
         schedules.check_schedule(
             self.schedule, final_share=self.final_learning_rate, decay_fraction=self.decay_fraction
@@ -150,7 +145,7 @@ def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
 
 
 def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> optax.GradientTransformation:
-    """Refuses params none of which `no_decay` matches; the masks themselves see parts of the params only."""
+    """Raises in `init` where `no_decay` matches no param; the masks themselves get parts of the params only."""
 
     def init(params: Any) -> Any:
         check_matched("no_decay", {no_decay: None}, leaf_names(params))
@@ -160,12 +155,7 @@ def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> opta
 
 
 def decay_mask(params: Any, *, no_decay: str | None = None) -> Any:
-    """Returns for each param whether weight decay applies: to matrices, not to norms' scales and biases.
-
-    Args:
-      params: the params.
-      no_decay: regular expression of full leaf paths that it does not apply to either, or None.
-    """
+    """Returns for each param whether weight decay applies: not to vectors, scales, biases and matches of `no_decay`."""
 
     def is_decayed(path: Any, x: Any) -> bool:
         excluded = no_decay is not None and re.fullmatch(no_decay, path_name(path)) is not None
@@ -175,7 +165,7 @@ def decay_mask(params: Any, *, no_decay: str | None = None) -> Any:
 
 
 def _muon_dims(params: Any) -> Any:
-    """Returns for each param which two dims Muon makes orthogonal: the last of (stacked) matrices, none of tables."""
+    """Returns for each param the dims that Muon orthogonalizes: the last two of (stacked) matrices, none of tables."""
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
         is_matrix = x.ndim > 1 and not _is_named(path, _NOT_DECAYED + _TABLES)
@@ -246,7 +236,7 @@ def _muon(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Optimizer:
-    """An optimizer's usual learning rate, its options with their usual values, and how it is made."""
+    """The default learning rate of an optimizer, its options with their defaults, and its constructor."""
 
     learning_rate: float
     options: Mapping[str, float | None]

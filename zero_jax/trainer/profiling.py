@@ -1,4 +1,4 @@
-"""Profiles of some steps of a run."""
+"""Profiles some steps of a run with `jax.profiler`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ class Profiler:
     """Records a profile of some steps, for xprof and TensorBoard."""
 
     def __init__(self, steps: range, folder: pathlib.Path, *, say: Callable[[str], None]):
-        """Records nothing yet.
-
-        Args:
-          steps: the steps to record.
-          folder: where the profile goes.
-          say: takes a line when it is there.
-        """
+        """Records nothing yet; `say` is called with a line when the profile is in the folder."""
         self._steps, self._folder, self._say = steps, folder, say
         self._runs = False
 
@@ -31,14 +25,14 @@ class Profiler:
         self._stop()
 
     def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Returns what a step is dispatched in; begins to record where it is among those asked for."""
+        """Returns the context to dispatch a step in; starts the recording at the first of the steps."""
         if step in self._steps and not self._runs:
             jax.profiler.start_trace(self._folder)
             self._runs = True
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def done(self, step: int) -> None:
-        """Ends the recording if a step that is now complete was the last one."""
+        """Ends the recording after the last of the steps is complete."""
         if self._runs and step + 1 not in self._steps:
             self._stop()
 

@@ -1,4 +1,4 @@
-"""The result of a run: its figures, and a picture of its losses."""
+"""The result of a run: final metrics, and a figure of its losses."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from zero_jax.trainer.reporting.curves import plot_losses, read_run
+from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
 
-Losses = list[tuple[int, float]]
+Losses = Sequence[tuple[int, float]]
 
 _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What came of a run; losses are in nats per token.
+    """The final metrics of a run; losses are in nats per token, from the first step on, also of a resumed run.
 
-    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; go on
-    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (the loss
-    stayed not finite, or the params were not; the last good checkpoint is there). Losses are those of the whole run,
-    what came before a resume included.
+    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; resume
+    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (stopped
+    because loss or params stayed not finite).
     """
 
     status: str
@@ -55,13 +55,13 @@ class TrainResult:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
-        timed = self.tokens_per_second == self.tokens_per_second  # not after a single step, which compiles
-        speed = f", {self.tokens_per_second:,.0f} tokens/s" if timed else ""
+        # NaN after a single step, which compiles
+        speed = "" if math.isnan(self.tokens_per_second) else f", {self.tokens_per_second:,.0f} tokens/s"
         how = {
             "done": "",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
-            "preempted": "; stopped when told to",
-            "preempted_unsaved": "; stopped when told to; THE LAST STATE IS NOT SAVED",
+            "preempted": "; stopped by a signal",
+            "preempted_unsaved": "; stopped by a signal; THE LAST STATE IS NOT SAVED",
             "diverged": "; stopped: loss or params were not finite",
         }
         lines = [
@@ -74,53 +74,33 @@ class TrainResult:
         return "\n".join(lines)
 
 
-def run_losses(folder: pathlib.Path, own: tuple[Losses, Losses]) -> tuple[Losses, Losses]:
-    """Returns step and loss of all training steps, and of all evaluations.
+def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> RunRecords:
+    """Returns the losses of all training steps and evaluations of a run, from its folder and from this process.
 
-    Args:
-      folder: folder of the run.
-      own: both of this process: the file may lack its last steps, where its disk was full.
+    The file may lack the last steps, where its disk was full; `train` and `validation` are (step, loss) pairs.
     """
     try:
-        records = read_run(folder)
+        run = read_run(folder)
     except (OSError, ValueError):  # another process's file, or one that could not be written
-        return own
-    train, validation = (
-        {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in kind}
-        | dict(of_this_process)
-        for kind, of_this_process in zip((records.train, records.validation), own, strict=True)
-    )
-    return sorted(train.items()), sorted(validation.items())
+        run = RunRecords(name=folder.name, train=(), validation=())
+
+    def merged(records: Sequence[Mapping[str, Any]], own: Losses) -> tuple[dict[str, Any], ...]:
+        losses = {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in records}
+        return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(own)).items()))
+
+    return dataclasses.replace(run, train=merged(run.train, train), validation=merged(run.validation, validation))
 
 
-def draw_losses(
-    path: pathlib.Path,
-    *,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
-    title: str,
-    is_hurried: Callable[[], bool],
-) -> str | None:
-    """Draws the losses of a run that is over, in a thread that is not waited for long.
-
-    Args:
-      path: where the picture goes; it appears when it is complete.
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      title: what the run is.
-      is_hurried: whether the process was asked to stop: it may be killed seconds later.
-
-    Returns:
-      Why there is no picture, or None.
-    """
+def draw_losses(path: pathlib.Path, run: RunRecords, *, title: str, is_hurried: Callable[[], bool]) -> str | None:
+    """Plots the losses of a finished run atomically, within a minute, or 5 s once `is_hurried`; returns any error."""
     failures: list[str] = []
 
     def draw() -> None:
         partial = path.with_name(f".partial-{path.name}")
         try:
-            plot_losses(partial, train=train, validation=validation, title=title)
+            plot_runs(partial, [run], title=title)
             os.replace(partial, path)
-        except Exception as error:  # the run is done, and saved; a picture is not worth its end
+        except Exception as error:  # the run is done and saved, and must not fail because of a figure
             failures.append(str(error) or type(error).__name__)
             partial.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""A training run: what it is made of, and its checks before it begins."""
+"""The config of a training run, and its checks before the run starts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from zero_jax.data import DataConfig, Dataset, load_dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_capacity
+from zero_jax.trainer.evaluation import Sampler
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run_folder import check_name, make_folder
-from zero_jax.trainer.sampling import Sampler
 from zero_jax.training import MeshLoss, ZeroConfig, check_batch
 from zero_jax.transforms import rematerialize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the trainer has to know of a model.
+    """A model as the trainer needs it.
 
     Attributes:
-      name: what to call it.
-      config: whatever says its shape; saved with the run.
-      vocab_size: tokens it knows.
+      name: its name.
+      config: a dataclass of its sizes, saved with the run.
+      vocab_size: size of its vocabulary.
       seq_len: tokens in a training sequence.
       init_fn: `init_fn(key) -> params`, or `zero.Variables` of params and model state.
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, key)`, returning `loss` or `(loss, aux)`; a batch has
@@ -81,7 +81,7 @@ _PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Says what to train, on what, and for how long.
+    """The config of a training run.
 
     Attributes:
       zero: stage, precision, microbatches and clipping.
@@ -147,7 +147,7 @@ class TrainConfig:
     top_k: int | None = 40
 
     def __post_init__(self):
-        """Refuses values that make no run."""
+        """Raises `ValueError` for invalid values."""
         check_fields(self, lowest=_LOWEST, highest=_HIGHEST)
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
@@ -163,7 +163,7 @@ class TrainConfig:
 
     @property
     def profiled(self) -> range:
-        """The steps that a profile is recorded of."""
+        """The steps to profile."""
         if self.profile_steps is None:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
@@ -177,18 +177,18 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run that was checked and may start: nothing is on the devices yet.
+    """A checked training run: nothing is on the devices yet.
 
     Attributes:
-      config: what it was asked for.
-      zero: `config.zero` with what the trainer adds to it.
+      config: the config.
+      zero: `config.zero` with the trainer's additions.
       model: the model.
-      mesh: the devices.
-      dataset: the text.
+      mesh: the mesh.
+      dataset: the documents.
       tx: the optimizer.
-      schedule: its learning rate by the number of updates, or None where the optimizer is the user's own.
-      sampler: makes the samples, or None where there are none.
-      folder: where everything is left.
+      schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
+      sampler: generates the samples, or None.
+      folder: folder of the run.
     """
 
     config: TrainConfig
@@ -221,7 +221,7 @@ def prepare(
       config: what to train on, how, and for how long.
       model: the model.
       tx: any optax optimizer, instead of `config.optimizer`.
-      log: takes progress lines while the data is read.
+      log: called with progress lines while the data is read.
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
@@ -240,7 +240,7 @@ def prepare(
     _check_processes(mesh)
     batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
     check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
-    rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # refuses a mesh that the policy is not for
+    rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
     check_capacity(
         model.init_fn,
         batch_size=config.batch_size,
@@ -267,9 +267,11 @@ def prepare(
         find_checkpoint(config.init_from)  # before there is a folder
     sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
+    specs = config.zero.param_specs
+    specs = model.param_specs if specs is None and config.model_axis > 1 else specs
     return Run(
         config=config,
-        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=_param_specs(config, model)),
+        zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs),
         model=model,
         mesh=mesh,
         dataset=dataset,
@@ -287,7 +289,7 @@ def prepare(
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
-    """Refuses the name of a run whose folder of checkpoints another run has, or has left its own in, to a new one."""
+    """Raises for the name of a new run whose folder of checkpoints is locked, or has checkpoints."""
     if config.checkpoints is None:
         return
     folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")
@@ -314,13 +316,8 @@ def _checked_sampler(config: TrainConfig, model: Model, dataset: Dataset) -> Sam
     return sampler
 
 
-def _param_specs(config: TrainConfig, model: Model) -> Any:
-    specs = config.zero.param_specs
-    return model.param_specs if specs is None and config.model_axis > 1 else specs
-
-
 def _check_processes(mesh: Mesh) -> None:
-    """Refuses a mesh that leaves processes without a device."""
+    """Raises `ValueError` for a mesh that leaves processes without a device."""
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise ValueError(

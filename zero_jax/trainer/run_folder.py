@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its lock and its config; all processes agree on it."""
+"""The folder of a run: its name, its lock and its config, the same in all processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written und
 
 
 def check_name(name: str) -> None:
-    """Raises `ValueError` for a name that is not that of one folder, directly in the folder of all runs."""
+    """Raises `ValueError` for a name that is not valid for a folder directly in the folder of all runs."""
     is_folder = name == pathlib.PurePath(name).name and name not in ("", "..")
     if not (is_folder and name.isprintable() and len(name.encode()) <= _LONGEST_NAME_BYTES):
         raise ValueError(
@@ -39,14 +39,10 @@ def make_folder(
     resume: bool,
     check: Callable[[str], None] = lambda _: None,
 ) -> pathlib.Path:
-    """Makes the folder of a new run, or returns the one that a run of that name left, and agrees on it.
+    """Makes the folder `out/name` of a run in process 0, and returns it in all processes.
 
-    Args:
-      out: folder of all runs.
-      name: the run's name, or None for one made up.
-      made_up: the name to make up; a number is added where it is taken.
-      resume: whether a folder that exists is gone on with.
-      check: raises a `FileExistsError` for a name that is taken elsewhere.
+    Without a name it is `made_up`, with a number where that exists. `check` raises `FileExistsError` for a name that is
+    used elsewhere.
 
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
@@ -86,9 +82,9 @@ def _make(
 
 @contextlib.contextmanager
 def discarding(folder: pathlib.Path) -> Iterator[None]:
-    """Removes the folder of a run that an error ends before it has begun, so that its name is free.
+    """Removes the folder of a run that fails before it starts, so that its name is free; needs `hold`.
 
-    To be entered by who holds the folder. What is begun has more in it than a lock and configs, and stays.
+    A folder with more than a lock and configs stays.
     """
     try:
         yield
@@ -103,27 +99,27 @@ def discarding(folder: pathlib.Path) -> Iterator[None]:
 
 
 def hold(folder: pathlib.Path) -> contextlib.ExitStack:
-    """Keeps a folder to this run until the context is left or the process ends; the first process alone does.
+    """Locks the folder of a run, in process 0, until the context is left or the process ends.
 
     Raises:
-      ValueError: another run has it; they would write over each other's files.
+      ValueError: another run has locked it.
     """
     stack = contextlib.ExitStack()
     with Agreement(lambda _: FolderInUse(f"{folder} is in use by another run (see process 0's log)")):
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # a folder that cannot be written to, which another check reports
+            with contextlib.suppress(OSError):  # not writable, which another check reports
                 stack.enter_context(FolderLock(epath.Path(folder) / "lock", run=str(folder)))
     return stack
 
 
 def save_config(folder: pathlib.Path, config: dict[str, Any]) -> None:
-    """Writes all of a run's config as JSON, whatever has no JSON form as text; the first process alone does."""
+    """Writes a run's config as JSON in process 0; values that have no JSON form as text."""
     if jax.process_index() == 0:
         write_text(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Returns the keys in which two configs differ, such as `zero.stage: 3 -> 2`."""
+    """Returns the differences of two configs, such as `zero.stage: 3 -> 2`."""
     changes = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
@@ -135,5 +131,5 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def as_json(config: Any) -> Any:
-    """Returns a dataclass as what reading its JSON back gives."""
+    """Converts a dataclass to JSON and back: tuples are lists, keys are strings."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run goes on where it was."""
+"""Learning-rate schedules: pure functions of the step, the same in a resumed run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from zero_jax.core.field_checks import check_value
 ScheduleName = Literal["cosine", "wsd", "linear", "constant"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
-# The learning rate at the last step as a share of the highest one, where nobody asks for another.
+# Defaults of the learning rate at the last step, as a share of the peak.
 _USUAL_FINAL_SHARE = {"cosine": 0.1, "wsd": 0.0, "linear": 0.0}
 _USUAL_DECAY_FRACTION = 0.1
 
 
 def check_schedule(schedule: str, *, final_share: float | None, decay_fraction: float | None) -> None:
-    """Refuses options that a schedule has no use for.
-
-    Raises:
-      ValueError: an option that the schedule does not know, or a share that is none.
-    """
+    """Raises `ValueError` for options that a schedule does not have, and for invalid shares."""
     for name, value in {"final_learning_rate": final_share, "decay_fraction": decay_fraction}.items():
         if value is not None:
             check_value(name, value, float, is_optional=True)
@@ -59,7 +55,7 @@ def make_schedule(
       schedule: `cosine` or `linear` (falls from the warm-up on), `wsd` (falls at the end), or `constant`.
       peak: learning rate after the warm-up.
       num_steps: steps of the run.
-      warmup_steps: steps over which the learning rate rises from next to nothing.
+      warmup_steps: steps over which the learning rate rises from near 0.
       final_share: learning rate after the last step, as a share of `peak`; None takes 0.1 for `cosine`, else 0.
       decay_fraction: share of the steps in which `wsd` falls; None takes 0.1.
 
@@ -67,7 +63,7 @@ def make_schedule(
       A function from the number of updates so far to the learning rate of the next one.
 
     Raises:
-      ValueError: phases that are longer than the run, or options that the schedule has no use for.
+      ValueError: phases that are longer than the run, or options that the schedule does not have.
     """
     check_value("peak", peak, float)
     check_value("num_steps", num_steps, int)
@@ -84,7 +80,7 @@ def make_schedule(
             f"{num_steps // 10} for example, or train for longer"
         )
     share = _USUAL_FINAL_SHARE.get(schedule, 1.0) if final_share is None else final_share
-    # A rate of exactly nothing would waste the first step.
+    # A rate of exactly 0 would waste the first step.
     start, end = peak / (warmup_steps + 1), peak * share
     if schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(start, peak, warmup_steps, num_steps, end)

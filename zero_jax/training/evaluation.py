@@ -24,7 +24,7 @@ from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import gather_on_use, scatter_grads
+from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,8 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         check_batch(batch, mesh=mesh, axes=axes)
         cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, cast, batch, key, config=config)
-        loss, (aux, _) = placed_loss(normalized, placement, config)(cast, batch, key)
+        fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
+        loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
         return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
 
     @functools.cache

@@ -39,6 +39,11 @@ class Parts:
     num_parts: jax.Array
 
 
+def squared(x: jax.Array) -> jax.Array:
+    """Returns the squares of absolute values, in float32: the square of a float16 overflows from 256 on."""
+    return jnp.square((jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32))
+
+
 def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Mesh) -> Squares:
     """Sums the squares of sharded arrays shard by shard, each device its own, without communication.
 
@@ -61,7 +66,7 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
             shape.append(size)
             entries.append(())
         x = lax.with_sharding_constraint(x.reshape(shape), named(mesh, tuple(entries)))
-        square = jnp.square(jnp.abs(x).astype(jnp.float32)).sum(local)
+        square = squared(x).sum(local)
         squares[cut] = squares[cut] + square if cut in squares else square
     return {cut: lax.with_sharding_constraint(x, named(mesh, cut)) for cut, x in squares.items()}
 

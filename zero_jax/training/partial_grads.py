@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
+from zero_jax.training.noise_scale import squared
 from zero_jax.training.state.train_state import trainable
 
 
@@ -22,8 +23,7 @@ def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     if not leaves:
         return jnp.float32(0), jnp.int32(-1)
     # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
-    # Squared in float32: the square of a float16 overflows from 256 on.
-    squares = jnp.stack([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in leaves])
+    squares = jnp.stack([squared(g).sum() for g in leaves])
     bad = ~jnp.isfinite(squares)
     first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
     return jnp.sqrt(squares.sum()), first

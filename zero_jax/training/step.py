@@ -15,6 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
@@ -25,7 +26,7 @@ from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.update import call_update, update_if
+from zero_jax.training.optimizer.update import apply_update, update_if
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.training.state.shardings import state_shardings
@@ -40,7 +41,7 @@ from zero_jax.training.state.train_state import (
 )
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, rematerialize, separability, with_weight
+from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +164,7 @@ class _Program:
             placement, variables, batch, key, state.loss_scale, needed
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        grads = self.unscale(grads, masters, placement, scale)
+        grads = self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
         offers = {
@@ -205,7 +206,7 @@ class _Program:
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
-            grads = fill_zeros(self.unscale(grads, masters, placement, scale), masters)
+            grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return loss.astype(jnp.float32) / scale, grads
 
         @jax.custom_jvp
@@ -238,9 +239,10 @@ class _Program:
         """
         config, k = self.config, self.config.num_microbatches
         specs = placement.variable_shardings()
-        loss_fn = rematerialize(self.loss_fn, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+        traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
         if k > 1:
-            loss_fn = with_weight(loss_fn, config.loss_weight)
+            traced = with_weight(traced, config.loss_weight)
+        loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
         wanted = iter(needed)
@@ -255,6 +257,7 @@ class _Program:
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
+            weight = [lax.stop_gradient(x.astype(jnp.float32)) for x in map(jnp.asarray, weight)]
             return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
@@ -278,7 +281,7 @@ class _Program:
         else:
             is_local = "grads" not in placement.groups
             found = separability(
-                self.loss_fn,
+                traced,
                 variables,
                 batch,
                 key,
@@ -330,13 +333,16 @@ class _Program:
             )
         return results or accumulator.sharded(placed_grads, *inputs)
 
-    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, scale: jax.Array) -> PyTree:
+    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
 
         def finish(master: jax.Array, sharding: NamedSharding, grad: jax.Array | None) -> jax.Array | None:
             if grad is None:
                 return None
-            return lax.with_sharding_constraint(grad.astype(master.dtype) / scale.astype(master.dtype), sharding)
+            grad = grad.astype(master.dtype)
+            if loss_scale is not None:
+                grad = grad / loss_scale.scale.astype(master.dtype)
+            return lax.with_sharding_constraint(grad, sharding)
 
         return jax.tree.map(finish, masters, placement.param_shardings("master"), grads, is_leaf=lambda x: x is None)
 
@@ -360,7 +366,7 @@ class _Program:
         params = trainable(masters)
 
         def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, opt_state = call_update(self.tx, grads, opt_state, params, **offers)
+            updates, opt_state = apply_update(self.tx, grads, opt_state, params, **offers)
             return optax.apply_updates(params, updates), strongly_typed(opt_state)
 
         if self.config.skip_nonfinite is False:

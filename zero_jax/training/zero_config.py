@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh, PartitionSpec
 
@@ -39,6 +39,8 @@ class ZeroConfig:
         `jax.checkpoint`s, `full` saves only a block's input, `full_sharded` saves it in shards over the mesh axis
         `model` (the paper's P_a), `full_offloaded` in host memory (P_a+cpu); `dots`, `attention` and `none` recompute
         less (docs/remat.md has all). Or a `Remat`.
+      attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
+        wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
       overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
       compiler_options: further compiler options by name, without dashes, such as
@@ -64,6 +66,7 @@ class ZeroConfig:
     loss_weight: str | None = "auto"
     skip_nonfinite: bool | None = None
     remat: str | Remat = "own"
+    attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None

@@ -1,10 +1,13 @@
 """Function in, function out: transforms of a loss function by its jaxpr.
 
-`gather/` gathers each sharded param where it is used, `remat/` recomputes blocks in the backward pass, `separable/`
-decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every value,
-`blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
+`attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
+recomputes blocks in the backward pass, `separable/` decides whether a loss may be called on parts of a batch,
+`propagation/` estimates the sharding of every value, `blocks/` finds the layers of a Python loop. All read jaxprs
+through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
 """
 
+from zero_jax.transforms.attention.report import AttentionReport
+from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
 from zero_jax.transforms.microbatch_weights import with_weight
@@ -19,6 +22,7 @@ from zero_jax.transforms.remat.transform import remat_report, rematerialize
 from zero_jax.transforms.separable.decision import Separability, separability
 
 __all__ = [
+    "AttentionReport",
     "GatherReport",
     "Kernel",
     "Move",
@@ -28,8 +32,10 @@ __all__ = [
     "Separability",
     "ValueSharding",
     "attention_flops",
+    "attention_report",
     "count_flops",
     "forward_flops",
+    "fuse_attention",
     "gather_on_use",
     "gather_report",
     "is_contraction",

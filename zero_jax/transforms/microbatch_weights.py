@@ -7,16 +7,15 @@ uneven, such as the tokens that a mask leaves, ends in a division by a value of 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.core.subcalls import subcall
+from zero_jax.core.evaluation import TracedFunction, flattened
+from zero_jax.core.passes import Pass
 from zero_jax.core.tree import PyTree
 
 # After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
@@ -25,22 +24,7 @@ _KEEP_WEIGHT = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _WeightTrace:
-    """A value, what it depends on, and the divisor if it is a quotient by a scalar of the batch.
-
-    `unbounded` is what a value is but for a
-    constant bound, as in `jnp.maximum(mask.sum(), 1)`: an empty microbatch weighs nothing, whatever it divides by.
-    """
-
-    array: Any
-    of_params: bool = False
-    of_batch: bool = False
-    divisor: Any = None
-    unbounded: Any = None
-
-
-def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callable[..., Any]:
+def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedFunction:
     """Returns `loss_fn` with the weight of its mean: `(variables, batch, key) -> (loss, (aux, model_state, weight))`.
 
     Args:
@@ -49,16 +33,19 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> Callabl
         none; None gives 1.
     """
 
-    @functools.wraps(loss_fn)
-    def weighted(variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, Any]:
+    def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
+        weight: Any = jaxprs.literal(np.float32(1))
         if loss_weight == "auto":
-            loss, (aux, model_state), weight = _find(loss_fn, variables, batch, key)
-        else:
-            loss, (aux, model_state) = loss_fn(variables, batch, key)
-            weight = 1 if loss_weight is None else _named(aux, loss_weight)
-        return loss, (aux, model_state, lax.stop_gradient(jnp.asarray(weight, jnp.float32)))
+            closed, divisor = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
+            weight = weight if divisor is None else divisor
+        opened, _ = jaxprs.open_jaxpr(closed)
+        loss, (aux, model_state) = jax.tree.unflatten(jax.tree.structure(out_shape), opened.outvars)
+        if loss_weight not in ("auto", None):
+            weight = _named(aux, loss_weight)
+        results, tree = jax.tree.flatten((loss, (aux, model_state, weight)))
+        return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
-    return weighted
+    return TracedFunction(loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn), add_weight)
 
 
 def _named(aux: PyTree, name: str) -> Any:
@@ -71,54 +58,55 @@ def _named(aux: PyTree, name: str) -> Any:
     )
 
 
-def _find(loss_fn: Callable[..., Any], variables: PyTree, batch: PyTree, key: jax.Array) -> tuple[Any, PyTree, Any]:
-    closed, out_shape = jax.make_jaxpr(loss_fn, return_shape=True)(variables, batch, key)
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    ins = [
-        *(_WeightTrace(x, of_params=True) for x in jax.tree.leaves(variables)),
-        *(_WeightTrace(x, of_batch=True) for x in jax.tree.leaves((batch, key))),
-    ]
-    outs = _run(jaxpr, [_WeightTrace(c) for c in consts], ins)
-    loss, rest = jax.tree.unflatten(jax.tree.structure(out_shape), [out.array for out in outs])
-    return loss, rest, 1 if outs[0].divisor is None else outs[0].divisor
+def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, Any]:
+    """Returns the divisor that the first result ends in, or None, and a jaxpr of which it is a variable."""
+    for _ in range(2):
+        opened, consts = jaxprs.open_jaxpr(closed)
+        inputs = [_Quotient(of_params=i < num_params, of_batch=i >= num_params) for i in range(len(opened.invars))]
+        env: dict[Any, _Quotient] = {}
+        divisor = _Quotients().run(opened, inputs, env)[0].divisor
+        if divisor is None or jaxprs.is_literal(divisor) or divisor in env:
+            break
+        # It is a variable of a nested `jit`.
+        closed = flattened(opened, consts)
+    return closed, divisor
 
 
-def _run(jaxpr: Any, consts: Sequence[_WeightTrace], ins: Sequence[_WeightTrace]) -> list[_WeightTrace]:
-    constvars = tuple(getattr(jaxpr, "constvars", ()))
-    env = dict(zip((*constvars, *jaxpr.invars), (*consts[: len(constvars)], *ins), strict=True))
+@dataclasses.dataclass(frozen=True)
+class _Quotient:
+    """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
-    def read(atom: Any) -> _WeightTrace:
-        return _WeightTrace(atom.val) if jaxprs.is_literal(atom) else env[atom]
+    `unbounded` is what a value is but for a constant bound, as in `jnp.maximum(mask.sum(), 1)`: an empty microbatch
+    weighs nothing, whatever it divides by.
+    """
 
-    for eqn in jaxpr.eqns:
-        values = [read(atom) for atom in eqn.invars]
-        sub = subcall(eqn)
-        if sub is not None and sub.kind == "call":
-            body, body_consts = jaxprs.open_jaxpr(sub.jaxpr)
-            with jaxprs.source_context(eqn):
-                outs = _run(body, [_WeightTrace(c) for c in body_consts], values)
-        else:
-            outs = _bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    of_params: bool = False
+    of_batch: bool = False
+    divisor: Any = None
+    unbounded: Any = None
 
 
-def _bind(eqn: Any, values: Sequence[_WeightTrace]) -> list[_WeightTrace]:
-    of_params = any(value.of_params for value in values)
-    of_batch = any(value.of_batch for value in values)
-    divisor = None
-    if eqn.primitive.name == "div" and eqn.outvars[0].aval.ndim == 0:
-        above, below = values
-        if above.of_params and below.of_batch and not below.of_params:
-            divisor = below.array if below.unbounded is None else below.unbounded
-    elif eqn.primitive.name in _KEEP_WEIGHT:
-        quotients = [value for value in values if value.divisor is not None]
-        if len(quotients) == 1 and sum(value.of_batch for value in values) == 1:
-            divisor = quotients[0].divisor
-    unbounded = None
-    if eqn.primitive.name == "max" and sum(value.of_batch for value in values) == 1:
-        unbounded = next(value.array for value in values if value.of_batch)
-    elif eqn.primitive.name == "convert_element_type":
-        unbounded = values[0].unbounded
-    arrays = jaxprs.bind(eqn, [value.array for value in values])
-    return [_WeightTrace(array, of_params, of_batch, divisor, unbounded) for array in arrays]
+class _Quotients(Pass[_Quotient]):
+    """Which values are quotients; divisors are variables of the jaxpr that divides."""
+
+    enters = frozenset({"call"})
+
+    def constant(self, atom: Any) -> _Quotient:
+        return _Quotient()
+
+    def operation(self, eqn: Any, operands: list[_Quotient]) -> list[_Quotient]:
+        name, num_of_batch = eqn.primitive.name, sum(x.of_batch for x in operands)
+        divisor = unbounded = None
+        if name == "div" and eqn.outvars[0].aval.ndim == 0:
+            above, below = operands
+            if above.of_params and below.of_batch and not below.of_params:
+                divisor = eqn.invars[1] if below.unbounded is None else below.unbounded
+        elif name in _KEEP_WEIGHT:
+            quotients = [x for x in operands if x.divisor is not None]
+            divisor = quotients[0].divisor if len(quotients) == 1 and num_of_batch == 1 else None
+        if name == "max" and num_of_batch == 1:
+            unbounded = next(atom for atom, x in zip(eqn.invars, operands, strict=True) if x.of_batch)
+        elif name == "convert_element_type":
+            unbounded = operands[0].unbounded
+        of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
+        return [_Quotient(of_params, of_batch, divisor, unbounded)] * len(eqn.outvars)

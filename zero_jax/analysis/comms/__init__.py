@@ -1,6 +1,6 @@
 """Communication of a train step: `estimate` by formula, `measure` on the compiled program, `compare`.
 
-`rows` are the collectives of a program with mesh axes, phase and param (`param_names`); `findings` are those that ZeRO
+`rows` are the collectives of a program with mesh axes, phase and param; `findings` are those that ZeRO
 does not need.
 """
 

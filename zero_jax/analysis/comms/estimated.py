@@ -7,7 +7,7 @@ transformer, the trace for any model.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import LeafPlacement
-from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps
+from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
     Placement,
     TrainState,
@@ -121,7 +121,7 @@ def estimate(
     """
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
-    totals: dict[tuple, float] = {}
+    made: list[EstimateRow] = []
     num_params = 0
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
     floats = [leaf for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
@@ -132,27 +132,28 @@ def estimate(
         num_params += _num_elements(leaf, placement)
         for row in _leaf_rows(leaf, placement, config):
             moves = {"forward": True, "backward": any(needed), "update": not is_same}[row.phase]
-            if not (moves if row.kind == "all-gather" else is_needed):
-                continue
-            key = row.kind, row.axes, row.dtype, row.phase
-            totals[key] = totals.get(key, 0) + row.total_sent_bytes
-    for row in _model_state_rows(placement, config):
-        key = row.kind, row.axes, row.dtype, row.phase
-        totals[key] = totals.get(key, 0) + row.total_sent_bytes
+            made += [row] if (moves if row.kind == "all-gather" else is_needed) else []
+    made += _model_state_rows(placement, config)
     for move in traced.moves if traced else ():
-        key = move.kind, move.axes, _HLO_DTYPES.get(move.dtype, move.dtype), move.phase
-        totals[key] = totals.get(key, 0) + move.sent_bytes * move.times
-    rows = [
-        EstimateRow(kind=kind, axes=axes, dtype=str(dtype), phase=phase, total_sent_bytes=sent)
-        for (kind, axes, dtype, phase), sent in totals.items()
-        if sent
-    ]
+        sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
+        row = EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
+        made.append(row)
     return CommsEstimate(
-        rows=tuple(sorted(rows, key=lambda row: -row.total_sent_bytes)),
+        rows=_summed(made),
         num_params=num_params,
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
     )
+
+
+def _summed(rows: Sequence[EstimateRow]) -> tuple[EstimateRow, ...]:
+    """Adds up rows that differ in bytes alone; most bytes first."""
+    totals: dict[EstimateRow, float] = {}
+    for row in rows:
+        key = dataclasses.replace(row, total_sent_bytes=0)
+        totals[key] = totals.get(key, 0) + row.total_sent_bytes
+    summed = (dataclasses.replace(row, total_sent_bytes=sent) for row, sent in totals.items() if sent)
+    return tuple(sorted(summed, key=lambda row: -row.total_sent_bytes))
 
 
 def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
@@ -237,7 +238,7 @@ def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:
     """The dims of a leaf where its group is sharded; without `data` at stage 0."""
     if "master" in placement.groups:
         return leaf.dims
-    return tuple(tuple(axis for axis in dim if axis not in placement.axes.data) for dim in leaf.dims)
+    return without(leaf.dims, placement.axes.data)
 
 
 def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -263,8 +264,7 @@ def _scatters(
     if one_by_one:
         steps = [(axis,) for axis in axes.data if axis in _on_data(dims, placement)]
     else:
-        unsharded = tuple(tuple(axis for axis in dim if axis not in axes.data) for dim in dims)
-        states = [unsharded, *scatter_steps(dims, axes.data, mesh)]
+        states = [without(dims, axes.data), *scatter_steps(dims, axes.data, mesh)]
         steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
     for step in steps:
         named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)

@@ -24,14 +24,14 @@ _MIXED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something in a program's traffic that ZeRO does not call for.
+    """Traffic of a program that ZeRO does not need.
 
     Attributes:
       kind: 'all-reduced gradient', 'emulated gather', 'wide', 'gathered often' or 'moved activations'.
-      message: What it is, where, and what was expected.
+      message: The collective, its place, and what was expected.
       param: The path of the leaf, or ''.
       source: 'file:line', or ''.
-      extra_bytes: What a device sends too much in a step.
+      extra_bytes: Excess bytes that a device sends in a step.
     """
 
     kind: str
@@ -45,12 +45,10 @@ class Finding:
 
 
 def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | None = None) -> tuple[Finding, ...]:
-    """Returns the collectives that ZeRO does not call for, most bytes first.
+    """Returns the collectives that ZeRO does not need, most bytes first.
 
-    Args:
-      rows: The collectives of a step.
-      leaves: The leaves of its train state; where there are none, nothing is known of the model's size and stage.
-      mesh: The mesh, by which a state that is sharded over `data` differs from one sharded over the model's own axes.
+    Without `leaves` of the train state, the model's size and stage are unknown; without a mesh, whether it is sharded
+    over `data` or over the model's own axes.
     """
     params = [leaf for leaf in leaves if leaf.group == "params"]
     large = _LARGE_SHARE * 2 * num_elements(params) if params else _LARGE_BYTES

@@ -1,7 +1,8 @@
-"""Traffic of a compiled train step, and its comparison with the estimate."""
+"""Measures the traffic of a compiled train step, and compares it with the estimate."""
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -100,7 +101,7 @@ def measure(
       compiled: A `jax.stages.Compiled`, anything else with `as_text()`, or the text; of XLA:CPU, XLA:GPU or XLA:TPU.
       mesh: The mesh that it was compiled for; None takes it from the shardings of its arguments. Without one, axes
         show as '?'.
-      param_shapes: The params (arrays or `ShapeDtypeStruct`s), where the names of the arguments do not tell.
+      param_shapes: The params (arrays or `ShapeDtypeStruct`s), where the arguments do not have their names.
       unknown_trip_count: Iterations of loops whose trip count the program does not settle.
 
     Raises:
@@ -143,6 +144,11 @@ class ComparedRow:
         return self.measured_bytes / self.estimated_bytes if self.estimated_bytes else None
 
 
+def _sum(rows: Sequence[ComparedRow], *, axes: str, phase: str) -> ComparedRow:
+    estimated, measured = (sum(getattr(row, f"{name}_bytes") for row in rows) for name in ("estimated", "measured"))
+    return ComparedRow(axes=axes, phase=phase, estimated_bytes=estimated, measured_bytes=measured)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommsComparison:
     """An estimate beside a measurement, by mesh axes and phase; prints as a table.
@@ -158,24 +164,13 @@ class CommsComparison:
     @property
     def by_axes(self) -> tuple[ComparedRow, ...]:
         """The sums over phases, for each set of mesh axes."""
-        sums: dict[str, list[float]] = {}
-        for row in self.rows:
-            both = sums.setdefault(row.axes, [0.0, 0.0])
-            both[0], both[1] = both[0] + row.estimated_bytes, both[1] + row.measured_bytes
-        return tuple(
-            ComparedRow(axes=axes, phase="all", estimated_bytes=estimated, measured_bytes=measured)
-            for axes, (estimated, measured) in sums.items()
-        )
+        names = dict.fromkeys(row.axes for row in self.rows)
+        return tuple(_sum([row for row in self.rows if row.axes == axes], axes=axes, phase="all") for axes in names)
 
     @property
     def total(self) -> ComparedRow:
         """All axes and phases together."""
-        return ComparedRow(
-            axes="total",
-            phase="",
-            estimated_bytes=sum(row.estimated_bytes for row in self.rows),
-            measured_bytes=sum(row.measured_bytes for row in self.rows),
-        )
+        return _sum(self.rows, axes="total", phase="")
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
@@ -187,13 +182,10 @@ class CommsComparison:
         table = [("axes", "phase", "estimate MB", "measured MB", "ratio")]
         for row in (*self.rows, *(self.by_axes if len(self.by_axes) > 1 else ()), self.total):
             ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
-            table.append(
-                (row.axes, row.phase, f"{row.estimated_bytes / 1e6:.3f}", f"{row.measured_bytes / 1e6:.3f}", ratio)
-            )
-        table_text = aligned(table, right={2, 3, 4})
-        return "\n".join(
-            [table_text, *([f"not counted by the estimate: {self.not_counted}"] if self.not_counted else [])]
-        )
+            estimated, measured = (f"{size / 1e6:.3f}" for size in (row.estimated_bytes, row.measured_bytes))
+            table.append((row.axes, row.phase, estimated, measured, ratio))
+        missing = f"\nnot counted by the estimate: {self.not_counted}" if self.not_counted else ""
+        return aligned(table, right={2, 3, 4}) + missing
 
 
 def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:

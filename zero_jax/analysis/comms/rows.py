@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.analysis.comms.param_names import ParamNames
 from zero_jax.analysis.leaves import ArgumentLeaf
-from zero_jax.hlo import Instruction, Phases, Program
+from zero_jax.core.gather_names import escaped
+from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
 
 UNKNOWN_AXES = ("?",)
+_MAX_NAMES = 3  # of params that a collective may move
 _WINDOWED = re.compile(r"windowed_dot_general_body_(rs|ag)")
 
 
@@ -133,12 +135,7 @@ class SentBytes:
 
 @functools.lru_cache(maxsize=4096)
 def spanned_axes(groups: tuple[tuple[int, ...], ...], shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the devices of a group differ.
-
-    Args:
-      groups: Indices into the mesh's flat devices.
-      shape: The (name, size) of the mesh's axes.
-    """
+    """Returns the mesh axes along which the devices of a group (flat indices) differ; `shape` is (name, size) pairs."""
     sizes = [size for _, size in shape]
     varies = np.zeros(len(sizes), bool)
     for group in groups:
@@ -154,16 +151,9 @@ def read_rows(
     leaves: Sequence[ArgumentLeaf],
     unknown_trip_count: int | None = None,
 ) -> tuple[Row, ...]:
-    """Lists the collectives of a program with what they are for.
-
-    Args:
-      program: The program.
-      mesh: The mesh that it was compiled for, if known.
-      leaves: The leaves of the train state, whose params the collectives move.
-      unknown_trip_count: As for `hlo.collectives`.
-    """
+    """Lists the collectives of a program, with the mesh axes, phase and param of each."""
     collectives = hlo.collectives(program, unknown_trip_count=unknown_trip_count)
-    phases, names = Phases(program), ParamNames(leaves)
+    phases, names = Phases(program), _ParamNames(leaves)
     overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
     shape = tuple((str(name), size) for name, size in mesh.shape.items()) if mesh is not None else ()
     known = mesh is not None and mesh.size == program.num_devices
@@ -196,7 +186,7 @@ def read_rows(
     return tuple(rows)
 
 
-def _label(collective: hlo.Collective, phase: str, op_name: str) -> str:
+def _label(collective: Collective, phase: str, op_name: str) -> str:
     """Returns the kind; of a windowed collective by the loop that it is in, else by the product that it belongs to."""
     if collective.kind != "collective-permute":
         return collective.kind
@@ -207,8 +197,8 @@ def _label(collective: hlo.Collective, phase: str, op_name: str) -> str:
     return "reduce-scatter (windowed)" if scatters else "all-gather (windowed)"
 
 
-def _overlaps(program: Program, collectives: Sequence[hlo.Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
-    """Plays the schedule in cycles, or where the compiler estimates none in bytes, with collectives that take none."""
+def _overlaps(program: Program, collectives: Sequence[Collective]) -> Mapping[tuple[str, str], ScheduledOverlap]:
+    """Simulates the schedule in cycles, or in bytes without the compiler's cycles, with collectives of no duration."""
     has_cycles = any(hlo.cycles(instruction) is not None for instruction in program.instructions())
 
     def weight(program: Program, computation: str, instruction: Instruction) -> float:
@@ -223,3 +213,65 @@ def _overlaps(program: Program, collectives: Sequence[hlo.Collective]) -> Mappin
         key: ScheduledOverlap(instructions=overlap.instructions, cycles=round(overlap.seconds) if has_cycles else None)
         for key, overlap in timeline.overlaps.items()
     }
+
+
+class _ParamNames:
+    """Names the params that collectives move: by the scopes of their gathers, else by shape."""
+
+    def __init__(self, leaves: Sequence[ArgumentLeaf]):
+        params = [leaf for leaf in leaves if leaf.group == "params"]
+        paths = [leaf.path_in_group for leaf in params]
+        paths += [f"model_state/{leaf.path_in_group}" for leaf in leaves if leaf.group == "model_state"]
+        self._by_scope = {escaped(path): path for path in paths}
+        # Where params are unsharded, the master params and moments show how the gradients are sharded.
+        of_params = [(leaf, param.path_in_group) for leaf in leaves for param in params if _is_of(leaf, param)]
+        self._by_dims = _paths_by_dims([(leaf.global_dims, path) for leaf, path in of_params])
+        self._by_shard_dims = _paths_by_dims([(leaf.dims, path) for leaf, path in of_params])
+
+    def of(self, collective: Collective, program: Program, kind: str) -> tuple[str, bool]:
+        """Returns the path (or paths) that a collective moves, and whether it is certain."""
+        scope = gathered_path(collective.op_name)
+        if scope is not None:
+            return self._by_scope.get(scope, scope.replace(".", "/")), True
+        names: list[str] = []
+        for dims in sorted(_moved(collective, program, kind), key=math.prod, reverse=True):
+            in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
+            table = self._by_shard_dims if in_shards else self._by_dims
+            names += table.get(_dims_key(dims), [])
+        names = list(dict.fromkeys(names))
+        shown = names[:_MAX_NAMES] + (["..."] if len(names) > _MAX_NAMES else [])
+        return " | ".join(shown), False
+
+
+def _paths_by_dims(leaves: Sequence[tuple[tuple[int, ...], str]]) -> Mapping[tuple[int, ...], list[str]]:
+    """The paths of leaves by their dims, and after these by the dims of one layer of a stack."""
+    paths: dict[tuple[int, ...], dict[str, None]] = collections.defaultdict(dict)
+    for dims, path in [*leaves, *((dims[1:], path) for dims, path in leaves)]:
+        paths[_dims_key(dims)][path] = None
+    return {dims: list(ordered) for dims, ordered in paths.items() if dims}
+
+
+def _is_of(leaf: ArgumentLeaf, param: ArgumentLeaf) -> bool:
+    """Returns whether a leaf of the state is the param, or a master param or moment of it."""
+    return leaf.path_in_group.endswith(param.path_in_group) and leaf.global_dims == param.global_dims
+
+
+def _dims_key(dims: Sequence[int]) -> tuple[int, ...]:
+    """What is left of a shape when dims are permuted, or of size 1."""
+    return tuple(sorted(extent for extent in dims if extent > 1))
+
+
+def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[int, ...]]:
+    """The shapes of a collective's results: shards of a reduce-scatter, else the gathered or reduced arrays."""
+    instruction = program.computations[collective.computation][collective.name]
+    shapes = [array.dims for array in arrays(parse_shape(instruction.shape))]
+    if instruction.opcode.endswith("-start"):  # the operands come first
+        shapes = shapes[1:2] if kind.endswith("(windowed)") else shapes[-len(collective.dtypes) :]
+    if kind == "reduce-scatter" and instruction.opcode == "all-reduce":  # the fused form has the unsharded result
+        shapes = [_shard_of(dims, collective.group_size) for dims in shapes]
+    return shapes
+
+
+def _shard_of(dims: tuple[int, ...], size: int) -> tuple[int, ...]:
+    place = next((i for i in reversed(range(len(dims))) if dims[i] % size == 0), None)
+    return dims if place is None else (*dims[:place], dims[place] // size, *dims[place + 1 :])

@@ -65,7 +65,7 @@ class ArraysReport:
         lines = [aligned(rows, right=(1, 2, 3))]
         if self.left_whole:
             taken = sum(leaf.num_bytes for leaf in self.left_whole)
-            lines.append(f"{len(self.left_whole)} leaves left whole, {format_bytes(taken)}")
+            lines.append(f"{len(self.left_whole)} unsharded leaves, {format_bytes(taken)}")
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
 

@@ -91,7 +91,7 @@ def _explanation(group: str, measured: MemoryReport | ArraysReport) -> str:
     unsharded = sum(leaf.num_bytes for leaf in measured.left_whole if leaf.group == group)
     parts = [
         (padding, "padding to tiles"),
-        (unsharded, "leaves left whole"),
+        (unsharded, "unsharded leaves"),
         (sum(leaf.unpadded_bytes for leaf in numbers), "integers, counters and keys"),
     ]
     reasons = [f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes]

@@ -37,7 +37,7 @@ from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement
 from zero_jax.transforms import resolve_remat
 
-_BY_TRACE = "by the trace of the loss: what is kept besides the blocks' inputs, such as logits, and how it is sharded"
+_BY_TRACE = "by the trace of the loss: what is saved besides the blocks' inputs, such as logits, and how it is sharded"
 
 
 def transformer_residuals(
@@ -171,7 +171,7 @@ class MemoryEstimate:
             lines.append(f"in host memory: {format_bytes(self.host_bytes)}")
         if 2 * sum(leaf.device_bytes for leaf in self.whole if leaf.group != "grads") > self.state_bytes:
             lines.append(
-                "warning: leaves left whole take more than half of the state; see zero.sharding_report for the reasons"
+                "warning: unsharded leaves take more than half of the state; see zero.sharding_report for the reasons"
             )
         return "\n".join(lines)
 
@@ -192,7 +192,7 @@ def estimate(
 ) -> MemoryEstimate:
     """Estimates the bytes that each device holds in a train step.
 
-    Gathered params, logits and what else lives for a moment are not counted: `zero.memory.measure` tells.
+    Gathered params, logits and other temporaries are not counted; `zero.memory.measure` has them.
 
     Args:
       state: the state, or its shapes from `zero.abstract_state`.
@@ -304,9 +304,9 @@ def _without_copy(formula: dict[str, float]) -> list[Difference]:
     """Explains a state whose params are the master params: they are cast for each use, before they are gathered."""
     params, master = formula["params"], formula["master"]
     return [
-        Difference(group="params", device_bytes=-params, reason="no low-precision copy is kept between steps"),
+        Difference(group="params", device_bytes=-params, reason="no low-precision copy is stored between steps"),
         Difference(group="params", device_bytes=master, reason="the params are the master params"),
-        Difference(group="master", device_bytes=-master, reason="kept as the params"),
+        Difference(group="master", device_bytes=-master, reason="stored as the params"),
     ]
 
 

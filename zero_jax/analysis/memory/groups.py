@@ -190,7 +190,7 @@ def uneven_differences(name: str, group: Group) -> list[Difference]:
     more = f" and {len(extra) - _SHOWN_LEAVES} more" if len(extra) > _SHOWN_LEAVES else ""
     rest = sum(x.device_bytes for x in group.leaves if not x.counted)
     reasons = {
-        f"{len(extra)} leaves left whole, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in extra),
+        f"{len(extra)} leaves unsharded, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in extra),
         "counters, keys and other leaves that are no parameters or moments of them": rest,
     }
     return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]

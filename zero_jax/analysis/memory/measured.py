@@ -172,7 +172,7 @@ class MemoryReport:
                 text = f"{live} alive at once: padding is the most of so small a heap"
             rows = [("laid out", format_bytes(self.allocated_bytes), "", text)]
         further = (
-            ("residuals", self.residual_bytes, "at most at one time, kept by the forward pass for the backward pass"),
+            ("residuals", self.residual_bytes, "at most at one time, saved by the forward pass for the backward pass"),
             ("beside them", self.in_argument_bytes, "of temporaries in results that are not written yet"),
             ("on the chip", self.on_chip_peak_bytes, "at most at one time"),
             ("host memory", self.host_bytes, f"{format_bytes(self.host_temp_bytes)} of it temporaries"),

@@ -1,4 +1,4 @@
-"""A lock of a folder: a file that names the process that writes there, and keeps others from it."""
+"""A lock of a folder: a file with the process that writes there, which keeps others from writing."""
 
 from __future__ import annotations
 
@@ -20,32 +20,27 @@ from zero_jax.core.files.untrusted import is_bucket
 
 _MAX_BYTES = 1 << 16
 _ATTEMPTS = 100
-_OLDER = re.compile(r"process \d+ on .*\n?")  # what earlier releases wrote
+_OLDER = re.compile(r"process \d+ on .*\n?")  # the format of earlier releases
 
 
 class FolderInUse(ValueError):
-    """A folder that another run writes to."""
+    """Raised for a folder that another run writes to."""
 
 
 class FolderLock:
     """An advisory lock of a folder, until it is released or the process ends.
 
-    On a file system that has locks (`flock`: local ones, NFS, Lustre, GPFS, CephFS) the system keeps the lock, and lets
-    go of it however the process ends; the file that is left behind then is taken over. Elsewhere, and in buckets, the
-    file's content is the lock: a live process of the same host is waited for in vain, and a holder on another host is
-    superseded: it is refused from its next `take` on.
+    On a file system with locks (`flock`: local ones, NFS, Lustre, GPFS, CephFS) the system releases the lock when the
+    process ends in any way; a file that is left behind is reused. Elsewhere, and in buckets, the content of the file is
+    the lock: it refuses while its process is alive on this host, and replaces a holder on another host, whose next
+    `take` raises.
     """
 
     def __init__(self, file: epath.Path, *, run: str = "") -> None:
-        """Makes one that is not taken yet.
-
-        Args:
-          file: the lock file, in the folder that it is for.
-          run: what to call this run to those who find the folder taken.
-        """
+        """Takes the path of the lock file, in the folder to lock, and the name of this run for errors of others."""
         self.file, self._run, self._token = file, run, secrets.token_hex(8)
         self._descriptor: int | None = None
-        self._pid = 0  # of the process that took it; a fork of it has not
+        self._pid = 0  # of the process that took it, not of its forks
 
     def __enter__(self) -> FolderLock:
         self.take()
@@ -54,11 +49,11 @@ class FolderLock:
     def __exit__(self, *_: Any) -> None:
         self.release()
 
-    def __del__(self) -> None:  # a Checkpointer that nobody closed does not keep the folder
+    def __del__(self) -> None:  # a Checkpointer that was not closed unlocks the folder
         self._close()
 
     def take(self) -> None:
-        """Takes the lock, or makes sure that it is still this one's.
+        """Takes the lock, or checks that it is still ours.
 
         Raises:
           FolderInUse: another process has it, or the file is not a lock.
@@ -74,10 +69,7 @@ class FolderLock:
         self._pid = os.getpid()
 
     def check(self) -> None:
-        """Raises what `take` would, and takes nothing; the file has to be there.
-
-        A file that nobody holds, and that this removes, is one that a process left when it was ended.
-        """
+        """Raises as `take` would, without taking the lock; the file has to exist, and is removed if it is stale."""
         if not is_bucket(self.file):
             self.take()
             self.release()
@@ -85,7 +77,7 @@ class FolderLock:
             raise self._refused()
 
     def release(self) -> None:
-        """Gives the lock back and removes its file; does nothing where it is not held."""
+        """Releases the lock and removes its file, if we have it."""
         if self._pid != os.getpid():
             return self._close()
         with contextlib.suppress(OSError):
@@ -96,7 +88,7 @@ class FolderLock:
         self._pid = 0
 
     def _take_from_system(self) -> bool:
-        """Takes it as a lock of the file system; returns whether that has locks."""
+        """Takes the lock by `flock`; returns whether the file system has locks."""
         for _ in range(_ATTEMPTS):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(self.file, flags, 0o666)
@@ -112,11 +104,11 @@ class FolderLock:
             except OSError:
                 os.close(descriptor)
                 return False
-            if not _is_file(descriptor, self.file):  # its holder has just removed it
+            if not _is_file(descriptor, self.file):  # its owner has just removed it
                 os.close(descriptor)
                 continue
             self._descriptor = descriptor
-            with contextlib.suppress(OSError):  # on a full disk the lock has no name, and is one
+            with contextlib.suppress(OSError):  # on a full disk the lock has no content, and holds
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, self._content().encode(), 0)
             return True
@@ -132,7 +124,7 @@ class FolderLock:
             raise self._refused()
 
     def _holder(self) -> dict[str, Any]:
-        """Returns what the file says of its holder.
+        """Returns the content of the file, about the owner of the lock.
 
         Raises:
           FolderInUse: the file is not a lock.
@@ -140,8 +132,8 @@ class FolderLock:
         if not self.file.exists():
             return {}
         if not is_bucket(self.file):
-            found = os.lstat(self.file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+            status = os.lstat(self.file)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
                 raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
         text = self.file.read_text()
         try:
@@ -187,7 +179,7 @@ class FolderLock:
 
 
 def _is_file(descriptor: int, path: epath.Path) -> bool:
-    """Tells whether a path still leads to an open file."""
+    """Returns whether a path is still that of an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -195,7 +187,7 @@ def _is_file(descriptor: int, path: epath.Path) -> bool:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
-    """Tells whether a process of this host that a lock names is still there, and is that process."""
+    """Returns whether the process of this host that a lock names is still alive, and not another of its number."""
     pid = holder.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return False
@@ -209,7 +201,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 
 
 def _start_of(pid: int) -> str | None:
-    """Returns when a process started, in the system's own count, or None where that is not to be known."""
+    """Returns the start time of a process in the system's units, or None where it is unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]

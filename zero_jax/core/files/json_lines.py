@@ -1,6 +1,6 @@
-"""Records of a run as JSON Lines: appended, cut off where a run goes on from, read back.
+"""Records of a run as JSON Lines: appended, truncated where a run resumes, and read.
 
-A record is a dict of figures with a `kind` (`train`, `validation`) and a `step`.
+A record is a dict of metrics with a `kind` (`train`, `validation`) and a `step`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOST_WAITING = 1_000_000  # records kept while a disk is full; some hundred byt
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file, which is the old or the new one and never half of it.
+    """Writes a file atomically.
 
     Raises:
-      OSError: it cannot be written; the error names the file, unlike the system's own where the disk is full.
+      OSError: it cannot be written; the error names the file, unlike the system's own on a full disk.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -36,23 +36,20 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 class WrittenLater(OSError):
-    """A record could not be written; its writer keeps it, and tries again with the next one."""
+    """Raised for a record that could not be written; the writer retries with the next one."""
 
 
 class JsonLinesWriter:
-    """Appends records to a file, one JSON object a line, each handed to the system as soon as it is written.
+    """Appends records to a file without buffering, one JSON object per line.
 
-    What JSON has no number for (NaN, infinities) is written as null. Records that could not be written, because the
-    disk was full or the file's folder was gone, are written before the next one that can be.
+    NaN and infinities, which JSON does not have, are written as null. Records that could not be written, because the
+    disk was full or the folder was removed, are written before the next one.
     """
 
     def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
         """Opens the file.
 
-        Args:
-          path: the file.
-          resume_step: the step that the run goes on from: later records, and lines that are no records, are cut off
-            first. None starts a new file, which must not exist yet.
+        In a file that exists, records after `resume_step` and invalid lines are removed; None makes a new file.
         """
         self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():
@@ -67,7 +64,7 @@ class JsonLinesWriter:
         self.close()
 
     def write(self, record: Record) -> None:
-        """Writes one record, after those that could not be written before.
+        """Writes a record, after those that could not be written before.
 
         Raises:
           WrittenLater: it could not be written either.
@@ -86,7 +83,7 @@ class JsonLinesWriter:
             self._file.close()
 
     def _open(self, mode: Literal["xb", "ab"]) -> io.FileIO:
-        # Without a buffer: a line that could not be written must not come out later, in the middle of things.
+        # Unbuffered: a line that could not be written must not appear later, between others.
         file = open(self._path, mode, buffering=0)
         self._size_bytes = file.seek(0, os.SEEK_END)
         return file
@@ -110,7 +107,7 @@ class JsonLinesWriter:
 
 
 def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a JSON Lines file; lines that are none, such as half a last line, are passed over."""
+    """Yields the records of a JSON Lines file, without invalid lines, such as an incomplete last one."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             record = _parse(line)
@@ -127,7 +124,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Drops what a broken run wrote after a step; the file is the old or the new one, never half of it."""
+    """Removes the records after a step, atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         for record in read_records(path):

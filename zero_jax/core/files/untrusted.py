@@ -1,4 +1,4 @@
-"""Files and JSON that anything may have written: read in bounds, and believed field by field."""
+"""Reads untrusted files and JSON: bounded in size, and validated field by field."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _KINDS = {
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
-    """Tells whether a path is in a bucket, which has no locks, no rename and no folders."""
+    """Returns whether a path is in a bucket, which has no locks, no rename and no folders."""
     return "://" in os.fspath(path)
 
 
 def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
-    """Reads a regular file that is not larger than expected; never waits for a pipe or a device.
+    """Reads a regular file of bounded size; never waits for a pipe or a device.
 
     Raises:
       ValueError: the file is of another kind, or larger.
@@ -45,23 +45,23 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         _check_kind(os.fstat(descriptor))
-        found = file.read(limit_bytes + 1)
-    if len(found) > limit_bytes:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
         raise ValueError(f"it has more than the {limit_bytes:,} bytes that are read")
-    return found
+    return content
 
 
-def _check_kind(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of an unknown kind')}, not a file")
+def _check_kind(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")
 
 
 def irregular(folder: epath.Path) -> list[str]:
-    """Returns what a local folder holds that cannot be read like a file or a folder, with the reason, by relative path.
+    """Lists the entries of a local folder that are neither files nor folders, with the reason, by relative path.
 
-    Symbolic links are followed; a folder that is reached twice is one reason, for links may go in circles.
+    Symbolic links are followed; a folder that is reached twice is listed too, as links may form circles.
     """
-    found: list[str] = []
+    problems: list[str] = []
     seen: set[tuple[int, int]] = set()
     pending = [os.fspath(folder)]
     while pending:
@@ -72,15 +72,17 @@ def irregular(folder: epath.Path) -> list[str]:
             if stat.S_ISREG(status.st_mode):
                 continue
             if not stat.S_ISDIR(status.st_mode):
-                found.append(f"{name} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")
+                problems.append(
+                    f"{name} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file"
+                )
             elif (status.st_dev, status.st_ino) in seen:
-                found.append(f"{name} leads to a folder that is there already")
+                problems.append(f"{name} leads to a folder that is there already")
             else:
                 seen.add((status.st_dev, status.st_ino))
                 pending += [entry.path for entry in os.scandir(place)]
         except OSError as error:
-            found.append(f"{name} cannot be read ({error.strerror or error})")
-    return sorted(found)
+            problems.append(f"{name} cannot be read ({error.strerror or error})")
+    return sorted(problems)
 
 
 def parse_json(text: bytes) -> Any:
@@ -100,36 +102,36 @@ def json_checksum(value: Any) -> int:
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-def whole_number(value: Any, *, least: int = 0, below: int = 2**63) -> int:
-    """Returns a value that is a whole number in some range."""
-    if type(value) is not int or not least <= value < below:
-        raise ValueError(f"{_shown(value)} is not a whole number from {least} to {below - 1}")
+def whole_number(value: Any, *, below: int = 2**63) -> int:
+    """Checks that a value is an integer from 0 to below a bound, and returns it."""
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{_shown(value)} is not a whole number from 0 to {below - 1}")
     return value
 
 
 def number(value: Any) -> float:
-    """Returns a value that is a number; NaN and the infinities are."""
+    """Checks that a value is a number, NaN and infinities included, and returns it."""
     if type(value) not in (int, float) or (type(value) is int and abs(value) > 2**1000):
         raise ValueError(f"{_shown(value)} is not a number")
     return float(value)
 
 
 def text(value: Any) -> str:
-    """Returns a value that is text."""
+    """Checks that a value is text, and returns it."""
     if not isinstance(value, str):
         raise ValueError(f"{_shown(value)} is not a text")
     return value
 
 
 def flag(value: Any) -> bool:
-    """Returns a value that is true or false."""
+    """Checks that a value is a bool, and returns it."""
     if not isinstance(value, bool):
         raise ValueError(f"{_shown(value)} is neither true nor false")
     return value
 
 
 def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
-    """Returns a value that is an object, with exactly these keys if any are named."""
+    """Checks that a value is an object, with exactly `keys` if not None, and returns it."""
     if not isinstance(value, dict):
         raise ValueError(f"{_shown(value)} is not an object")
     if keys is not None and value.keys() != keys:
@@ -141,7 +143,7 @@ def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
 
 
 def shape(value: Any) -> tuple[int, ...]:
-    """Returns a value that is the shape of an array."""
+    """Checks that a value is the shape of an array, and returns it."""
     if not isinstance(value, list) or len(value) > 64:
         raise ValueError(f"{_shown(value)} is not a shape")
     sizes = tuple(whole_number(size) for size in value)

@@ -6,7 +6,6 @@ Several processes may use a folder at once. Files that are no entries of the cac
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import os
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 MAX_BYTES = 2 * 10**9
 _DISCARDED = ".zero_jax-discarded-"  # an entry that is being removed, renamed so that no process starts to read it
-_PARTIAL = ".zero_jax-partial-"
+PARTIAL = ".zero_jax-partial-"  # an entry that is being written; a day old, it is removed by `evict_oldest`
 _ABANDONED_SECONDS = 24 * 3600.0
 
 
@@ -37,18 +36,13 @@ def cache_folder(kind: str) -> pathlib.Path:
 
 
 def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
-    """Writes an entry with its checksum atomically: a process that ends meanwhile leaves no entry.
-
-    Args:
-      path: the file; the checksum includes its name, so that no entry is taken for another.
-      content: the content.
-      mark: the line that files of this kind and version begin with.
+    """Writes an entry atomically, after a mark of its kind and version and a checksum of name and content.
 
     Raises:
       OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_PARTIAL, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
     partial = pathlib.Path(name)
     try:
         with open(handle, "wb") as file:
@@ -60,7 +54,7 @@ def write_entry(path: pathlib.Path, content: bytes, *, mark: bytes) -> None:
 
 
 def read_entry(path: pathlib.Path, *, mark: bytes) -> bytes | None:
-    """Returns the content of an entry and marks it as used, or None; a damaged entry is removed."""
+    """Returns the content of an entry and marks it as used, or None; removes a damaged entry."""
     try:
         written = path.read_bytes()
     except OSError:
@@ -116,13 +110,6 @@ def in_use(entry: pathlib.Path) -> Iterator[None]:
         os.close(handle)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Entry:
-    path: pathlib.Path
-    num_bytes: int
-    used: float
-
-
 def evict_oldest(
     folder: pathlib.Path,
     *,
@@ -134,9 +121,9 @@ def evict_oldest(
 
     Args:
       folder: the cache; folders in it are not searched.
-      is_own: whether a path, a file or a folder, is an entry of this cache, by a mark that nothing else has.
-      max_bytes: total size of the entries that may stay.
-      keep: an entry that stays whatever its size, such as the newest.
+      is_own: whether a file or a folder is an entry of this cache.
+      max_bytes: total size of the entries that stay.
+      keep: an entry that is not removed, such as the newest.
 
     Returns:
       The removed entries. Entries that are `in_use`, and those that cannot be removed, stay.
@@ -146,25 +133,25 @@ def evict_oldest(
     except OSError:
         return []
     _remove_abandoned(paths)
-    complete = [path for path in paths if not path.name.startswith((_DISCARDED, _PARTIAL))]
-    entries = [entry for path in complete if is_own(path) and (entry := _entry(path))]
-    excess, removed = sum(entry.num_bytes for entry in entries) - max_bytes, []
-    for entry in sorted(entries, key=lambda entry: entry.used):
+    complete = [path for path in paths if not path.name.startswith((_DISCARDED, PARTIAL))]
+    entries = [(*entry, path) for path in complete if is_own(path) and (entry := _use_and_bytes(path))]
+    excess, removed = sum(num_bytes for _, num_bytes, _ in entries) - max_bytes, []
+    for _, num_bytes, path in sorted(entries):
         if excess <= 0:
             break
-        if entry.path != keep and _remove(entry.path):
-            removed.append(entry.path)
-            excess -= entry.num_bytes
+        if path != keep and _remove(path):
+            removed.append(path)
+            excess -= num_bytes
     return removed
 
 
-def _entry(path: pathlib.Path) -> _Entry | None:
-    """Returns an entry with its size and last use, or None if it was removed meanwhile."""
+def _use_and_bytes(path: pathlib.Path) -> tuple[float, int] | None:
+    """Returns the time of the last use of an entry and its bytes, or None if it was removed meanwhile."""
     try:
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
         # The size on the disk: a sparse file takes less than its length.
         num_bytes = sum(file.lstat().st_blocks * 512 for file in files)
-        return _Entry(path=path, num_bytes=num_bytes, used=path.lstat().st_mtime)
+        return path.lstat().st_mtime, num_bytes
     except OSError:
         return None
 
@@ -204,5 +191,5 @@ def _remove_abandoned(paths: list[pathlib.Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             is_old = time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
-            if path.name.startswith(_DISCARDED) or (path.name.startswith(_PARTIAL) and is_old):
+            if path.name.startswith(_DISCARDED) or (path.name.startswith(PARTIAL) and is_old):
                 _discard(path)

@@ -30,27 +30,18 @@ from zero_jax.data.tokens.token_file import TokenFile
 
 Log = Callable[[str], None]
 TOKENIZER_FILE = "tokenizer.json"  # in a token folder: what decodes it
-MAX_BYTES = 20 * 10**9  # of all tokens in the cache; those in use stay, whatever their size
-_VERSION = "2"  # of how sources are read: another one makes the cache anew
+MAX_BYTES = 20 * 10**9  # of all tokens in the cache; entries in use stay, whatever their size
+_VERSION = "2"  # of how sources are read; a new version invalidates the cache
 _LOG_SECONDS = 5.0
 _AT_ONCE_BYTES = 1 << 30
-_ABANDONED_SECONDS = 24 * 3600.0
 
 
 def read_tokens(
     source: Source, tokenizer: Tokenizer, *, text_field: str, token_dtype: str, cache: pathlib.Path | None, log: Log
 ) -> Tokens:
-    """Returns the tokens of a source: from the cache, or made now and stored there.
+    """Returns the tokens of a source, from the cache or tokenized now; with `cache=None` in memory.
 
     A single token file is not copied: the cache has the offsets of its documents only.
-
-    Args:
-      source: the files.
-      tokenizer: tokenizes text, and has the end-of-document token.
-      text_field: the field or column that holds the text.
-      token_dtype: dtype of the tokens in raw files and records.
-      cache: folder of tokens, or None to keep them in memory.
-      log: called with lines of progress.
 
     Raises:
       ValueError: the source cannot be read, changed meanwhile, or has no document.
@@ -68,8 +59,6 @@ def read_tokens(
         except ValueError as error:
             log(f"{error}; making it anew")
             _remove(folder, damaged)
-    with contextlib.suppress(OSError):
-        _remove_abandoned(cache)
     try:
         tokens = _in_use(make(folder), folder)
         evict_oldest(cache, is_own=_is_own, max_bytes=MAX_BYTES, keep=folder)
@@ -80,7 +69,7 @@ def read_tokens(
 
 
 def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
-    """Keeps a folder from being evicted by any process of this machine while its tokens are in use."""
+    """Keeps all processes of this machine from evicting a folder while its tokens are in use."""
     use = contextlib.ExitStack()
     with contextlib.suppress(OSError):  # another process has replaced it
         use.enter_context(in_use(folder))
@@ -93,12 +82,10 @@ def _is_own(path: pathlib.Path) -> bool:
 
 
 def verify_if_small(tokens: Tokens) -> Tokens:
-    """Verifies the checksums of a file of up to 1 GiB now, which takes a second or so.
-
-    Those of a larger file are verified as its tokens are read, before anything is trained on them.
+    """Verifies the checksums of a file of up to 1 GiB, in about a second; of a larger file they are when it is read.
 
     Raises:
-      ValueError: they are damaged.
+      ValueError: the tokens are damaged.
     """
     if isinstance(tokens.tokens, TokenFile) and tokens.tokens.nbytes <= _AT_ONCE_BYTES:
         tokens.tokens.verify()
@@ -106,7 +93,7 @@ def verify_if_small(tokens: Tokens) -> Tokens:
 
 
 def _remove(folder: pathlib.Path, damaged: os.stat_result) -> None:
-    """Removes a damaged folder, unless another process has put a new one in its place meanwhile."""
+    """Removes a damaged folder, unless another process has replaced it meanwhile."""
     aside = folder.with_name(f".{folder.name}.damaged-{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(OSError):
         if folder.stat().st_ino == damaged.st_ino:
@@ -193,10 +180,3 @@ def log_progress(chunks: Iterable[Chunk], name: str, *, log: Log) -> Iterator[Ch
             of_text = f" of {num_bytes / 1e6:,.0f} MB of text" if num_bytes else ""
             log(f"reading {name}: {num_tokens:,} tokens{of_text} in {logged - started:.0f} s")
         yield chunk
-
-
-def _remove_abandoned(cache: pathlib.Path) -> None:
-    """Removes incomplete folders of processes that ended while they wrote, a day ago or earlier."""
-    for path in cache.glob(".*-*.*"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)

@@ -22,7 +22,7 @@ _BATCH_RECORDS = 256
 def text_chunks(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Chunk]:
     """Tokenizes documents, several pieces at a time; documents without text are left out, and counted.
 
-    The hash of a document is of its text, so that the split is the same whichever tokenizer is used.
+    The hash of a document is of its text, so that the split does not depend on the tokenizer.
     """
     waiting: list[tuple[Piece, int | None]] = []
     num_characters, num_bytes, digest = 0, 0, _digest()
@@ -109,7 +109,7 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
 
 
 def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
-    """Reads where documents begin in a token file, from `NAME.documents.npy` beside it.
+    """Reads the offsets of the documents in a token file, from `NAME.documents.npy` beside it.
 
     Returns:
       The offsets, 0 first and the number of tokens last, or None if there is no such file.

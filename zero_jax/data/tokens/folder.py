@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from zero_jax.core.files.untrusted import json_checksum
+from zero_jax.core.files.user_cache import PARTIAL
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, ChunkChecksums, RunningChecksums, TokenFile, open_tokens
 
@@ -31,7 +32,7 @@ _CHECKSUMS = "sums.npy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens to write into a folder, with what they count.
+    """Tokens to write to a folder, with their counts.
 
     Attributes:
       tokens: a part of a document, a vector of integers.
@@ -50,13 +51,13 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenMeta:
-    """The fields of `meta.json` that say where tokens come from.
+    """The fields of `meta.json` about the source of the tokens.
 
     Attributes:
       source: name of the data set.
       tokenizer: name of the tokenizer.
       tokenizer_fingerprint: its fingerprint.
-      vocab_size: all tokens are less.
+      vocab_size: upper bound of the tokens, exclusive.
       end_of_document: the token after each document.
       num_text_bytes: bytes of the text, 0 if the source was tokens.
       num_replaced: invalid Unicode that was replaced in the text.
@@ -81,8 +82,8 @@ class Tokens:
       tokens: all tokens, a vector, in a file or in memory.
       offsets: the index of each document's first token, and the end of the last: int64 `[num_documents + 1]`.
       hashes: a hash of each document: uint64 `[num_documents]`.
-      meta: where the tokens come from.
-      file: size and time of change of the tokens' file when it was opened, if there is one.
+      meta: the source of the tokens.
+      file: size and modification time of the tokens' file when it was opened, if there is one.
     """
 
     tokens: np.ndarray | TokenFile
@@ -140,19 +141,14 @@ def write_folder(
 
     Several processes may do this at once: the folder of the first to finish stays.
 
-    Args:
-      folder: its path.
-      chunks: the documents.
-      meta: where the tokens come from; its counts are taken from the chunks.
-      dtype: of the tokens in the folder.
-      token_file: a file that has the tokens already; only the other files are written, and refer to it.
-      attached: content of further files of the folder, by name.
+    The counts of `meta` are replaced by those of the chunks. With a `token_file` of the tokens only the other files are
+    written, and refer to it. `attached` are further files by name.
 
     Raises:
-      OSError: it cannot be written; nothing is left behind.
+      OSError: the folder cannot be written, and was removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}"
+    temporary = folder.parent / f"{PARTIAL}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
         with contextlib.nullcontext() if token_file else (temporary / _TOKENS).open("wb") as stream:
@@ -187,7 +183,7 @@ def write_folder(
 
 
 def keep_in_memory(chunks: Iterable[Chunk], *, meta: TokenMeta, dtype: np.dtype) -> Tokens:
-    """Returns the documents as tokens in memory; writes no file."""
+    """Collects the tokens in memory, without files."""
     stream = io.BytesIO()
     writer = _Writer(stream, dtype, meta)
     for chunk in chunks:
@@ -197,17 +193,14 @@ def keep_in_memory(chunks: Iterable[Chunk], *, meta: TokenMeta, dtype: np.dtype)
 
 
 def is_token_folder(path: pathlib.Path) -> bool:
-    """Tells whether a path is a token folder."""
+    """Returns whether a path is a token folder."""
     return (path / _META).is_file() and (path / _DOCUMENTS).is_file()
 
 
 def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
     """Opens a token folder; the tokens are verified when they are read, the other files now.
 
-    Args:
-      folder: the folder.
-      is_cache: whether it can be made again: it is made invalid where its tokens turn out to be damaged, so that the
-        next run makes it anew.
+    Damaged tokens invalidate a folder of the cache (`is_cache`), so that the next run tokenizes again.
 
     Raises:
       ValueError: it is incomplete, damaged, or of an unknown version.

@@ -1,6 +1,6 @@
-"""Tokens in a file: read when they are asked for, and compared with checksums.
+"""Tokens in a file: read on demand, and verified by checksums.
 
-The file has a CRC-32 for each 64 KiB, so that a few rows of a large file can be checked without the rest of it.
+Each 64 KiB have a CRC-32, so that a few rows of a large file can be verified without reading the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 64 * CHUNK_BYTES
 
 
 class RunningChecksums:
-    """The checksums of bytes that come in pieces of any size."""
+    """Computes the checksums of chunks from bytes in pieces of any size."""
 
     def __init__(self) -> None:
         """Starts with no bytes."""
@@ -28,7 +28,7 @@ class RunningChecksums:
         self._crc, self._bytes_left = 0, CHUNK_BYTES
 
     def add(self, data: bytes) -> None:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
         view = memoryview(data)
         while view:
             part, view = view[: self._bytes_left], view[self._bytes_left :]
@@ -49,12 +49,12 @@ class RunningChecksums:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkChecksums:
-    """The checksums that were written for the chunks of a file, and which chunks have been compared.
+    """The saved checksums of the chunks of a file, and which chunks are verified already.
 
     Attributes:
       expected: `uint32[num_chunks]`.
-      verified: chunks that were read and are undamaged, `bool[num_chunks]`; they are not compared again.
-      on_damage: called with the number of the first byte of a damaged chunk; it raises the error.
+      verified: `bool[num_chunks]`, the chunks that were read and are undamaged.
+      on_damage: called with the offset of a damaged chunk; raises the error.
     """
 
     expected: np.ndarray
@@ -62,13 +62,7 @@ class ChunkChecksums:
     on_damage: Callable[[int], None]
 
     def verify(self, first: int, last: int, read: Callable[[int, int], bytes | bytearray]) -> None:
-        """Checks the chunks that hold the bytes from `first` up to `last`.
-
-        Args:
-          first: the first byte, from 0 on.
-          last: the byte after the last one.
-          read: returns so many bytes (second argument) from an offset (first argument), fewer at the end of the file.
-        """
+        """Verifies the chunks of the bytes from `first` to before `last`, with `read(offset, num_bytes)`."""
         start, stop = first // CHUNK_BYTES, -(-last // CHUNK_BYTES)
         for chunk in (np.flatnonzero(~self.verified[start:stop]) + start).tolist():
             if zlib.crc32(read(chunk * CHUNK_BYTES, CHUNK_BYTES)) != self.expected[chunk]:
@@ -78,16 +72,16 @@ class ChunkChecksums:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A vector of tokens in a file; slices and vectors of positions are read when they are asked for.
+    """A vector of tokens in a file, indexed by slices or vectors of positions, which are read on demand.
 
-    The file is not memory-mapped: where a mapped file is cut while it is read, the system kills the process.
+    The file is not memory-mapped: if a mapped file is truncated, the system kills the process that reads it.
 
     Attributes:
       path: the file.
-      dtype: of the tokens in it.
+      dtype: dtype of the tokens.
       size: number of tokens.
       start_bytes: bytes before the first token.
-      checksums: the checksums of the bytes after that; None checks nothing.
+      checksums: the checksums of the bytes after that, or None.
     """
 
     path: pathlib.Path
@@ -105,10 +99,10 @@ class TokenFile:
         return self.size * self.dtype.itemsize
 
     def __getitem__(self, positions: slice | np.ndarray) -> np.ndarray:
-        """Reads tokens, those at neighbouring positions at once.
+        """Reads tokens, consecutive positions at once.
 
         Raises:
-          ValueError: the file cannot be read, ends before the last of them, or is damaged there.
+          ValueError: the file cannot be read, was truncated, or is damaged there.
         """
         if isinstance(positions, slice):
             first, last, _ = positions.indices(self.size)
@@ -127,7 +121,7 @@ class TokenFile:
         return tokens
 
     def verify(self) -> None:
-        """Reads all tokens and compares them with their checksums.
+        """Reads all tokens and verifies their checksums.
 
         Raises:
           ValueError: the file cannot be read, was cut, or is damaged.

@@ -1,4 +1,4 @@
-"""How a run shows on a terminal, with a live bar, and in a log, with plain lines."""
+"""Shows a run on a terminal, with a live progress bar, or in a log, with plain lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from zero_jax.core.extras import extra
-from zero_jax.trainer.reporting.metrics import format_bytes
+from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.sharding.spec import carries
+from zero_jax.sharding.stages import sharded_groups
+from zero_jax.trainer.reporting.metrics import per_device_bytes
+from zero_jax.training import TrainState, ZeroConfig, sharding_report
 
 with extra("train"):
     from rich import progress
@@ -21,14 +31,14 @@ with extra("train"):
 Log = Callable[[str], None]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_SIGNAL_SECONDS = 0.2  # in which the signal comes that a terminal sends when it is closed
+_SIGNAL_SECONDS = 0.2  # until the signal comes that a closed terminal sends
 
 
 class Console:
     """Shows the records of a run.
 
-    On a terminal a bar with the figures of the last step stays at the bottom, and lines go above it. Anywhere else the
-    same lines go to `log` as they are, without an escape code.
+    On a terminal a bar with the metrics of the last step stays at the bottom, and lines go above it. Otherwise the same
+    lines go to `log`, without escape codes.
     """
 
     def __init__(
@@ -46,11 +56,10 @@ class Console:
         Args:
           num_steps: steps of the run.
           log_every: steps between two lines; the first and the last step have one too.
-          log: takes the lines where there is no live bar.
-          terminal: where a live bar goes if it is a terminal that can move its cursor, such as `sys.stdout`; None never
-            shows one.
-          first_step: steps that were done before, in a run that is resumed.
-          clock: seconds that never go back.
+          log: called with the lines where there is no live bar.
+          terminal: stream for a live bar, if it is a terminal that can move its cursor; None shows none.
+          first_step: steps done before, in a resumed run.
+          clock: monotonic clock, in seconds.
         """
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
         self._clock, self._start = clock, (first_step, clock())
@@ -71,7 +80,7 @@ class Console:
             expand=True,
         )
         self._task = self._bar.add_task("", total=self._num_steps, completed=first_step)
-        # What others print to the terminal goes above the bar too; a file or a pipe gets what it is sent.
+        # Other output to the terminal goes above the bar too; files and pipes are left alone.
         live = Live(
             get_renderable=lambda: Group(self._figures, self._bar),
             console=rich,
@@ -119,7 +128,7 @@ class Console:
             self.line(shown + eta)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._live is not None:
             live, self._live = self._live, None
             with contextlib.suppress(OSError):
@@ -137,10 +146,10 @@ class Console:
 
 
 def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log:
-    """Returns a log that a full disk or a terminal that is gone does not end: such a line is lost, and the run goes on.
+    """Wraps a log function so that a full disk or a closed terminal loses lines, but does not end the run.
 
-    A pipe whose reader has ended does end it: that is how a reader says that it has seen enough. Not where the run is
-    stopping anyway: a terminal that is closed takes the reader along, and what is done is still to be saved.
+    A pipe whose reader has ended (`head`) does end the run, unless it is stopping anyway, as when a terminal is closed
+    with its programs: then the state still has to be saved.
     """
 
     def log_line(line: str) -> None:
@@ -157,7 +166,7 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
 
 
 def figures(record: Mapping[str, Any]) -> str:
-    """Returns the figures of a record that people look at, on one line; what is None or missing is left out."""
+    """Formats the main metrics of a record as a line; None and missing ones are left out."""
     known = {name: value for name, value in record.items() if value is not None}
     label = "" if known.get("kind", "train") == "train" else f"{known['kind']} "
     forms = [form(known[name]) for name, form in _FIGURES.items() if name in known]
@@ -180,14 +189,8 @@ _FIGURES: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def header(rows: Mapping[str, str]) -> str:
-    """Returns the lines that a run starts with: names and what they are, in two columns."""
-    width = max(map(len, rows), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
 def format_duration(seconds: float) -> str:
-    """Returns a time for people, such as `3 min` or `2 days 4 h`."""
+    """Formats a time, such as `3 min` or `2 days 4 h`."""
     if seconds < _MINUTE:
         return f"{seconds:.0f} s"
     if seconds < _HOUR:
@@ -197,3 +200,47 @@ def format_duration(seconds: float) -> str:
         return f"{hours} h {rest} min"
     days, hours = divmod(round(seconds / _HOUR), 24)
     return f"{days} day{'s' if days > 1 else ''} {hours} h"
+
+
+def groups(state: TrainState) -> dict[str, Any]:
+    """Returns the groups of a train state by name."""
+    return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state")}
+
+
+def num_params(state: TrainState) -> int:
+    """Returns the number of params."""
+    return sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def describe_run(state: TrainState, *, mesh: Mesh, zero: ZeroConfig, rows: dict[str, str]) -> str:
+    """Describes a run in a table: devices, mesh, stage, `rows`, dtypes, bytes per device, and unsharded leaves."""
+    precision = resolve_precision(zero.precision)
+    dtypes = {name: getattr(precision, name) or "as initialized" for name in ("param", "compute", "reduce", "master")}
+    floating = {x.dtype.name for x in jax.tree.leaves(state.opt_state) if np.issubdtype(x.dtype, np.inexact)}
+    dtypes["optimizer"] = "+".join(sorted(floating)) or "none"
+    group_bytes = [
+        f"{name} {format_bytes(per_device_bytes(tree))} of {format_bytes(sum(x.nbytes for x in jax.tree.leaves(tree)))}"
+        for name, tree in groups(state).items()
+        if jax.tree.leaves(tree)
+    ]
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    table = {
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind} ({jax.__name__} {jax.__version__}{processes})",
+        "mesh": " x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+        "stage": str(zero.stage),
+        **rows,
+        "dtypes": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
+        "a device holds": ", ".join(group_bytes),
+        "unsharded": _unsharded_leaves(state, mesh=mesh, zero=zero),
+    }
+    return aligned(table.items())
+
+
+def _unsharded_leaves(state: TrainState, *, mesh: Mesh, zero: ZeroConfig) -> str:
+    """Lists the leaves that the rules leave unsharded, in a stage that shards."""
+    report = sharding_report(state, mesh=mesh, config=zero)
+    paths = [p.path for p in report.placements if not carries(p.dims, axes_of(mesh).data)]
+    if not paths or not sharded_groups(zero.stage):
+        return "none"
+    shown = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return f"{len(paths)} of {len(report.placements)} leaves, {format_bytes(report.whole_bytes)}: {shown}"

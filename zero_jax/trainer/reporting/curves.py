@@ -1,4 +1,4 @@
-"""Curves of runs: read from their `metrics.jsonl`, drawn over one another."""
+"""Reads the curves of runs from their `metrics.jsonl`, and plots them over one another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from zero_jax.analysis import figures
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import extra
 from zero_jax.core.files.json_lines import read_records
@@ -17,8 +18,7 @@ from zero_jax.core.files.json_lines import read_records
 RECORDS = "metrics.jsonl"
 X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}
 
-_SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's palette, which most colour-blind people can tell apart, and further ones for many runs.
+# Okabe and Ito's colour-blind-safe palette, and further colours for many runs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B4513", "#7F7F7F", "#6A3D9A")
 _LABELS = {"loss": "loss (nats per token)", "grad_norm": "gradient norm", "mfu": "model FLOPs utilization"}
 
@@ -28,7 +28,7 @@ class RunRecords:
     """The records of a run, each kind in the order of its steps.
 
     Attributes:
-      name: what to call the run.
+      name: name of the run.
       train: records of kind `train`, one a step.
       validation: records of kind `validation`.
     """
@@ -38,14 +38,10 @@ class RunRecords:
     validation: tuple[dict[str, Any], ...]
 
     def curve(self, metric: str, *, x: str = "step") -> Curve:
-        """Returns the curve of a figure.
-
-        Args:
-          metric: name of a figure in the records, such as `loss`.
-          x: what it is drawn against: `step`, `tokens` or `seconds`.
+        """Returns the curve of a metric of the records, such as `loss`, against `step`, `tokens` or `seconds`.
 
         Raises:
-          ValueError: no such figure in the records.
+          ValueError: no such metric in the records.
         """
         if x not in X_LABELS:
             raise ValueError(f"x={x!r}: {did_you_mean(x, X_LABELS, cutoff=0)}Choose one of {', '.join(X_LABELS)}")
@@ -81,15 +77,7 @@ class RunRecords:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A figure of a run; NaN where a step has none.
-
-    Attributes:
-      name: what the run is called.
-      x: what it is drawn against, for each training step.
-      y: the figure at each training step.
-      validation_x: the same for each evaluation.
-      validation_y: the figure at each evaluation.
-    """
+    """A metric of a run, at each training step (`x`, `y`) and at each evaluation; NaN where a step has none."""
 
     name: str
     x: np.ndarray
@@ -108,7 +96,7 @@ def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def read_run(path: str | pathlib.Path) -> RunRecords:
-    """Reads the records of a run; a step that comes twice counts as the later one has it, half a line not at all.
+    """Reads the records of a run; of a step that was repeated the last record counts, and incomplete lines do not.
 
     Args:
       path: folder of the run, or its `metrics.jsonl`.
@@ -130,7 +118,7 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
 
 
 def _no_run(path: pathlib.Path) -> str:
-    """Returns what to say of a path that is no run: the nearest runs, or what the folder has instead."""
+    """Returns the error message for a path that is not a run, with the nearest runs."""
     what = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
     places = [path, path.parent, pathlib.Path("runs")]
     runs = [file.parent for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))]
@@ -142,22 +130,23 @@ def _no_run(path: pathlib.Path) -> str:
 def plot_runs(
     path: str | pathlib.Path, runs: Sequence[RunRecords], *, metric: str = "loss", x: str = "step", title: str = ""
 ) -> None:
-    """Draws a figure of several runs over one another: each step pale, its mean over some steps, and evaluations.
+    """Plots a metric of several runs: each step pale, the smoothed curve, and evaluations.
 
     Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
+      path: the file, `.png`, `.svg` or `.pdf`.
       runs: the runs.
-      metric: name of the figure.
-      x: what it is drawn against: `step`, `tokens` or `seconds`.
-      title: what stands above.
+      metric: name of the metric.
+      x: the x-axis: `step`, `tokens` or `seconds`.
+      title: title of the figure.
 
     Raises:
-      ValueError: no runs, another suffix, or a figure that a run does not have.
+      ValueError: no runs, another suffix, no such folder, or a metric that a run does not have.
     """
     if not runs:
         raise ValueError("plot_runs: there are no runs to draw")
     curves = [run.curve(metric, x=x) for run in runs]
-    figure, axes = _figure(path)
+    figure = figures.new_figure(path, width=8, height=4.8)
+    axes = figure.add_subplot()
     for i, curve in enumerate(curves):
         color = _COLORS[i % len(_COLORS)]
         axes.plot(curve.x, curve.y, color=color, linewidth=0.6, alpha=0.25)
@@ -167,51 +156,22 @@ def plot_runs(
         style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
     if x == "tokens":
-        from matplotlib.ticker import EngFormatter
+        with extra("plot"):
+            from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter())
-    _finish(axes, title=title, x=X_LABELS[x], y=_LABELS.get(metric, metric.replace("_", " ")))
+    axes.set(title=title, xlabel=X_LABELS[x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))
+    figures.tidy(axes)
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
-    # Beside the curves, not over them: the longest names and the most runs still leave the curves alone.
+    # Below the curves, so that long names and many runs do not cover them.
     figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def plot_losses(
-    path: str | pathlib.Path,
-    *,
-    train: Sequence[tuple[int, float]],
-    validation: Sequence[tuple[int, float]],
-    title: str,
-) -> None:
-    """Draws training and validation loss of one run against the step.
-
-    Args:
-      path: where the picture goes; the suffix says what it is: `.png`, `.svg` or `.pdf`.
-      train: step and loss of every training step.
-      validation: step and loss of every evaluation.
-      title: what the run is.
-    """
-    figure, axes = _figure(path)
-    steps, losses = np.array(train, float).reshape(-1, 2).T
-    window = _window(losses)
-    axes.plot(steps, losses, color="#c9d8e8", linewidth=0.8, label="training, each batch")
-    mean, label = smoothed(losses, window), f"training, mean of {window} batches"
-    axes.plot(steps, mean, color="#4c72b0", linewidth=1.5, label=label, **_lone_points(mean))
-    if validation:
-        label = f"validation ({validation[-1][1]:.3f} at the end)"
-        steps, losses = np.array(validation, float).T
-        axes.plot(steps, losses, color="#c44e52", linewidth=1.5, marker="o", markersize=4, label=label)
-    _finish(axes, title=title, x="step", y=_LABELS["loss"])
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False)
-    _save(figure, path)
+    figures.save_figure(figure, path)
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean of each value and those around it, `window` in all or as many as there are.
+    """Returns the moving average over `window` values, or as many as there are at the ends.
 
-    Values that are not finite are left out of the means, and are NaN in the result, so that a gap stays a gap.
+    Values that are not finite are left out of the means, and are NaN in the result.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0))])
@@ -237,7 +197,7 @@ def _label(curve: Curve) -> str:
 
 
 def _styles(curves: Sequence[Curve]) -> list[Any]:
-    """Returns what the legend says of the styles of lines, where there is more than one."""
+    """Returns the legend entries of the line styles, where there is more than one."""
     from matplotlib.lines import Line2D
 
     styles = [Line2D([], [], color="#666666", linewidth=1.5, label="training, smoothed")]
@@ -245,34 +205,3 @@ def _styles(curves: Sequence[Curve]) -> list[Any]:
         line = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
         styles.append(Line2D([], [], color="#666666", label="validation", **line))
     return styles if len(styles) > 1 else []
-
-
-def _figure(path: str | pathlib.Path) -> tuple[Any, Any]:
-    # Figure and canvas by hand: pyplot would keep state between pictures and look for a screen.
-    with extra("plot"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    if pathlib.Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"cannot draw {str(path)!r}: give a name that ends in {', '.join(_SUFFIXES)}")
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, path: str | pathlib.Path) -> None:
-    import matplotlib
-
-    # Text stays text in an SVG, and the same data give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero_jax"}):
-        is_svg = pathlib.Path(path).suffix.lower() == ".svg"
-        figure.savefig(path, metadata={"Date": None} if is_svg else None)
-
-
-def _finish(axes: Any, *, title: str, x: str, y: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

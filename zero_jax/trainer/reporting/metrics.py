@@ -1,4 +1,4 @@
-"""Metrics of a training run: read from the devices, combined with speed and memory, passed to console and writers."""
+"""Metrics of a training run: reads them from the devices, adds speed and memory, and passes them to the writers."""
 
 import dataclasses
 import math
@@ -16,19 +16,19 @@ from zero_jax.transforms import forward_flops
 
 Log = Callable[[str], None]
 
-# Two steps that are read back one right after the other say nothing alone.
+# The time between two steps that are read back is too noisy alone.
 _SHORTEST_WINDOW_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """A step that was sent to the devices and not yet waited for.
+    """A step that was dispatched to the devices, and not yet waited for.
 
     Attributes:
       step: its number, from 1.
-      metrics: what it reports.
-      param_norm: global norm of the params after it, or None where it is not shown.
-      data_wait_seconds: how long its batch was waited for.
+      metrics: its metrics.
+      param_norm: global norm of the params after it, or None where it is not logged.
+      data_wait_seconds: time spent waiting for its batch.
     """
 
     step: int
@@ -39,13 +39,13 @@ class Dispatched:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speedometer:
-    """What a step's work is measured in.
+    """The work of a step, for throughput and MFU.
 
     Attributes:
       batch_size: sequences of a step, over all devices.
       num_tokens: tokens of a step, over all devices.
       flops: operations of a step, over all devices, without rematerialization.
-      peak_flops_per_second: what all devices could do; None where it is not known (a CPU).
+      peak_flops_per_second: peak of all devices; None where it is not known (a CPU).
     """
 
     batch_size: int
@@ -54,16 +54,16 @@ class Speedometer:
     peak_flops_per_second: float | None
 
     def tokens_per_second(self, step_seconds: float) -> float:
-        """Returns the speed at so many seconds a step."""
+        """Returns the throughput for a step time."""
         return self.num_tokens / step_seconds
 
     def mfu(self, step_seconds: float) -> float | None:
-        """Returns the model FLOPs utilization at so many seconds a step (Chowdhery et al. 2022, appendix B)."""
+        """Returns the model FLOPs utilization for a step time (Chowdhery et al. 2022, appendix B)."""
         return None if self.peak_flops_per_second is None else self.flops / step_seconds / self.peak_flops_per_second
 
 
 def make_speedometer(loss_fn: Callable[..., Any] | MeshLoss, params: Any, batch: Any, *, mesh: Mesh) -> Speedometer:
-    """Counts the operations of a step on batches of `[batch_size, seq_len]`, and what the devices could do."""
+    """Counts the operations of a step on batches of `[batch_size, seq_len]`."""
     batch_size, seq_len = next(iter(batch.values())).shape
     params, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
     hardware = hardware_of(mesh.devices.flat[0])
@@ -76,10 +76,10 @@ def make_speedometer(loss_fn: Callable[..., Any] | MeshLoss, params: Any, batch:
 
 
 class Progress:
-    """Reads the metrics of steps back and keeps count of what the run is judged by.
+    """Reads the metrics of steps from the devices, and accumulates those of the run.
 
     Attributes:
-      compile_seconds: what the first step of this process took, which is mostly compiling.
+      compile_seconds: time of the first step of this process, which is mostly compiling.
       num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
       num_skipped_steps: updates skipped so far.
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
@@ -100,12 +100,12 @@ class Progress:
         """Starts the clock.
 
         Args:
-          sinks: take the records, dicts of figures with a `kind` and a `step`.
-          speedometer: what the work of a step is measured in.
+          sinks: called with the records, dicts of metrics with a `kind` and a `step`.
+          speedometer: work of a step.
           schedule: the learning rate by the number of updates; None if it is not known.
           param_names: paths of the params, in the order of their leaves.
-          noise: follows the gradient noise scale.
-          log_every: steps that the speed is averaged over.
+          noise: estimates the gradient noise scale.
+          log_every: steps that the throughput is averaged over.
         """
         self.compile_seconds = 0.0
         self.num_nonfinite_in_a_row = 0
@@ -126,13 +126,13 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of the training steps alone, the first one (which compiles) left out."""
+        """Throughput of the training steps, without the first one, which compiles."""
         if not self._timed_steps:
             return math.nan
         return self._speedometer.tokens_per_second(self._timed_seconds / self._timed_steps)
 
     def add_step(self, dispatched: Dispatched) -> None:
-        """Waits until a step is done and takes down what it reported."""
+        """Waits for a step, and writes its record."""
         metrics, loss = dispatched.metrics, float(dispatched.metrics.loss)
         seconds = time.perf_counter() - self._resumed
         self._resumed = time.perf_counter()
@@ -179,13 +179,13 @@ class Progress:
         )
 
     def add_validation(self, step: int, loss: float, ema_loss: float | None = None) -> None:
-        """Takes down the validation loss after `step` steps, and goes on timing steps from here."""
+        """Writes the validation loss after `step` steps, and restarts the timing of steps."""
         self.validation.append((step, loss))
         self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss})
         self.resume_clock()
 
     def resume_clock(self) -> None:
-        """Leaves the time since the last step out of the next one's."""
+        """Restarts the timing of steps, without the time since the last one."""
         self._resumed = time.perf_counter()
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -193,22 +193,13 @@ class Progress:
             sink(record)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Returns a size for people, such as `1.5 MiB`."""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while abs(num_bytes) >= 1024 and power + 1 < len(units):
-        num_bytes, power = num_bytes / 1024, power + 1
-    return f"{num_bytes:,.0f} {units[power]}" if power == 0 else f"{num_bytes:,.1f} {units[power]}"
-
-
 def per_device_bytes(tree: Any) -> int:
-    """Returns the bytes that a tree of arrays takes on each device that holds a part of every array."""
+    """Returns the bytes of a tree of arrays on one device, its shards."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
 def device_memory_bytes(device: Any) -> int:
-    """Returns the peak of the memory in use on a device, or the live arrays' where the backend keeps no count (CPU)."""
+    """Returns the peak memory in use on a device, or the bytes of live arrays where the backend has no count (CPU)."""
     stats = device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

@@ -1,7 +1,4 @@
-"""Where the records of a run go: a JSON Lines file, TensorBoard, Weights & Biases.
-
-Only one process of a run writes.
-"""
+"""Writes the records of a run to a JSON Lines file, TensorBoard and Weights & Biases; used in process 0 alone."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriterConfig:
-    """Says where the records of a run go besides its `metrics.jsonl`.
+    """The writers of a run besides its `metrics.jsonl`.
 
     Attributes:
       tensorboard: write the records for TensorBoard too, into the run's folder.
@@ -33,7 +30,7 @@ class WriterConfig:
     wandb: str | None = None
 
     def __post_init__(self):
-        """Refuses a project that has no name, and writers that are not installed."""
+        """Raises `ValueError` for an empty project, and for writers that are not installed."""
         check_fields(self)
         if self.wandb is not None and not self.wandb.strip():
             raise ValueError(f"wandb={self.wandb!r}: give the name of a project, or leave it out")
@@ -44,35 +41,32 @@ class WriterConfig:
 
 
 class Writer(Protocol):
-    """Takes records one by one, in the order of their steps."""
+    """Writes records, in the order of their steps."""
 
     def write(self, record: Record) -> None:
         """Writes one record."""
         ...
 
     def close(self) -> None:
-        """Ends the writing; there is none after it."""
+        """Writes what is buffered, and closes the writer."""
         ...
 
 
 class TensorBoardWriter:
-    """Writes each figure as a scalar called `kind/name`, such as `train/loss`."""
+    """Writes each metric as a scalar `kind/name`, such as `train/loss`."""
 
     def __init__(self, folder: str | pathlib.Path, *, resume_step: int | None = None, flush_seconds: float = 10):
-        """Starts a file of events.
+        """Starts a file of events in a folder; a resumed run adds a file.
 
-        Args:
-          folder: where it goes; a resumed run adds a file.
-          resume_step: the step that the run goes on from: TensorBoard hides what was written for later ones.
-          flush_seconds: seconds between two moments at which the figures reach the disk.
+        TensorBoard hides what an earlier file has of steps after `resume_step`.
         """
         with extra("train"):
             from tensorboardX.event_file_writer import EventsWriter
 
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
-        # Not `SummaryWriter`, whose thread dies of a full disk: ten records later it would stop the run for good. Names
-        # hold the second only, and a run that is resumed within it must not overwrite its own.
+        # Not `SummaryWriter`: its thread dies of a full disk, and blocks the run ten records later. File names have a
+        # resolution of a second, within which a resumed run must not overwrite its file.
         suffix = f".{os.getpid()}.{secrets.token_hex(3)}"
         self._protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         self._events = EventsWriter(os.path.join(folder, "events"), filename_suffix=suffix)
@@ -98,7 +92,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Sends each figure to Weights & Biases as `kind/name`, against the step."""
+    """Sends each metric to Weights & Biases as `kind/name`, against the step."""
 
     def __init__(
         self,
@@ -109,15 +103,7 @@ class WandbWriter:
         config: Mapping[str, Any] | None = None,
         is_resumed: bool = False,
     ):
-        """Starts a run there, or goes on with the one that the folder has the id of.
-
-        Args:
-          project: the project.
-          folder: folder of the run; the file `wandb-id` in it has its id.
-          name: what to call the run.
-          config: the run's config, shown beside its figures.
-          is_resumed: whether to go on with the run of that id.
-        """
+        """Starts a run with an id that is kept in `folder/wandb-id`, or resumes the run of that id."""
         wandb: Any = importlib.import_module("wandb")
         id_file = pathlib.Path(folder) / "wandb-id"
         run_id = (
@@ -126,7 +112,7 @@ class WandbWriter:
         id_file.write_text(run_id + "\n", encoding="utf-8")
         settings = {"project": project, "id": run_id, "resume": "allow", "name": name, "dir": str(folder)}
         self._run = wandb.init(**settings, config=dict(config or {}))
-        # Against a figure of our own: W&B's own count only ever grows, and would drop what a resumed run repeats.
+        # W&B's own step only ever grows, and would drop the steps that a resumed run repeats.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -135,27 +121,22 @@ class WandbWriter:
         self._run.log({**_scalars(record), "step": record["step"]})
 
     def close(self) -> None:
-        """Sends what is left and ends the run there."""
+        """Sends what is left, and finishes the run."""
         self._run.finish()
 
 
 def _scalars(record: Record) -> dict[str, float]:
-    """Returns the figures of a record by `kind/name`."""
+    """Returns the numbers of a record by `kind/name`."""
     kind = record.get("kind", "run")
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     return {f"{kind}/{name}": float(value) for name, value in numbers.items()}
 
 
 class Writers:
-    """Several writers as one: one that fails is dropped or tries again, a line says so, and the run goes on."""
+    """Writes to several writers; one that fails is dropped or retried, with a line in the log."""
 
     def __init__(self, factories: Mapping[str, Callable[[], Writer]], *, log: Callable[[str], None] = print):
-        """Opens the writers.
-
-        Args:
-          factories: functions that open a writer, by what to call it.
-          log: takes a line about each writer that fails.
-        """
+        """Opens the writers by functions, with names for the log."""
         self._log = log
         self._writers: dict[str, Writer] = {}
         self._late: set[str] = set()
@@ -187,7 +168,7 @@ class Writers:
             self._guarded(name, writer.close)
 
     def _guarded(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        # Any exception: a library that talks to a network has its own kinds, and none is worth a week's run.
+        # Any exception: libraries have their own kinds of network errors, and none should end a run.
         try:
             done = call(*arguments)
             if name in self._late:
@@ -206,7 +187,7 @@ class Writers:
             try:
                 broken.close()
             except Exception:
-                pass  # it was broken before, and that has been said
+                pass  # the first error is in the log
         return None
 
 
@@ -219,15 +200,9 @@ def open_writers(
     resume_step: int | None = None,
     log: Callable[[str], None] = print,
 ) -> Writers:
-    """Opens the writers of a run: `metrics.jsonl` in its folder, and those that the config asks for.
+    """Opens the writers of a run: `metrics.jsonl` in its folder `directory`, and those of the config.
 
-    Args:
-      config: which writers.
-      directory: folder of the run.
-      name: what to call the run.
-      run_config: the run's config, for those who show it.
-      resume_step: the step that the run goes on from; None for a new run.
-      log: takes a line about each writer that fails.
+    Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`; None is a new run.
     """
     folder = pathlib.Path(directory)
     factories: dict[str, Callable[[], Writer]] = {

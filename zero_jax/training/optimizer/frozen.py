@@ -6,18 +6,17 @@ zeros of updates without a look at the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.core.jaxprs import is_literal, used_inputs
+from zero_jax.core.jaxprs import is_literal, open_jaxpr, used_inputs
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree
-from zero_jax.training.optimizer.update import abstract_update
+from zero_jax.training.optimizer.update import trace_update
 
 # Zeros stay zeros in these.
 _MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())
@@ -31,8 +30,10 @@ def needed_grads(tx: optax.GradientTransformation, params: PyTree, opt_state: Py
       params: the params that have gradients, or their shapes.
       opt_state: the optimizer's state, or its shapes.
     """
-    update, avals = _update(tx, params, opt_state)
-    return used_inputs(update, avals)[: len(jax.tree.leaves(params))]
+    traced = trace_update(tx, params, opt_state)
+    used = used_inputs(traced.jaxpr)
+    clipped, unclipped = used[: traced.num_grads], used[len(used) - traced.num_grads :]
+    return [a or b for a, b in zip(clipped, unclipped, strict=True)]
 
 
 def unchanged(
@@ -48,25 +49,9 @@ def unchanged(
     """
     if all(needed):
         return [False] * len(needed)
-    update, avals = _update(tx, params, opt_state)
-    jaxpr = jax.make_jaxpr(lambda flat: jax.tree.leaves(update(flat)[0]))(avals)
-    zeros = _Zeros().run(jaxpr, [False] * len(avals))
-    if len(zeros) != len(needed):
-        return [False] * len(needed)
+    jaxpr = trace_update(tx, params, opt_state).jaxpr
+    zeros = _Zeros().run(jaxpr, [False] * len(open_jaxpr(jaxpr)[0].invars))[: len(needed)]
     return [zero and not read for zero, read in zip(zeros, needed, strict=True)]
-
-
-def _update(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-    """Returns the update as a function of gradients, state and params, all as one list, and the shapes of that."""
-    leaves, tree = jax.tree.flatten(params)
-    opt_leaves, opt_tree = jax.tree.flatten(opt_state)
-    num = len(leaves)
-
-    def update(flat: list[Any]) -> Any:
-        grads, opt, old = flat[:num], flat[num : num + len(opt_leaves)], flat[num + len(opt_leaves) :]
-        return abstract_update(tx, tree.unflatten(grads), opt_tree.unflatten(opt), tree.unflatten(old))
-
-    return update, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*leaves, *opt_leaves, *leaves)]
 
 
 class _Zeros(Pass[bool]):

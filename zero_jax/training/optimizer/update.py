@@ -6,6 +6,8 @@ when it is called: wrappers such as `optax.chain` take all and hand them on.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import used_inputs
 from zero_jax.core.tree import PyTree, leaf_names
@@ -54,7 +57,7 @@ def call_update(
     Raises:
       ValueError: the optimizer asks for what a step cannot make, or does not return an update for each param.
     """
-    loss_of, grad_of = loss_fn or _stand_in_loss(grads), grad_fn or (lambda at: jax.tree.map(jnp.multiply, grads, at))
+    loss_of, grad_of = loss_fn or _stand_in_loss(grads), grad_fn or _stand_in_grads(grads)
 
     def value_fn(at: PyTree, *, loss: Any = None, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
         del loss, obj_fn, grad_fn  # optax's line searches hand on what they do not take, and refuse what this does not
@@ -112,16 +115,88 @@ def update_if(
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
-def abstract_update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Calls an optimizer's update for its shapes and dependencies alone; JAX traces it once for all such calls."""
-    try:
-        hash(tx)
-    except TypeError:
-        return call_update(tx, grads, opt_state, params)
-    return _jitted_update(tx, grads, opt_state, params)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """Whether an update calls functions of the params: part of the structure of its traced result."""
+
+    functions: bool
 
 
-_jitted_update = jax.jit(call_update, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _traced_update(
+    tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
+) -> tuple[PyTree, PyTree, _Calls]:
+    called = []
+
+    def noted(function: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+        return lambda at: called.append(True) or function(at)
+
+    loss_fn, grad_fn = noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads))
+    extras = {"value": value, "full_grads": full_grads, "loss_fn": loss_fn, "grad_fn": grad_fn}
+    updates, new_state = call_update(tx.value, grads, opt_state, params, **extras)
+    return updates, new_state, _Calls(bool(called))
+
+
+class _Optimizer:
+    """An optimizer as a static argument: equal by its own equality, or by identity if it has no hash."""
+
+    def __init__(self, tx: Any):
+        self.value = tx
+        try:
+            self.key = hash(tx), tx
+        except TypeError:
+            self.key = id(tx), None
+
+    def __hash__(self) -> int:
+        return self.key[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Optimizer) and (self.value is other.value or self.key == other.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedUpdate:
+    """The trace of an optimizer's update.
+
+    Attributes:
+      jaxpr: the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to updates and state.
+      new_state: the shapes of the state that it returns.
+      num_grads: the number of gradients.
+      calls_functions: whether it calls functions of the params, which are stand-ins here.
+    """
+
+    jaxpr: Any
+    new_state: PyTree
+    num_grads: int
+    calls_functions: bool
+
+
+def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
+    """Traces an optimizer's update; JAX traces it once for all calls on such arguments, `apply_update` included.
+
+    Args:
+      tx: the optimizer.
+      params: the params that have gradients, or their shapes.
+      opt_state: its state, or its shapes.
+    """
+    leaves = jax.tree.leaves(params)
+    sharding = getattr(getattr(leaves[0], "aval", leaves[0]), "sharding", None) if leaves else None
+    # On the mesh of the params: JAX takes what it has traced for arguments of the same mesh alone.
+    sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
+    traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
+    _, new_state, calls = traced.out_info
+    return TracedUpdate(traced.jaxpr, new_state, len(leaves), calls.functions)
+
+
+def apply_update(
+    tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *, value: Any, full_grads: PyTree, **functions: Any
+) -> tuple[PyTree, PyTree]:
+    """Returns what `call_update` does, from the trace of the update if that calls no function of the params."""
+    if trace_update(tx, params, opt_state).calls_functions:
+        return call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
+    return _traced_update(_Optimizer(tx), grads, opt_state, params, value, full_grads)[:2]
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:
@@ -137,17 +212,17 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     before = jax.eval_shape(lambda x: x, state)
     settled = before
     for _ in range(3):  # a wider leaf may widen others
-        after = jax.eval_shape(lambda old, p: abstract_update(tx, p, old, p)[1], settled, params)
-        shapes, wider = _described(settled), _widened(settled, after)
-        if _described(wider) == shapes:
+        wider = _after_update(tx, params, settled)
+        if _described(wider) == _described(settled):
             break
         settled = wider
     if settled is before:
         return state
     first = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     names, (leaves, tree) = leaf_names(settled), jax.tree.flatten(settled)
-    update = lambda flat: jax.tree.leaves(abstract_update(tx, params, tree.unflatten(flat), params))  # noqa: E731
-    read = dict(zip(names, used_inputs(update, leaves), strict=True))
+    traced = trace_update(tx, params, settled)
+    used = used_inputs(traced.jaxpr)[traced.num_grads :]
+    read = dict(zip(names, used, strict=False))
     odd = [name for name in names if name not in first and read[name]] + [name for name in first if name not in names]
     if odd:
         raise ValueError(
@@ -158,6 +233,18 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
         jnp.asarray(first[name], x.dtype) if name in first else jnp.zeros(x.shape, x.dtype)
         for name, x in zip(names, leaves, strict=True)
     )
+
+
+def is_settled(tx: Any, params: PyTree, opt_state: PyTree) -> bool:
+    """Tells whether an optimizer state has the leaves and dtypes of its first state, and keeps them in an update."""
+    first = jax.eval_shape(tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+    described = _described(opt_state)
+    return _described(first) == described and _described(_after_update(tx, params, opt_state)) == described
+
+
+def _after_update(tx: Any, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns the shapes of an optimizer state after an update, each leaf no narrower than before."""
+    return _widened(opt_state, trace_update(tx, params, opt_state).new_state)
 
 
 def _described(tree: PyTree) -> list[tuple[str, Any, Any]]:
@@ -194,6 +281,11 @@ def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
         return loss_fn(at), jnp.asarray(sum(jax.tree.leaves(slopes)), jnp.float32)
 
     return loss_fn
+
+
+def _stand_in_grads(grads: PyTree) -> Callable[[PyTree], PyTree]:
+    """Returns a function of params that depends on them and on gradients, leaf by leaf."""
+    return lambda at: jax.tree.map(jnp.multiply, grads, at)
 
 
 def _unmasked(at: PyTree, params: PyTree) -> PyTree:

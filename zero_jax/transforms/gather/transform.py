@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import trace_call
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.signatures import check_arguments, check_callable
@@ -116,7 +118,8 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        closed, out_shape, values = jaxprs.trace_call(fn, params, args, kwargs)
+        with mesh_context(options.mesh, options.axes):
+            closed, out_shape, values = trace_call(fn, params, args, kwargs)
         marked = _mark(params, specs, options)
         mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)

@@ -18,6 +18,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
+from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
@@ -48,15 +49,18 @@ class GatherWalk:
         self.regions: dict[Any, SharedRegion] = {}  # of those of equal layers JAX traces and differentiates one
         self.uses: dict[Any, Callable[..., list[Any]]] = {}
         self.handlers: dict[str, Callable[..., list[Lazy | Value]]] = {
-            "jit": self.inline,
-            "pjit": self.inline,
-            "closed_call": self.inline,
-            "remat2": self.remat,
-            "checkpoint": self.remat,
+            "call": self.inline,
+            "remat": self.remat,
             "scan": self.scan,
             "cond": self.cond,
-            "gather": self.lookup,
         }
+
+    def handler(self, eqn: Any) -> Callable[..., list[Lazy | Value]]:
+        """Returns the method that evaluates an equation on params."""
+        if eqn.primitive.name == "gather":
+            return self.lookup
+        sub = subcall(eqn)
+        return self.first_order if sub is None else self.handlers.get(sub.kind, self.first_order)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
@@ -75,8 +79,7 @@ class GatherWalk:
             if any(isinstance(value, Copies) for value in values):
                 outs = self.copied(eqn, values, within)
             elif any(isinstance(value, Lazy) for value in values):
-                handler = self.handlers.get(eqn.primitive.name, self.first_order)
-                outs = handler(eqn, values, frame if eqn is last else within)
+                outs = self.handler(eqn)(eqn, values, frame if eqn is last else within)
             else:
                 pure = all(value.pure for value in values)  # type: ignore[union-attr]
                 outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
@@ -171,9 +174,9 @@ class GatherWalk:
 
     def copied(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """An equation on a param that each device has its own copy of; `only_multiplied` says which these can be."""
-        name = eqn.primitive.name
-        if name in self.handlers:
-            return self.handlers[name](eqn, values, frame)
+        name, handler = eqn.primitive.name, self.handler(eqn)
+        if handler != self.first_order:
+            return handler(eqn, values, frame)
         mesh, axes = self.options.mesh, self.options.axes
         arrays = [self.whole(v, *v.roots) if isinstance(v, Lazy) else v.array for v in values]
         places = [i for i, value in enumerate(values) if isinstance(value, Copies)]
@@ -241,10 +244,7 @@ class GatherWalk:
 
     def inline(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """A nested `jit`: walks its body in place."""
-        if jaxprs.has_explicit_shardings(eqn):
-            return self.first_order(eqn, values, frame)
-        (inner,) = jaxprs.inner_jaxprs(eqn)
-        jaxpr, consts = jaxprs.open_jaxpr(inner)
+        jaxpr, consts = jaxprs.open_jaxpr(*jaxprs.inner_jaxprs(eqn))
         with jaxprs.source_context(eqn):
             return self.run(jaxpr, [Value(c, pure=True) for c in consts], values, frame)
 

@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr
+from zero_jax.core.evaluation import evaluate
+from zero_jax.core.jaxprs import bind, open_jaxpr
 from zero_jax.transforms.passthrough import is_contraction, is_float
 
 
@@ -48,17 +49,18 @@ class _Product:
         shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
         transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(transpose)(cotangent))
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, cotangent), strict=True))
-        for eqn in jaxpr.eqns:
-            values = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+
+        def equation(eqn: Any, values: list[Any]) -> list[Any]:
+            if eqn.primitive is lax.convert_element_type_p:  # it is of that dtype already
+                return values
             if is_contraction(eqn):
                 if eqn.primitive is not lax.dot_general_p:  # others refuse to give less than they take
                     values = [_no_wider(x, aval.dtype) for x in values]
                 eqn = eqn.replace(params={**eqn.params, "preferred_element_type": aval.dtype})
-            is_cast = eqn.primitive is lax.convert_element_type_p  # it is of that dtype already
-            env.update(zip(eqn.outvars, values if is_cast else bind(eqn, values), strict=True))
-        (out,) = jaxpr.outvars
-        return env[out]
+            return bind(eqn, values)
+
+        (out,) = evaluate(jaxpr, consts, [cotangent], equation)
+        return out
 
 
 def _no_wider(x: jax.Array, dtype: Any) -> jax.Array:

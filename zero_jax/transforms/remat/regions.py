@@ -7,14 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import Chain
-from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
@@ -31,7 +30,6 @@ from zero_jax.transforms.remat.values import (
 
 # The names of what is kept as it is, and of what is kept elsewhere.
 KEPT, PLACED = "zero_kept", "zero_residual"
-REMAT = ("remat2",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,33 +49,6 @@ class RematSetting:
     def marks(self, jaxpr: Any, marks: Sequence[Mark]) -> dict[Any, Mark]:
         """Returns a mark for each variable of a jaxpr."""
         return mark_values(jaxpr, marks, mesh=self.mesh, model=self.axes.model)
-
-
-def evaluate(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], *, unwrap: bool) -> list[Any]:
-    """Evaluates a jaxpr with plain nested `jit`s in place; and, to `unwrap`, with `jax.checkpoint`s as if not there."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
-    read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, evaluate_eqn(eqn, [*map(read, eqn.invars)], unwrap=unwrap), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def evaluate_eqn(eqn: Any, values: list[Any], *, unwrap: bool) -> list[Any]:
-    """Evaluates an equation as `evaluate` does."""
-    sub = subcall(eqn)
-    if sub is None or sub.kind not in (("call", "remat") if unwrap else ("call",)):
-        return jaxprs.bind(eqn, values)
-    jaxpr, consts = jaxprs.open_jaxpr(sub.jaxpr)
-    with jaxprs.source_context(eqn):
-        return evaluate(jaxpr, consts, values, unwrap=unwrap)
-
-
-def flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Traces a function of arrays that calls `evaluate`; returns its open jaxpr and constants."""
-    shapes = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals
-    ]
-    return jaxprs.open_jaxpr(jax.make_jaxpr(function)(*shapes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,15 +126,16 @@ class RematRegion:
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Evaluates the region with its residuals named and placed."""
-        env: dict[Any, Any] = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        for var, array, movable in zip(self.jaxpr.invars, arrays, self.movable, strict=True):
-            env[var] = self.place(var, array) if movable and self.leaves(var) else array
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in self.jaxpr.eqns:
-            outs = jaxprs.bind(eqn, [*map(read, eqn.invars)])
-            for var, out in zip(eqn.outvars, outs, strict=True):
-                env[var] = self.place(var, out) if var in self.kept else out
-        return [read(atom) for atom in self.jaxpr.outvars]
+        inputs = [
+            self.place(var, array) if movable and self.leaves(var) else array
+            for var, array, movable in zip(self.jaxpr.invars, arrays, self.movable, strict=True)
+        ]
+
+        def equation(eqn: Any, values: list[Any]) -> list[Any]:
+            outs = zip(eqn.outvars, jaxprs.bind(eqn, values), strict=True)
+            return [self.place(var, out) if var in self.kept else out for var, out in outs]
+
+        return evaluate(self.jaxpr, self.consts, inputs, equation)
 
     def leaves(self, var: Any) -> bool:
         """Tells whether an input is worth keeping elsewhere than where it is."""

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import trace_flat
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.transforms.remat.policies import Remat
-from zero_jax.transforms.remat.regions import RematRegion, flat
+from zero_jax.transforms.remat.regions import RematRegion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ def residuals_of(function: Callable[[Any], list[Any]], region: RematRegion) -> R
     """Measures what a function of a region's inputs keeps, from the trace of its linearization."""
     setting = region.setting
     linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731
-    jaxpr, _ = flat(linearized, [var.aval for var in region.jaxpr.invars])
+    jaxpr, _ = jaxprs.open_jaxpr(trace_flat(linearized, [var.aval for var in region.jaxpr.invars]))
     known = setting.marks(jaxpr, region.marks)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     bytes_at = {"device": 0, "host": 0}

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import trace_call
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
@@ -128,7 +130,8 @@ def _transform(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    closed, out_shape, values = jaxprs.trace_call(loss_fn, params, args, kwargs)
+    with mesh_context(setting.mesh, setting.axes):
+        closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
     sizes = frozenset(value.shape[0] for value in values if value.ndim)
     walk = RematWalk(dataclasses.replace(setting, batch_sizes=sizes), log)
     leaves = jax.tree.leaves(params)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
-from zero_jax.core.subcalls import equations_of
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
+from zero_jax.transforms.attention.find import AttentionCores, find_cores
 from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
@@ -132,67 +132,13 @@ def products_with_weights(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCores:
-    """The cores of attention in a jaxpr: what is within them, and their results."""
-
-    inner: frozenset[Any]
-    results: frozenset[Any]
-
-
 def attention_cores(jaxpr: Any, marks: dict[Any, Mark]) -> AttentionCores:
-    """Finds what is computed between the product of queries with keys and the product with values.
-
-    A core is two products of activations with a softmax (an exponential) between; to it belongs what is computed for
-    it alone without any activation, such as masks and dropout.
-    """
-    inner: set[Any] = set()
-    results: set[Any] = set()
-    for i, eqn in enumerate(jaxpr.eqns):
-        if _of_activations(eqn, marks):
-            found, ends = _core(jaxpr.eqns[i:], marks)
-            inner |= found
-            results |= ends
+    """Finds the cores of attention; to each belongs what is computed for it alone without any activation, as masks."""
+    found = find_cores(jaxpr, lambda var: marks[var].kind == "value")
+    inner = found.inner
     if inner:
-        inner |= _made_for(jaxpr, inner, marks)
-    return AttentionCores(frozenset(inner - results), frozenset(results))
-
-
-def _core(eqns: Sequence[Any], marks: dict[Any, Mark]) -> tuple[set[Any], set[Any]]:
-    """Returns what is computed between a product and the next one of activations, and the results of that."""
-    first = eqns[0]
-    shape = sorted(first.outvars[0].aval.shape)
-    reached, ends = set(first.outvars), []
-    for eqn in eqns[1:]:
-        hits = [not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars]
-        if not any(hits):
-            continue
-        if _of_activations(eqn, marks):
-            if sum(hits[:2]) == 1:
-                ends.append(eqn)
-        elif not is_contraction(eqn) or sorted(eqn.outvars[0].aval.shape) == shape:
-            reached.update(eqn.outvars)
-    inner: set[Any] = set()
-    results: set[Any] = set()
-    for end in ends:
-        needed = {atom for atom in end.invars if not jaxprs.is_literal(atom)} & reached
-        between: list[Any] = []
-        for eqn in reversed(eqns):
-            if needed.intersection(eqn.outvars) and reached.intersection(eqn.outvars):
-                between.append(eqn)
-                needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
-        if any(_exponentiates(eqn) for eqn in between):
-            inner.update(var for eqn in between for var in eqn.outvars)
-            results.update(end.outvars)
-    return inner, results
-
-
-def _of_activations(eqn: Any, marks: dict[Any, Mark]) -> bool:
-    return eqn.primitive.name == "dot_general" and all(_mark(atom, marks).kind == "value" for atom in eqn.invars)
-
-
-def _exponentiates(eqn: Any) -> bool:
-    return any(each.primitive.name in ("exp", "exp2") for each in equations_of(eqn))
+        inner |= _made_for(jaxpr, {*inner}, marks)
+    return AttentionCores(inner - found.results, found.results)
 
 
 def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:

@@ -14,12 +14,16 @@ from jax import lax
 from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.subcalls import equations
+from zero_jax.core.evaluation import evaluate, flattened
+from zero_jax.core.subcalls import equations, subcall
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
-from zero_jax.transforms.remat.regions import REMAT, RematRegion, RematSetting, evaluate, evaluate_eqn, flat
+from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
+
+_UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
+_LOOPS_AND_REGIONS = ("scan", "remat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +73,7 @@ class RematWalk:
         self, jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any], marks: Sequence[Mark], frame: RematFrame
     ) -> list[Any]:
         """Evaluates a jaxpr."""
-        inlined = functools.partial(evaluate, jaxpr, consts, unwrap=False)
-        jaxpr, consts = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        jaxpr, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
         known = self.setting.marks(jaxpr, marks)
         blocks = self.blocks(jaxpr, marks, frame)
         readers = _num_readers(jaxpr, blocks)
@@ -108,15 +111,15 @@ class RematWalk:
 
     def eqn(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """Evaluates an equation that is no part of a repeated block."""
-        name = eqn.primitive.name
-        if name in REMAT:
+        kind, on_params = _kind(eqn), any(mark.kind == "param" for mark in marks)
+        if kind == "remat":
             return self.own_region(eqn, values, marks, frame)
-        if name == "scan" and any(mark.kind == "param" for mark in marks):
+        if kind == "scan" and on_params:
             return self.scan(eqn, values, marks, frame)
-        if name == "cond" and _has_blocks(eqn):
+        if kind == "cond" and _has_blocks(eqn):
             return self.cond(eqn, values, marks, frame)
-        if name not in ("scan", "cond") and _has_blocks(eqn) and any(mark.kind == "param" for mark in marks):
-            self.leave(eqn, f"{name} is not looked into", frame)
+        if kind not in ("scan", "cond") and on_params and _has_blocks(eqn):
+            self.leave(eqn, f"{eqn.primitive.name} is not looked into", frame)
         return jaxprs.bind(eqn, values)
 
     # --- regions -------------------------------------------------------------------------------------------------
@@ -125,14 +128,8 @@ class RematWalk:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
 
-        def turn(*arrays: Any) -> list[Any]:
-            env: dict[Any, Any] = dict(zip(block.reads, arrays, strict=True))
-            read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-            for eqn in eqns:
-                env.update(zip(eqn.outvars, evaluate_eqn(eqn, [*map(read, eqn.invars)], unwrap=True), strict=True))
-            return [env[var] for var in block.writes]
-
-        traced = flat(turn, [var.aval for var in block.reads])
+        turn = jaxpr.replace(constvars=[], invars=block.reads, outvars=block.writes, eqns=eqns)
+        traced = flattened(turn, kinds=_UNWRAPPED)
         return self.region(eqns[0], "block of a Python loop", traced, values, marks, frame, prevent_cse=True)
 
     def own_region(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
@@ -147,8 +144,7 @@ class RematWalk:
             with jaxprs.source_context(eqn):
                 return self.run(jaxpr, consts, values, marks, frame.inside(eqn))
         own = self.policy == "own"
-        inlined = functools.partial(evaluate, jaxpr, consts, unwrap=not own)
-        traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        traced = flattened(jaxpr, consts, ("call",) if own else _UNWRAPPED)
         prevent_cse = eqn.params["prevent_cse"]
         prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else True
         own_policy = eqn.params["policy"] if own else None
@@ -158,12 +154,11 @@ class RematWalk:
 
     def holds_blocks(self, jaxpr: Any, marks: list[Mark]) -> bool:
         """Tells whether there are blocks within a region."""
-        inlined = functools.partial(evaluate, jaxpr, (), unwrap=False)
-        jaxpr, _ = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        jaxpr, _ = jaxprs.open_jaxpr(flattened(jaxpr))
         known = self.setting.marks(jaxpr, marks)
         for eqn in jaxpr.eqns:
             ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in eqn.invars]
-            if eqn.primitive.name == "scan" and _is_over_layers(eqn, ins):
+            if _kind(eqn) == "scan" and _is_over_layers(eqn, ins):
                 return True
         return bool(find_blocks(jaxpr, [mark.kind == "param" for mark in marks]))
 
@@ -171,7 +166,7 @@ class RematWalk:
         self,
         eqn: Any,
         kind: str,
-        traced: tuple[Any, Sequence[Any]],
+        traced: Any,
         values: Sequence[Any],
         marks: Sequence[Mark],
         frame: RematFrame,
@@ -179,13 +174,13 @@ class RematWalk:
         prevent_cse: bool,
         own_policy: Any = None,
     ) -> list[Any]:
-        """Evaluates a flat jaxpr inside a `jax.checkpoint`."""
-        jaxpr, consts = traced
+        """Evaluates a closed jaxpr without calls inside a `jax.checkpoint`."""
+        jaxpr, consts = jaxprs.open_jaxpr(traced)
         movable = [not mark.held for mark in marks]
         region = RematRegion(
             setting=self.setting, jaxpr=jaxpr, consts=consts, marks=marks, movable=movable, own_policy=own_policy
         )
-        plain = functools.partial(evaluate, jaxpr, consts, unwrap=False)
+        plain = functools.partial(evaluate, jaxpr, consts)
         if self.policy == "none":
             self.note(eqn, kind, region, plain, frame)
             return plain(values)
@@ -219,8 +214,7 @@ class RematWalk:
             *(dataclasses.replace(VALUE, dims=mark.dims) for mark in marks[num_consts:num_state]),
             *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in marks[num_state:]),
         ]
-        inlined = functools.partial(evaluate, jaxpr, inner_consts, unwrap=is_block)
-        traced = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars]) if is_block else None
+        traced = flattened(jaxpr, inner_consts, _UNWRAPPED) if is_block else None
         inside = self.carried(jaxpr, inside, parts)
         is_layers = _is_over_layers(eqn, marks)
         times = frame.times * parts.length
@@ -240,8 +234,7 @@ class RematWalk:
 
     def carried(self, jaxpr: Any, marks: list[Mark], parts: jaxprs.ScanParts) -> list[Mark]:
         """Marks the carries that the body itself leaves sharded over the model."""
-        inlined = functools.partial(evaluate, jaxpr, (), unwrap=True)
-        opened, _ = flat(lambda *xs: inlined(xs), [var.aval for var in jaxpr.invars])
+        opened, _ = jaxprs.open_jaxpr(flattened(jaxpr, kinds=_UNWRAPPED))
         known = self.setting.marks(opened, marks)
         marks = list(marks)
         for i, atom in enumerate(opened.outvars[: parts.num_carry]):
@@ -270,12 +263,18 @@ class RematWalk:
         times = frame.times
         row = RegionRow(where=frame.inside(eqn).place, kind=kind, times=times)
         if self.log.measure:
-            plain = functools.partial(evaluate, region.jaxpr, region.consts, unwrap=False)
+            plain = functools.partial(evaluate, region.jaxpr, region.consts)
             row = dataclasses.replace(row, without=residuals_of(plain, region), kept=residuals_of(function, region))
         same = [i for i, old in enumerate(self.log.rows) if dataclasses.replace(old, times=times) == row]
         if same:
             row = dataclasses.replace(row, times=times + self.log.rows.pop(same[0]).times)
         self.log.rows.append(row)
+
+
+def _kind(eqn: Any) -> str | None:
+    """Returns the kind of `Subcall` of an equation, None for an operation."""
+    sub = subcall(eqn)
+    return None if sub is None else sub.kind
 
 
 def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
@@ -293,7 +292,7 @@ def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
 def _has_blocks(eqn: Any) -> bool:
     """Tells whether there is a loop or a `jax.checkpoint` anywhere in an equation."""
     inner = (jaxprs.open_jaxpr(jaxpr)[0] for jaxpr in jaxprs.inner_jaxprs(eqn))
-    return any(found.primitive.name in ("scan", *REMAT) for jaxpr in inner for found in equations(jaxpr))
+    return any(_kind(found) in _LOOPS_AND_REGIONS for jaxpr in inner for found in equations(jaxpr))
 
 
 def _makes_more(jaxpr: Any, block: Block) -> bool:
@@ -310,6 +309,6 @@ def _num_readers(jaxpr: Any, blocks: dict[int, Any]) -> collections.Counter:
         counts.update(set(block.reads))
     covered = {i for block in blocks.values() for i in range(block.start, block.stop)}
     for i, eqn in enumerate(jaxpr.eqns):
-        if i not in covered and eqn.primitive.name in ("scan", *REMAT):
+        if i not in covered and _kind(eqn) in _LOOPS_AND_REGIONS:
             counts.update({atom for atom in eqn.invars if not jaxprs.is_literal(atom)})
     return counts

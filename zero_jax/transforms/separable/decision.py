@@ -8,9 +8,8 @@ itself shards values over the devices of a batch; that is no other loss.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
-from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.separable.relations import SAME, Kind, Relation, rows
 from zero_jax.transforms.separable.walk import TraceComparison
 
@@ -45,7 +44,7 @@ class Separability:
 
 
 def separability(
-    loss_fn: Callable[..., Any],
+    weighted: TracedFunction,
     params: PyTree,
     batch: PyTree,
     key: jax.Array,
@@ -62,21 +61,21 @@ def separability(
     Random numbers count as each example's own.
 
     Args:
-      loss_fn: `(variables, batch, key) -> (loss, (aux, model_state))`.
+      weighted: the loss function `(variables, batch, key) -> (loss, (aux, model_state, weight))`, as of `with_weight`.
       params: the params, or `Variables`; model state counts as params.
       batch: the whole batch.
       key: a key.
       mesh: the mesh.
       axes: the roles of its axes.
       num_microbatches: the parts that the batch is split into.
-      loss_weight: as in `ZeroConfig`.
+      loss_weight: what `with_weight` was called with.
       local: whether it is asked if the loss can be called on each device's own examples.
     """
     size = next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), 0)
     num_devices = axis_size(mesh, axes.batch)
     if not size:
         return Separability(another_loss="", not_local="")
-    traces = _Traces(with_weight(loss_fn, loss_weight), params, batch, key)
+    traces = _Traces(weighted, params, batch, key, mesh)
     not_local = another = ""
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
     names = set(_operations(trace))
@@ -98,24 +97,26 @@ def separability(
 class _Traces:
     """Traces of a loss function with its weight, on batches of several sizes."""
 
-    def __init__(self, weighted: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array):
+    def __init__(self, weighted: TracedFunction, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh):
         self.weighted, self.params, self.batch, self.key = weighted, params, batch, key
+        self.sharding = NamedSharding(mesh, PartitionSpec())  # as in the step, which takes the same trace
         self.traced: dict[int, Any] = {}
 
     def of(self, size: int) -> Any:
         """Returns the closed jaxpr of loss and weight on so many examples."""
+
+        def resize(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (size, *x.shape[1:]) if np.ndim(x) else ()
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.sharding)
+
         if size not in self.traced:
-
-            @functools.wraps(self.weighted)  # JAX's errors name the user's function
-            def loss_and_weight(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
-                loss, (*_, weight) = self.weighted(params, batch, key)
-                return loss, weight
-
-            resize = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if np.ndim(x) else (), x.dtype)  # noqa: E731
-            with warnings.catch_warnings(action="ignore"):  # the step's own trace warns
-                self.traced[size] = jax.make_jaxpr(loss_and_weight)(
-                    self.params, jax.tree.map(resize, self.batch), self.key
-                )
+            with warnings.catch_warnings():
+                if self.traced:  # the first is the step's own, or like it
+                    warnings.simplefilter("ignore")
+                closed, out_shape = self.weighted.trace(self.params, jax.tree.map(resize, self.batch), self.key)
+            results = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
+            loss, (*_, weight) = results
+            self.traced[size] = jaxprs.with_results(closed, [loss, weight])
         return self.traced[size]
 
     def why_no_mean(self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False) -> str:

@@ -1,0 +1,116 @@
+"""Which attention gets a kernel, and what is said where it gets none."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_cases import random_arrays
+
+import zero_jax as zero
+from zero_jax.attention import choice, cudnn
+from zero_jax.attention.case import Case
+from zero_jax.attention.placement import Placement, current_placement, mesh_context
+
+NONE = {name: None for name in Case.__dataclass_fields__} | {"scale": 1.0, "is_causal": False}
+
+
+def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, **options):
+    names = ("wanted", "has_bias", "has_mask")
+    others = {"wanted": None, "has_bias": False, "has_mask": False} | {x: options.pop(x) for x in names if x in options}
+    sizes = {"b": 2, "t": 256, "s": 256, "n": 4, "k": 2, "h": 64} | (sizes or {})
+    b, t, s, n, k, h = (sizes[name] for name in "btsnkh")
+    shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, sizes.get("v", h)))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    placement = placement or Placement(platform=platform)
+    return choice.choose(*arrays, Case(**NONE | options), placement=placement, **others)
+
+
+@pytest.fixture(autouse=True)
+def _has_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "is_installed", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernel"), [("tpu", "splash"), ("cuda", "cudnn"), ("gpu", "cudnn"), ("cpu", "xla")]
+)
+def test_the_platform_has_a_kernel(platform, kernel):
+    assert chosen(platform, is_causal=True).implementation == kernel
+    assert chosen(platform, is_causal=True, wanted="xla").implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("platform", "case", "reason"),
+    [
+        ("tpu", {"has_bias": True}, "bias"),
+        ("tpu", {"has_mask": True}, "mask"),
+        ("tpu", {"dtype": jnp.float16}, "float16"),
+        ("tpu", {"local_window_size": (0, -1)}, "see no key"),
+        ("tpu", {"sizes": {"t": 300}, "local_window_size": (3, 3)}, "see no key"),
+        ("tpu", {"scale": jnp.float32(1)}, "scale is an array"),
+        ("tpu", {"placement": Placement(platform="tpu", unknown="no mesh")}, "no mesh"),
+        ("cuda", {"dtype": jnp.float32}, "float32"),
+        ("cuda", {"sizes": {"h": 60}}, "multiples of 8"),
+        ("cuda", {"sizes": {"v": 32}}, "64 and 32 wide"),
+        ("cuda", {"logits_soft_cap": 1.0}, "for XLA alone on GPUs"),
+        ("cuda", {"local_window_size": (9, 9)}, "windows are causal"),
+        ("cuda", {"is_causal": True, "sizes": {"s": 512}}, "of one length"),
+        ("cuda", {"sizes": {"t": 0}}, "there is nothing in"),
+    ],
+)
+def test_what_a_kernel_cannot_do_goes_to_xla_and_is_an_error_by_name(platform, case, reason):
+    found = chosen(platform, **case)
+    assert found.implementation == "xla" and reason in found.reason
+    with pytest.raises(ValueError, match=r"cannot do this attention.*give implementation=None"):
+        chosen(platform, wanted="splash" if platform == "tpu" else "cudnn", **case)
+
+
+def test_a_missing_cudnn_names_the_extra(monkeypatch):
+    monkeypatch.setattr(cudnn, "is_installed", lambda: False)
+    assert "zero-jax[gpu-compiler]" in chosen("cuda").reason
+    with pytest.raises(ValueError, match=r"zero-jax\[cuda\]"):
+        chosen("cuda", wanted="cudnn")
+
+
+def test_names_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="implementation='flash' is unknown"):
+        zero.dot_product_attention(*random_arrays(), implementation="flash")
+    with pytest.raises(ValueError, match="the devices are cpu"):
+        zero.dot_product_attention(*random_arrays(), implementation="cudnn")
+
+
+def test_short_sequences_are_left_to_xla_unless_asked_for():
+    found = chosen("tpu", sizes={"t": 100})
+    assert found.implementation == "xla" and "less than 128" in found.reason
+    assert chosen("tpu", sizes={"t": 100}, wanted="splash").implementation == "splash"
+
+
+def test_the_mesh_is_an_argument_or_that_of_the_step_or_that_of_jax():
+    sizes = (4, 2), (2, 1), (8, 1)
+    of_step, of_jax, own = (zero.make_mesh(data=n, model=m, devices=jax.devices()[: n * m]) for n, m in sizes)
+    assert current_placement() == Placement(platform="cpu")
+    with jax.set_mesh(of_jax):
+        assert jax.jit(lambda: current_placement().mesh.size)() == 2
+        with mesh_context(of_step):
+            placement = current_placement()
+            assert placement.mesh is of_step
+            assert (placement.batch, placement.heads) == (("replica", "data"), ("model",))
+            assert current_placement(own).mesh is own
+    odd = jax.sharding.Mesh(jax.devices(), "x")
+    assert "none of them carries `data`" in current_placement(odd).unknown
+
+
+def test_a_jitted_function_in_a_loss_is_traced_again_for_another_mesh():
+    seen = []
+    inner = jax.jit(lambda x: seen.append(current_placement().mesh) or x)
+    for num_devices in (4, 8):
+        with mesh_context(zero.make_mesh(devices=jax.devices()[:num_devices])):
+            inner(1.0)
+    assert [mesh.size for mesh in seen] == [4, 8]
+
+
+def test_small_batches_and_few_heads_are_sharded_over_what_divides():
+    mesh = zero.make_mesh(replica=2, data=2, model=2)
+    placement = Placement(platform="tpu", mesh=mesh, batch=("replica", "data"), heads=("model",))
+    free = frozenset(mesh.axis_names)
+    assert placement.axes_of(4, [4, 2], free) == {"batch": ("replica", "data"), "heads": ("model",)}
+    assert placement.axes_of(2, [4, 1], free) == {"batch": ("replica",), "heads": ()}
+    assert placement.axes_of(3, [4, 4], free - {"model"}) == {"batch": (), "heads": ()}

@@ -1,0 +1,49 @@
+"""Programs for hardware that is not there contain the kernel, and no collective over activations."""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import zero_jax as zero
+from zero_jax.attention import cudnn
+
+COLLECTIVES = re.compile(r"(all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)[\w-]*\(")
+HAS_CUDA = importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def compiled_text(mesh, *, num_examples=8, num_heads=4, num_key_heads=4, **options):
+    """Returns the program of the gradients of an attention, whose operands are sharded over examples and heads."""
+    batch = tuple(name for name in mesh.axis_names if name != "model")
+    sharding = NamedSharding(mesh, PartitionSpec(batch, None, "model"))
+    q = jax.ShapeDtypeStruct((num_examples, 200, num_heads, 64), jnp.bfloat16, sharding=sharding)
+    k = jax.ShapeDtypeStruct((num_examples, 200, num_key_heads, 64), jnp.bfloat16, sharding=sharding)
+
+    def total(q, k, v):
+        out = zero.dot_product_attention(q, k, v, is_causal=True, mesh=mesh, **options)
+        return jnp.square(out.astype(jnp.float32)).sum(axis=(1, 3))
+
+    def grads(q, k, v):
+        out, pull = jax.vjp(total, q, k, v)
+        return pull(out)
+
+    return jax.jit(grads).lower(q, k, k).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_key_heads": 2, "segment_ids": jnp.zeros((8, 200), jnp.int32), "local_window_size": (50, 0)}]
+)
+def test_a_tpu_runs_splash_attention_on_its_own_examples_and_heads(options):
+    text = compiled_text(zero.make_mesh(topology="v5p:2x2x2", data=4, model=2), **options)
+    assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
+    assert not COLLECTIVES.search(text)
+
+
+@pytest.mark.skipif(not (HAS_CUDA and cudnn.is_installed()), reason="needs the extra gpu-compiler")
+def test_a_gpu_runs_cudnn_on_its_own_examples_and_heads():
+    text = compiled_text(zero.make_mesh(topology="h100:1x8", data=4, model=2), num_key_heads=2)
+    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+    assert not COLLECTIVES.search(text)

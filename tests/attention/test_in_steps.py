@@ -1,0 +1,86 @@
+"""Fused attention in train steps: every transform of a step takes it for one operation of each example."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.core.subcalls import equations
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.transforms import separability
+
+L, D, N, K, H, T, B = 2, 16, 4, 2, 8, 6, 16
+SETTINGS = [
+    ({"stage": 3}, {"data": 8}),
+    ({"stage": 0, "remat": "full"}, {"data": 4, "model": 2}),
+    ({"stage": 1, "num_microbatches": 2, "remat": "attention"}, {"data": 8}),
+    ({"stage": 2, "num_microbatches": 2, "remat": "dots"}, {"replica": 2, "data": 2, "model": 2}),
+    ({"stage": 3, "remat": "attention_sharded"}, {"data": 2, "model": 4}),  # more devices than heads of keys
+]
+
+
+def init(key):
+    draw = lambda i, *shape: 0.3 * jax.random.normal(jax.random.fold_in(key, i), shape)  # noqa: E731
+    sizes = {"query": N, "key": K, "value": K}
+    blocks = {name: draw(i, L, D, n, H) for i, (name, n) in enumerate(sizes.items())}
+    return {"blocks": blocks | {"out": draw(3, L, N, H, D)}, "table": draw(4, 32, D)}
+
+
+def make_loss(implementation):
+    def block(x, p):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in ("query", "key", "value"))
+        y = zero.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return x + jnp.einsum("btnh,nhd->btd", y, p["out"])
+
+    def loss(params, batch):
+        x = params["table"][batch["x"]]
+        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, params["blocks"])
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params["table"].T, batch["y"]).mean()
+
+    return loss
+
+
+def make_batch():
+    return {name: jax.random.randint(jax.random.key(i), (B, T), 0, 32) for i, name in enumerate("xy")}
+
+
+@pytest.mark.parametrize(("options", "sizes"), SETTINGS)
+def test_steps_with_the_kernel_are_those_without(options, sizes):
+    mesh, config = zero.make_mesh(**sizes), zero.ZeroConfig(**options, min_shard_size=1)
+    losses, params = [], []
+    for implementation in ("splash", "xla"):
+        tx = optax.sgd(0.1)
+        state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
+        step = zero.make_train_step(make_loss(implementation), tx, mesh=mesh, config=config)
+        for _ in range(2):
+            state, metrics = step(state, make_batch())
+        losses.append(metrics.loss)
+        params.append(jax.device_get(state.params))
+    chex.assert_trees_all_close(*losses, rtol=1e-6)
+    chex.assert_trees_all_close(*params, atol=1e-6)  # float32, sums in another order
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_mixes_no_examples(local):
+    def loss(params, batch, key):
+        del key
+        return make_loss("splash")(params, batch), (None, None)
+
+    mesh = zero.make_mesh(data=4, model=2)
+    found = separability(
+        loss, jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0),
+        mesh=mesh, axes=axes_of(mesh), num_microbatches=2, local=local,
+    )  # fmt: skip
+    assert not found.another_loss and not found.not_local
+
+
+@pytest.mark.parametrize(
+    ("remat", "num_forward"), [("full", 2), ("dots", 1), ("attention", 1), ("none", 1), ("names:zero_attention", 1)]
+)
+def test_what_remat_keeps_of_the_kernel_runs_once(remat, num_forward):
+    loss = zero.rematerialize(make_loss("splash"), remat, mesh=zero.make_mesh(data=8))
+    grads = jax.make_jaxpr(jax.grad(loss))(init(jax.random.key(0)), make_batch())
+    names = [eqn.primitive.name for eqn in equations(grads)]
+    assert names.count("zero_attention") == num_forward and names.count("zero_attention_cotangents") == 1

@@ -1,0 +1,164 @@
+"""The decoder: transformers' logits, published sizes, stages, errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import transformers_logits
+
+import zero_jax as zero
+from zero_jax.models import decoder, huggingface
+from zero_jax.models.decoder_config import DECODERS, DecoderConfig
+
+
+def params_of(hf_config):
+    """Returns config and params of a decoder with the tensors that transformers was given."""
+    config = huggingface.decoder_config(hf_config)
+    params = {"blocks": {}}
+    for path, name in huggingface.tensor_names(config, model_type=hf_config["model_type"]).items():
+        shape = config.shapes[path]
+        leaf = np.empty(shape, np.float32)
+        for index in np.ndindex(*shape[: name.num_indices]):
+            values = shape[name.num_indices :]
+            tensor = transformers_logits.tensor(name.of(index), values[::-1] if name.is_transposed else values)
+            leaf[index] = tensor.T if name.is_transposed else tensor
+        *_, last = path.split("/")
+        (params["blocks"] if "/" in path else params)[last] = jnp.asarray(leaf)
+    return config, params
+
+
+@pytest.mark.parametrize("name", transformers_logits.CONFIGS)
+def test_logits_are_those_of_transformers(name):
+    config, params = params_of(transformers_logits.CONFIGS[name])
+    with np.load(transformers_logits.PATH) as answers:
+        expected = answers[name]
+    logits = jax.jit(lambda params, tokens: decoder.apply(config, params, tokens))(
+        params, jnp.asarray(transformers_logits.tokens())
+    )
+    assert np.std(expected) > 0.05
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    made = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-2-7b", 6.738),
+        ("llama-3-8b", 8.030),
+        ("llama-3.1-405b", 405.853),
+        ("qwen-2.5-0.5b", 0.494),
+        ("qwen-3-30b-a3b", 30.532),
+        ("gemma-2-9b", 9.242),
+        ("gemma-3-1b", 1.000),
+        ("mistral-7b", 7.242),
+        ("mixtral-8x7b", 46.703),
+    ],
+)
+def test_presets_have_the_published_numbers_of_params(name, billions):
+    assert round(DECODERS[name].num_params / 1e9, 3) == billions
+
+
+SMALL = dict(vocab_size=32, seq_len=16, num_layers=5, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_hidden=48)
+EXPERTS = DecoderConfig(**SMALL, num_experts=4, expert_balance=0.1)
+GEMMA = DecoderConfig(**SMALL, window=5, window_period=2, norm_offset=True, post_norms=True, attention_soft_cap=2.0)
+
+
+def batch(rows=8):
+    tokens = jax.random.randint(jax.random.key(1), (rows, 16), 0, 32)
+    segments = jnp.where(jnp.arange(16) < 6, 0, 1) + jnp.zeros((rows, 1), jnp.int32)
+    return {"inputs": tokens, "targets": jnp.roll(tokens, 1, axis=1), "segments": segments}
+
+
+def test_experts_with_room_for_all_compute_what_dense_experts_compute():
+    params = decoder.init(EXPERTS, jax.random.key(0))
+    roomy = dataclasses.replace(EXPERTS, expert_capacity=2.0)  # 2.0 x 2 of 4 experts: all tokens
+    expected, got = (jax.value_and_grad(decoder.loss_fn(c), has_aux=True)(params, batch()) for c in (EXPERTS, roomy))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), expected, got)
+    tight = decoder.loss_fn(dataclasses.replace(EXPERTS, expert_capacity=0.5))(params, batch())
+    assert abs(tight[0] - expected[0][0]) > 1e-6
+
+
+def test_balanced_experts_have_a_balance_loss_of_one():
+    params = decoder.init(EXPERTS, jax.random.key(0))
+    params["blocks"]["router"] *= 0  # the same probability for all experts
+    _, aux = decoder.loss_fn(EXPERTS)(params, batch())
+    np.testing.assert_allclose(aux["expert_balance"], 1.0, rtol=1e-6)
+
+
+def test_a_token_attends_to_its_own_document_within_its_window():
+    params, tokens = decoder.init(GEMMA, jax.random.key(0)), batch(1)["inputs"]
+    windowed = dataclasses.replace(GEMMA, window_period=1, num_layers=1)
+    one_layer = {**params, "blocks": jax.tree.map(lambda stack: stack[:1], params["blocks"])}
+
+    def seen(config, params, segments=None):
+        """The positions whose embedding the last position's logits depend on."""
+        table = jax.nn.one_hot(tokens[0], 32) @ params["embed"]
+        moved = lambda x: decoder.hidden(  # noqa: E731
+            config, {**params, "embed": x}, jnp.arange(16)[None], segments
+        )[0][0, -1].sum()
+        return np.flatnonzero(np.abs(jax.grad(moved)(table)).sum(axis=1) > 0).tolist()
+
+    assert seen(windowed, one_layer) == [11, 12, 13, 14, 15]
+    assert seen(GEMMA, params) == list(range(16))
+    assert seen(GEMMA, params, batch(1)["segments"]) == list(range(6, 16))
+
+
+@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_stages_train_as_plain_optax_does(config, stage):
+    loss_fn, tx = decoder.loss_fn(config), optax.adam(1e-2)
+    params = decoder.init(config, jax.random.key(0))
+    opt_state, expected = tx.init(params), []
+    for _ in range(3):
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch())
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        expected.append(loss)
+    mesh = zero.make_mesh(data=4, model=2)
+    zero_config = zero.ZeroConfig(stage=stage, min_shard_size=1, param_specs=decoder.param_specs(config, model_size=2))
+    init_fn = lambda key: decoder.init(config, key)  # noqa: E731
+    state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=zero_config)
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, zero.shard_batch(batch(), mesh=mesh))
+        losses.append(metrics.loss)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads=3 is no multiple of num_kv_heads=2"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"activation": "relu"}, "activation='relu' is unknown"),
+        ({"window": 0}, "window=0"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_experts": 1}, "experts_per_token=2 is more than num_experts=1"),
+    ],
+)
+def test_shapes_that_cannot_be_built_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DecoderConfig(), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "model_type='bert' is none of llama"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        (
+            {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            "every n-th layer",
+        ),
+    ],
+)
+def test_checkpoints_that_a_decoder_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        huggingface.decoder_config(transformers_logits.CONFIGS["llama"] | change)

@@ -1,0 +1,115 @@
+"""`fuse_attention` replaces what is the same function as the kernel's, and nothing else."""
+
+import functools
+
+import attention_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.core.subcalls import equations
+from zero_jax.models import gpt, gpt_linen, gpt_nnx
+
+MESH = zero.make_mesh(devices=jax.devices()[:1])
+
+
+def arrays(case, seed=0):
+    """Returns params and a batch: queries, keys, values, and the data of a case."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in (case.q_shape, case.k_shape, case.k_shape))
+    (b, t, n, _), s = case.q_shape, case.k_shape[1]
+    batch = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "segments": np.sort(rng.integers(0, 3, (b, t), np.int32), axis=1),
+        "valid": rng.random((b, s)) < 0.7,
+        "temperature": rng.random((b, n, t, 1), np.float32),
+        "key": jax.random.key(seed),
+    }
+    params = {name: rng.standard_normal((6, 6), np.float32) / np.float32(6**0.5) for name in "qkv"}
+    return params | {"bias": rng.standard_normal((n, t, s), np.float32)}, batch
+
+
+def loss_of(case, params, batch):
+    """Returns a sum of the results that weighs them differently."""
+    outs = jax.tree.leaves(attend(case, params, batch))
+    return sum((out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum() for out in outs)
+
+
+def attend(case, params, batch):
+    q, k, v = (batch[name] @ params[name] for name in "qkv")
+    return case.attend(q, k, v, batch | {"bias": params["bias"]})
+
+
+def has_scores(function, params, batch, case):
+    """Tells whether there is an array with a score of each query and key in a function."""
+    sizes = [case.q_shape[1], case.k_shape[1]]
+    jaxpr = jax.make_jaxpr(function)(params, batch)
+    shapes = [getattr(var.aval, "shape", ()) for eqn in equations(jaxpr) for var in eqn.outvars]
+    return any(len(shape) > 3 and all(shape.count(x) >= sizes.count(x) for x in sizes) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", cases.SAME)
+def test_the_same_function_is_replaced(name):
+    case = cases.SAME[name]
+    params, batch = arrays(case)
+    loss = functools.partial(loss_of, case)
+    fused = zero.fuse_attention(loss)
+    report = zero.attention_report(loss, params, batch)
+    assert report.num_fused and not report.num_left, report
+    assert case.says in str(report)
+    kernel = zero.fuse_attention(loss, mesh=MESH, implementation="splash")
+    assert name == "softmax_over_two_dims_of_keys" or has_scores(jax.value_and_grad(loss), params, batch, case)
+    assert not has_scores(jax.value_and_grad(kernel), params, batch, case)
+    expected, actual = (jax.jit(jax.value_and_grad(f))(params, batch) for f in (loss, fused))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
+
+
+@pytest.mark.parametrize("name", cases.OTHER)
+def test_another_function_is_left(name):
+    case = cases.OTHER[name]
+    params, batch = arrays(case)
+    loss = functools.partial(loss_of, case)
+    if name == "weights_returned":
+        loss = functools.partial(attend, case)
+    report = zero.attention_report(loss, params, batch)
+    assert not report.num_fused, report
+    assert report.num_left == 1 and case.reason in report.rows[0].reason, report
+
+
+@pytest.mark.parametrize(
+    ("make", "scan"), [(gpt, True), (gpt_linen, False), (gpt_nnx, True)], ids=["gpt", "linen", "nnx"]
+)
+def test_reference_models_train_alike(make, scan):
+    config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=2, d_model=32, num_heads=4, scan=scan)
+    if make is gpt:
+        init_fn, loss_fn = functools.partial(gpt.init, config), gpt.loss_fn(config)
+    else:
+        init_fn, loss_fn = make.make(config)
+    mesh, tx = zero.make_mesh(data=4, model=2), optax.sgd(0.1)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (16, 9), np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["segments"] = np.sort(rng.integers(0, 3, (16, 8), np.int32), axis=1)
+    results = {}
+    for attention, remat, k in (("own", "own", 1), ("fused", "own", 1), ("fused", "full", 2)):
+        stage = 1 if k > 1 else 3
+        zero_config = zero.ZeroConfig(stage=stage, attention=attention, remat=remat, num_microbatches=k)
+        state = zero.init_state(init_fn, tx, jax.random.key(0), mesh=mesh, config=zero_config)
+        step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=zero_config)
+        state, metrics = step(state, batch)
+        evaluated = zero.make_eval_step(loss_fn, mesh=mesh, config=zero_config)(state, batch)
+        results[attention, remat] = jax.device_get((metrics.loss, metrics.grad_norm, evaluated.loss, state.params))
+    for result in results.values():
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), result, results["own", "own"])
+
+
+def test_unknown_attention():
+    with pytest.raises(ValueError, match="choose one of own, fused"):
+        zero.fuse_attention(lambda params: params, "flash")
+    with pytest.raises(ValueError, match="attention"):
+        zero.ZeroConfig(attention="flash")

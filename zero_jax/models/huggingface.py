@@ -1,0 +1,191 @@
+"""Checkpoints of the Hugging Face hub as decoders: the config, and the name of every param."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
+
+_GEMMA = ("gemma2", "gemma3_text")
+_EXPERTS = ("mixtral", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_GEMMA, *_EXPERTS)
+# What a decoder cannot do, by key of config.json: the values that mean it is not asked for.
+_MUST_BE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "mlp_only_layers": ([], None),
+    "decoder_sparse_step": (1, None),
+}
+# What a key that is missing means, where that is not what it means for Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+}
+_GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorName:
+    """Where a param of a decoder is in a checkpoint.
+
+    Attributes:
+      template: the tensor's name; `{layer}` and `{expert}` stand for the indices of leading dims of the param.
+      is_transposed: whether the tensor is `[out, in]`, as PyTorch's `Linear` has it.
+    """
+
+    template: str
+    is_transposed: bool = False
+
+    @property
+    def num_indices(self) -> int:
+        """How many leading dims of the param are spread over several tensors."""
+        return self.template.count("{")
+
+    def of(self, index: tuple[int, ...]) -> str:
+        """Returns the name of the tensor at an index of the leading dims: the layer, and the expert if there is one."""
+        return self.template.format(**dict(zip(("layer", "expert"), index, strict=False)))
+
+
+def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
+    """Returns the shape of the decoder that a `config.json` describes.
+
+    Args:
+      hf_config: the content of `config.json`.
+      seq_len: tokens in a training sequence; None takes the model's longest context.
+
+    Raises:
+      ValueError: a kind of model, or a setting, that a decoder does not have; it names the key and the value.
+    """
+    model_type = hf_config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}")
+    defaults = _DEFAULTS.get(model_type, {}) | (_GEMMA_DEFAULTS if model_type in _GEMMA else {})
+    hf_config = {**defaults, **hf_config}
+    for key, allowed in _MUST_BE.items():
+        if hf_config.get(key) not in allowed:
+            raise ValueError(f"{key}={hf_config[key]!r} is not supported: a decoder needs {allowed[0]!r}")
+    activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act={activation!r} is not supported: only {', '.join(_ACTIVATIONS)} are")
+    num_layers, num_heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
+    settings = {
+        "vocab_size": hf_config["vocab_size"],
+        "seq_len": seq_len or hf_config["max_position_embeddings"],
+        "num_layers": num_layers,
+        "d_model": hf_config["hidden_size"],
+        "num_heads": num_heads,
+        "num_kv_heads": hf_config.get("num_key_value_heads") or num_heads,
+        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // num_heads,
+        "d_hidden": hf_config["moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"],
+        "activation": _ACTIVATIONS[activation],
+        "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
+        "tie_embedding": hf_config.get("tie_word_embeddings", model_type in _GEMMA),
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+        **_windows(hf_config, model_type, num_layers),
+        **_rope(hf_config),
+    }
+    if model_type in _GEMMA:
+        settings |= {
+            "norm_offset": True,
+            "post_norms": True,
+            "scale_embedding": True,
+            "query_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
+            "attention_soft_cap": hf_config.get("attn_logit_softcapping"),
+            "logits_soft_cap": hf_config.get("final_logit_softcapping"),
+        }
+    if model_type in _EXPERTS:
+        settings |= {
+            "num_experts": hf_config["num_local_experts" if model_type == "mixtral" else "num_experts"],
+            "experts_per_token": hf_config["num_experts_per_tok"],
+            "normalize_expert_weights": model_type == "mixtral" or hf_config.get("norm_topk_prob", False),
+        }
+    return DecoderConfig(**settings)
+
+
+def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:
+    """Returns which layers have a sliding window; raises `ValueError` where they do not alternate by a period."""
+    window = hf_config.get("sliding_window")
+    if model_type in ("qwen2", "qwen3", "qwen3_moe") and not hf_config.get("use_sliding_window"):
+        window = None
+    if window is None:
+        return {}
+    kinds = hf_config.get("layer_types")
+    default = {"gemma2": 2, "gemma3_text": hf_config.get("sliding_window_pattern") or 6}.get(model_type, 1)
+    if kinds is None:
+        if model_type.startswith("qwen"):
+            raise ValueError("use_sliding_window=True without layer_types is not supported: list the layers' types")
+        return {"window": window, "window_period": default}
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    if len(full) == num_layers:
+        return {}
+    period = full[0] + 1 if full else (default if num_layers < default else 1)
+    settings = {"window": window, "window_period": period}
+    expected = [period > 1 and (layer + 1) % period == 0 for layer in range(num_layers)]
+    if [layer in full for layer in range(num_layers)] != expected:
+        raise ValueError(
+            f"layer_types={list(kinds)} is not supported: every n-th layer and no other can be without a window"
+        )
+    return settings
+
+
+def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    parameters = hf_config.get("rope_parameters") or {}
+    full = parameters.get("full_attention", parameters)
+    sliding = parameters.get("sliding_attention") or {}
+    scaling = full if full.get("factor") is not None else hf_config.get("rope_scaling")
+    settings: dict[str, Any] = {
+        "rope_theta": float(full.get("rope_theta") or hf_config.get("rope_theta") or 10_000.0),
+        "window_rope_theta": sliding.get("rope_theta") or hf_config.get("rope_local_base_freq"),
+    }
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    if scaling is None or kind == "default":
+        return settings
+    if kind == "linear":
+        return settings | {"rope_scaling": RopeScaling(factor=scaling["factor"])}
+    if kind != "llama3":
+        raise ValueError(f"rope_scaling of type {kind!r} is not supported: only 'linear' and 'llama3' are")
+    return settings | {
+        "rope_scaling": RopeScaling(
+            factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_seq_len=scaling["original_max_position_embeddings"],
+        )
+    }
+
+
+def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorName]:
+    """Returns the name of the tensor (or tensors, one a layer and expert) of every param, by the param's path."""
+    layer = "model.layers.{layer}."
+    mlp = layer + ("block_sparse_moe." if model_type == "mixtral" else "mlp.")
+    experts = mlp + "experts.{expert}." if config.num_experts else mlp
+    matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    blocks = {
+        "query": TensorName(layer + "self_attn.q_proj.weight", True),
+        "key": TensorName(layer + "self_attn.k_proj.weight", True),
+        "value": TensorName(layer + "self_attn.v_proj.weight", True),
+        "out": TensorName(layer + "self_attn.o_proj.weight", True),
+        "query_bias": TensorName(layer + "self_attn.q_proj.bias"),
+        "key_bias": TensorName(layer + "self_attn.k_proj.bias"),
+        "value_bias": TensorName(layer + "self_attn.v_proj.bias"),
+        "query_norm": TensorName(layer + "self_attn.q_norm.weight"),
+        "key_norm": TensorName(layer + "self_attn.k_norm.weight"),
+        "router": TensorName(mlp + "gate.weight", True),
+        "attention_norm": TensorName(layer + "input_layernorm.weight"),
+        "attention_post_norm": TensorName(layer + "post_attention_layernorm.weight"),
+        "mlp_norm": TensorName(
+            layer + f"{'pre_feedforward' if config.post_norms else 'post_attention'}_layernorm.weight"
+        ),
+        "mlp_post_norm": TensorName(layer + "post_feedforward_layernorm.weight"),
+    }
+    for name, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+        blocks[name] = TensorName(f"{experts}{matrix}.weight", True)
+    names = {f"blocks/{name}": blocks[name] for name in config.block_shapes}
+    names |= {"embed": TensorName("model.embed_tokens.weight"), "final_norm": TensorName("model.norm.weight")}
+    return names if config.tie_embedding else names | {"head": TensorName("lm_head.weight", True)}

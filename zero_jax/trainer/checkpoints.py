@@ -1,0 +1,206 @@
+"""Checkpoints of a run: the state that it begins with, the states that it saves, and the last good one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zero_jax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Restored,
+    find_checkpoint,
+    list_step_folders,
+    restore,
+    step_path,
+)
+from zero_jax.core.agreement import from_first_process
+from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
+from zero_jax.trainer.run import Run
+from zero_jax.trainer.run_folder import as_json, differences
+from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The start of a run.
+
+    Attributes:
+      state: the first state.
+      step: steps done before.
+      position: examples read before.
+      noise: the saved gradient noise scale, or None.
+      is_evaluated: whether the validation loss of the state is known.
+      lines: lines for the log.
+    """
+
+    state: TrainState
+    step: int = 0
+    position: int = 0
+    noise: dict[str, Any] | None = None
+    is_evaluated: bool = False
+    lines: tuple[str, ...] = ()
+
+
+class ResumeError(ValueError):
+    """Raised where a run cannot be resumed: another model, optimizer or text, or damaged checkpoints alone."""
+
+
+def begin(run: Run) -> Start:
+    """Initializes the state of a run, or restores it from a checkpoint of this run or of another.
+
+    Raises:
+      ResumeError: checkpoints of another model or text, or damaged ones alone.
+    """
+    config, key = run.config, jax.random.key(run.config.seed)
+    lines: list[str] = []
+    options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
+    has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
+    try:
+        if has_own:
+            return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
+        if config.init_from is not None:
+            folder, step = _source(config.init_from)
+            restored = restore(folder, step=step, params_only=True, key=key, **options)
+            return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
+    return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
+
+
+def _accept(extra: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for a record that no training run writes: a loop of the user's own, or forged."""
+    try:
+        missing = {"data", "noise_scale", "config", "is_evaluated"} - extra.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        whole_number(mapping(extra["data"]).get("position"))
+        mapping(extra["config"])
+        flag(extra["is_evaluated"])
+        for value in mapping(extra["noise_scale"]).values():
+            number(value)
+        NoiseScale.from_json(extra["noise_scale"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"its record is not that of a training run ({error}): begin another run from its params with init_from"
+        ) from error
+
+
+def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
+    """Returns the start from the run's own checkpoint; raises if its data differ."""
+    saved = restored.extra["data"]
+    changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
+    if changed:
+        raise ValueError(
+            f"{run.folder} was trained on other data ({'; '.join(changed)}): give it the data, seed and seq_len of "
+            "before, or begin another run (another name) from its params with init_from"
+        )
+    changed = differences({**restored.extra["config"], "model": None}, {**as_json(run.config), "model": None})
+    config_changes = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
+    return Start(
+        state=restored.state,
+        step=restored.step,
+        position=saved["position"],
+        noise=restored.extra["noise_scale"],
+        is_evaluated=restored.extra["is_evaluated"],
+        lines=(
+            f"resuming after step {restored.step} of {run.folder}",
+            *lines,
+            *(f"changed since: {line}" for line in config_changes),
+        ),
+    )
+
+
+def _source(path: str) -> tuple[str, int | None]:
+    """Returns the folder of checkpoints of a path, and the step if the path has one."""
+    record, _ = find_checkpoint(path)
+    is_step = record.path.name == pathlib.PurePath(path).name
+    if is_step and record.path != step_path(record.path.parent, record.step):
+        raise ValueError(
+            f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
+        )
+    return str(record.path.parent), record.step if is_step else None
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """Returns what determines the order of the examples."""
+    return {"fingerprint": run.dataset.fingerprint, "seed": run.config.seed, "seq_len": run.model.seq_len}
+
+
+class Saver:
+    """Saves the states of a run that are finite, and knows whether the last one is saved."""
+
+    def __init__(self, checkpointer: Checkpointer, *, run: Run, start: Start, say: Callable[[str], None]):
+        """Saves nothing yet; leaves that are not finite in `start` may stay so."""
+        self._checkpointer, self._run, self._say = checkpointer, run, say
+        self._first_step, self._num_failed_before = start.step, 0
+        self._nonfinite_at_start = frozenset(nonfinite_leaves(start.state, mesh=run.mesh))
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        loss: float | None,
+        extra: Mapping[str, Any],
+        num_nonfinite_steps: int,
+        is_last: bool,
+    ) -> bool:
+        """Starts to save a state, unless its last step was not finite.
+
+        At the end of a run (`is_last`) a state whose last update was skipped is saved too, as it is finite.
+
+        Args:
+          step: steps done.
+          state: the state after them.
+          loss: its validation loss, or None.
+          extra: further entries of the checkpoint's record.
+          num_nonfinite_steps: the latest steps in a row that were not finite.
+          is_last: whether the run ends here.
+
+        Returns:
+          Whether the run can continue: not with a state that is not finite.
+        """
+        is_skipped = is_last and self._run.zero.skip_nonfinite
+        if num_nonfinite_steps and not is_skipped:
+            self._say(f"step {step}: not saved, because its loss or gradients are not finite")
+            return True
+        leaves = [x for x in nonfinite_leaves(state, mesh=self._run.mesh) if x not in self._nonfinite_at_start]
+        if leaves:
+            others = f" and {len(leaves) - 1} other leaves" if len(leaves) > 1 else ""
+            self.log_divergence(step, f"NaN or infinities in {leaves[0]}{others} of its state")
+            return False
+        if not math.isfinite(loss or 0):
+            self._say(f"step {step}: not saved, because its validation loss is not finite")
+            return True
+        self._checkpointer.wait()  # for the save before, whose failure counts as well
+        self._num_failed_before = self._checkpointer.num_failed
+        allow_nonfinite = bool(self._nonfinite_at_start)
+        self._checkpointer.save(step, state, extra=extra, loss=loss, allow_nonfinite=allow_nonfinite)
+        return True
+
+    def wait_until_saved(self, step: int) -> bool:
+        """Waits for the last save; returns whether the state of `step` is saved, and logs it if not."""
+        self._checkpointer.wait()
+        steps = self._checkpointer.steps()
+        is_complete = step in steps and self._checkpointer.num_failed == self._num_failed_before
+        if step == self._first_step or from_first_process(lambda: str(is_complete)) == "True":
+            return True
+        newest = f"the newest checkpoint is that of step {max(steps)}" if steps else "there is no checkpoint"
+        self._say(f"the state of step {step} is NOT SAVED: {newest}")
+        return False
+
+    def log_divergence(self, step: int, why: str) -> None:
+        """Logs why the run stops, and its newest checkpoint."""
+        self._checkpointer.wait()
+        steps = self._checkpointer.steps()
+        newest = f"that of step {max(steps)}" if steps else "none: there was no save before"
+        self._say(
+            f"stopping at step {step}: {why}. The last good checkpoint is {newest}. A smaller learning rate, a longer "
+            "warm-up or another seed may help"
+        )

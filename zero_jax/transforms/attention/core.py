@@ -1,0 +1,306 @@
+"""Whether an attention that was found is one that the kernel computes, and the kernel's arguments for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.attention import dot_product_attention
+from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
+from zero_jax.transforms.attention.follow import number
+from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
+from zero_jax.transforms.attention.scores import MASKED, Attended
+
+
+class NotTheSame(Exception):
+    """The kernel does not compute this; the argument says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """`low <= query - key <= high` (None does not bound), within segments."""
+
+    low: int | None = None
+    high: int | None = None
+    segments: tuple[Leaf, tuple[Index, ...]] | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether keys after the query are masked."""
+        return self.low == 0
+
+    def window(self, num_queries: int, num_keys: int) -> tuple[int, int] | None:
+        """Returns how many keys to the left and to the right a query sees; None if that is not bounded."""
+        if self.high is None and (self.low is None or self.is_causal):
+            return None
+        left = num_queries if self.high is None else self.high
+        return left, num_keys if self.low is None else -self.low
+
+    def __str__(self) -> str:
+        parts = ["causal"] if self.is_causal else []
+        if self.high is not None or self.low not in (None, 0):
+            ends = (-math.inf if self.high is None else -self.high, math.inf if self.low is None else -self.low)
+            parts.append(f"window {ends[0]:g} to {ends[1]:g}")
+        return ", ".join([*parts, *(["segments"] if self.segments else [])]) or "no mask"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCore:
+    """An attention as the kernel computes it.
+
+    Attributes:
+      operands: queries, keys and values: variables of the jaxpr, and the indices of their dims.
+      batch: indices of the batch.
+      queries: indices of the places of queries.
+      keys: indices of the places of keys.
+      heads: indices of the heads of keys.
+      groups: indices of the queries' heads that share a head of keys.
+      features: contracted indices of queries and keys.
+      results: indices of the values' features.
+      indices: indices of the result's dims.
+      scale: what the logits are multiplied by.
+      cap: their soft cap.
+      mask: which keys a query sees.
+    """
+
+    operands: tuple[tuple[Any, Indices], ...]
+    batch: tuple[Index, ...]
+    queries: tuple[Index, ...]
+    keys: tuple[Index, ...]
+    heads: tuple[Index, ...]
+    groups: tuple[Index, ...]
+    features: tuple[Index, ...]
+    results: tuple[Index, ...]
+    indices: Indices
+    scale: float
+    cap: float | None
+    mask: Mask
+
+    def __call__(self, read: Callable[[Any], jax.Array], *, aval: Any, **options: Any) -> jax.Array:
+        """Calls the kernel.
+
+        Args:
+          read: returns the array of a variable.
+          aval: shape and dtype of the result.
+          **options: of `dot_product_attention`.
+        """
+        (query, q_dims), (key, k_dims), (value, v_dims) = self.operands
+        q, k, v = read(query), read(key), read(value)
+        dtype = jnp.result_type(q, k, v)
+        q = _arranged(q, q_dims, [self.batch, self.queries, self.heads + self.groups, self.features])
+        k = _arranged(k, k_dims, [self.batch, self.keys, self.heads, self.features])
+        v = _arranged(v, v_dims, [self.batch, self.keys, self.heads, self.results])
+        if self.mask.segments is not None:
+            leaf, indices = self.mask.segments
+            ids = leaf.array.reshape([index.size for index in indices])
+            dims = tuple((index,) for index in indices)
+            options["segment_ids"] = _arranged(ids, dims, [self.batch, self.queries]).astype(jnp.int32)
+        out = dot_product_attention(
+            q.astype(dtype),
+            k.astype(dtype),
+            v.astype(dtype),
+            scale=self.scale,
+            is_causal=self.mask.is_causal,
+            local_window_size=self.mask.window(q.shape[1], k.shape[1]),
+            logits_soft_cap=self.cap,
+            **options,
+        )
+        order = self.batch + self.queries + self.heads + self.groups + self.results
+        out = _arranged(out.reshape([i.size for i in order]), tuple((i,) for i in order), list(self.indices))
+        return out.reshape(aval.shape).astype(aval.dtype)
+
+    def __str__(self) -> str:
+        sizes = [math.prod(index.size for index in part) for part in (self.batch, self.queries, self.keys)]
+        heads = math.prod(index.size for index in self.heads)
+        num_heads = heads * math.prod(index.size for index in self.groups)
+        parts = [f"batch {sizes[0]}, {sizes[1]} x {sizes[2]}", f"{num_heads} heads"]
+        parts[1] += f" ({heads} of keys)" if heads != num_heads else ""
+        parts.append(str(self.mask))
+        return ", ".join(parts + ([f"soft cap {self.cap:g}"] if self.cap else []))
+
+
+def _arranged(array: jax.Array, indices: Indices, groups: Sequence[Sequence[Index]]) -> jax.Array:
+    """Returns an array with a dim for each group of indices; along those that it lacks it is broadcast."""
+    own = all_leaves(indices)
+    wanted = [index for group in groups for index in leaves(group)]
+    array = array.reshape([index.size for index in own])
+    array = array.transpose([own.index(index) for index in wanted if index in own])
+    array = array.reshape([index.size if index in own else 1 for index in wanted])
+    array = jnp.broadcast_to(array, [index.size for index in wanted])
+    return array.reshape([math.prod(index.size for index in leaves(group)) for group in groups])
+
+
+def make_core(found: Attended, producers: Mapping[Any, Any], known: Mapping[Any, Any]) -> AttentionCore:
+    """Returns the kernel's arguments for an attention.
+
+    Args:
+      found: the attention.
+      producers: the equation that each variable is a result of.
+      known: what is known of each variable.
+
+    Raises:
+      NotTheSame: the kernel does not compute it.
+    """
+    logits = found.logits
+    if logits.terms and logits.fill > MASKED:
+        raise NotTheSame(f"masked logits are as high as {logits.fill:g}, so masked keys may have weights above 0")
+    keys = frozenset(leaves(found.contracted))
+    sets = [frozenset(all_leaves(indices)) for _, indices in logits.product.operands]
+    side = next((i for i in (1, 0) if keys <= sets[i] - sets[1 - i]), None)
+    if side is None:
+        raise NotTheSame("the softmax is not over the keys")
+    if any(not isinstance(x, tuple) or x[0] is None for x in (*logits.product.operands, found.values)):
+        raise NotTheSame("an operand is a constant")
+    query, q_factor = _peeled(*logits.product.operands[1 - side], producers, known, repeats=False)
+    key, k_factor = _peeled(*logits.product.operands[side], producers, known, repeats=True)
+    value, _ = _peeled(*found.values, producers, known, repeats=True, exact=True)
+    for var, _ in (query, key, value):
+        if var.aval.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise NotTheSame(f"an operand is {var.aval.dtype}, and the kernel computes in float32")
+    roles = _roles(found, keys, [all_leaves(indices) for _, indices in (query, key, value)])
+    scale = logits.scale * q_factor * k_factor * (1.0 if logits.cap is None else logits.cap)
+    cap = None if logits.cap is None else abs(logits.cap)
+    return AttentionCore(operands=(query, key, value), scale=scale, cap=cap, indices=found.indices, **roles)
+
+
+def _roles(found: Attended, keys: frozenset[Index], operands: Sequence[tuple[Index, ...]]) -> dict[str, Any]:
+    """Returns what each index is to the kernel, and the mask."""
+    of_query, of_key, of_value = operands
+    everywhere = all_leaves(found.logits.product.indices)
+    own = tuple(i for i in everywhere if i in of_query and i not in (*of_key, *of_value))
+    shared = tuple(i for i in everywhere if i not in keys and i not in own)
+    queries = _mask_queries(found.logits.terms, keys, own)
+    if queries is None:
+        largest = max((index.size for index in own), default=None)
+        queries = tuple(index for index in own if index.size == largest)[-1:]
+    mask = _mask(found.logits.terms, queries, tuple(i for i in of_key if i in keys))
+    ahead = of_query[: of_query.index(queries[0])] if queries else of_query
+    batch = tuple(index for index in shared if index in ahead)[:1]
+    if mask.segments is not None:
+        of_segments = set(mask.segments[1]) - {*queries}
+        if not of_segments <= {*shared}:
+            raise NotTheSame("segments differ among heads that share keys")
+        batch = tuple(index for index in shared if index in {*batch, *of_segments})
+    return {
+        "batch": batch,
+        "queries": queries,
+        "keys": tuple(i for i in of_key if i in keys),
+        "heads": tuple(index for index in shared if index not in batch),
+        "groups": tuple(index for index in own if index not in queries),
+        "features": tuple(i for i in of_key if i in of_query and i not in everywhere),
+        "results": tuple(i for i in of_value if i not in everywhere),
+        "mask": mask,
+    }
+
+
+def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Index, ...]) -> tuple[Index, ...] | None:
+    """Returns the index of queries that the mask is about; None if there is no mask."""
+    found: set[Index] = set()
+    for term in terms:
+        if isinstance(term, Pattern):
+            raise NotTheSame("the mask is neither causal nor a window")
+        if isinstance(term, Band):
+            indices = {term.first, term.second}
+        else:
+            indices = {i for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1] for i in pair}
+        rest = indices - keys
+        if len(indices) != 2 or len(rest) != 1 or len(keys) != 1 or not rest <= {*own}:
+            raise NotTheSame("the mask is over other dims than queries and keys")
+        found |= rest
+    if len(found) > 1:
+        raise NotTheSame("the masks are of several dims of queries")
+    return tuple(found) if found else None
+
+
+def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index, ...]) -> Mask:
+    """Returns the mask; its rows have been found to be of `queries`, its columns of `keys`."""
+    if not terms:
+        return Mask()
+    num_queries, num_keys = queries[0].size, keys[0].size
+    low, high = 1 - num_keys, num_queries - 1
+    segments = None
+    for term in terms:
+        if isinstance(term, Band):
+            is_turned = term.first is keys[0]
+            bounds = (term.high, term.low) if is_turned else (term.low, term.high)
+            least, most = (None if bound is None else -bound if is_turned else bound for bound in bounds)
+            low, high = max(low, low if least is None else least), min(high, high if most is None else most)
+        elif isinstance(term, Same):
+            if segments is not None:
+                raise NotTheSame("two arrays of segments")
+            if jnp.dtype(term.leaf.dtype).itemsize > 4:
+                raise NotTheSame(f"segments are {term.leaf.dtype}, and the kernel takes int32")
+            segments = term.leaf, term.first if queries[0] in term.first else term.second
+    on_diagonal = low <= 0 <= high and num_queries == num_keys
+    if low > min(0, high) or num_queries - 1 - high > num_keys - 1 or (segments is not None and not on_diagonal):
+        raise NotTheSame("the mask leaves rows without a key, or none is sure to be there")
+    if not low <= 0 <= high:
+        raise NotTheSame(f"the mask is a window from {-high} to {-low}, which does not have the query's own place")
+    return Mask(
+        low=None if low <= 1 - num_keys and num_keys > 1 else low,
+        high=None if high >= num_queries - 1 else high,
+        segments=segments,
+    )
+
+
+def _peeled(
+    var: Any,
+    indices: Indices,
+    producers: Mapping[Any, Any],
+    known: Mapping[Any, Any],
+    *,
+    repeats: bool,
+    exact: bool = False,
+) -> tuple[tuple[Any, Indices], float]:
+    """Returns what an operand was before it was cast to a wider dtype, multiplied by a number or repeated.
+
+    The kernel sums in float32, multiplies by numbers, and reads one head of keys for several of queries.
+
+    Args:
+      var: the operand.
+      indices: the indices of its dims.
+      producers: the equation that each variable is a result of.
+      known: what is known of each variable.
+      repeats: whether repeated heads are taken once.
+      exact: whether casts and multiplications by numbers stay: the dtype of the values is that of the result.
+
+    Returns:
+      The variable, the indices of its dims, and what it is multiplied by.
+    """
+    best, best_factor = (var, indices), 1.0
+    factor = 1.0
+    while (eqn := producers.get(var)) is not None and len(eqn.outvars) == 1:
+        name, is_better = eqn.primitive.name, True
+        if name == "convert_element_type" and not exact:
+            old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            if not jnp.issubdtype(old, jnp.floating) or jnp.promote_types(old, new) != new:
+                break
+            var = eqn.invars[0]
+        elif name in ("mul", "div") and not exact:
+            place = 0 if name == "div" or known_number(eqn.invars[1], known) is not None else 1
+            value = known_number(eqn.invars[1 - place], known)
+            if not value or not math.isfinite(value):
+                break
+            var, factor = eqn.invars[place], factor * value if name == "mul" else factor / value
+        elif repeats and (earlier := before(eqn, indices)) is not None:
+            var, indices, is_better = eqn.invars[0], earlier, name == "broadcast_in_dim"
+        else:
+            break
+        if var not in known:  # a literal
+            break
+        if is_better:
+            best, best_factor = (var, indices), factor
+    return best, best_factor
+
+
+def known_number(atom: Any, known: Mapping[Any, Any]) -> float | None:
+    """Returns the number that an operand is, if that is known."""
+    value = getattr(atom, "val", None)
+    if value is not None:
+        return float(value) if jnp.ndim(value) == 0 else None
+    return number(known.get(atom))

@@ -1,0 +1,165 @@
+"""Dims of traced values that are followed through transposes, reshapes and broadcasts."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+class Index:
+    """An index of an array: a dim, or one of the factors of a dim that a reshape merged or split.
+
+    Attributes:
+      size: how many values it takes.
+      broadcast: whether the array is the same for all of them.
+      parts: the two indices that a reshape split it into, major first; None if it was not split.
+    """
+
+    def __init__(self, size: int, *, broadcast: bool = False):
+        self.size, self.broadcast = size, broadcast
+        self.parts: tuple[Index, Index] | None = None
+
+    def split(self, size: int) -> tuple[Index, Index]:
+        """Splits it into a major index of `size` values and a minor one."""
+        assert self.parts is None and self.size % size == 0
+        self.parts = (Index(size, broadcast=self.broadcast), Index(self.size // size, broadcast=self.broadcast))
+        return self.parts
+
+
+# For each dim of an array the indices that it is made of, major first; none for a dim of size 1.
+Indices = tuple[tuple[Index, ...], ...]
+
+
+def new_indices(shape: Sequence[int], *, broadcast: bool = False) -> Indices:
+    """Returns an index for each dim of a shape."""
+    return tuple((Index(size, broadcast=broadcast),) if size != 1 else () for size in shape)
+
+
+def leaves(indices: Iterable[Index]) -> tuple[Index, ...]:
+    """Returns indices with those that were split replaced by their parts."""
+    found: list[Index] = []
+    for index in indices:
+        found.extend(leaves(index.parts) if index.parts else (index,))
+    return tuple(found)
+
+
+def all_leaves(indices: Indices) -> tuple[Index, ...]:
+    """Returns the indices of all dims in order."""
+    return leaves(index for dim in indices for index in dim)
+
+
+def regroup(indices: Iterable[Index], shape: Sequence[int]) -> Indices | None:
+    """Groups indices into the dims of a shape and splits them where needed; None if they do not fit."""
+    if 0 in shape:
+        return None
+    pending = collections.deque(leaves(indices))
+    dims: list[tuple[Index, ...]] = []
+    for size in shape:
+        dim: list[Index] = []
+        while size > 1:
+            if not pending:
+                return None
+            index = pending.popleft()
+            if size % index.size and index.size % size == 0:
+                index, rest = index.split(size)
+                pending.appendleft(rest)
+            elif size % index.size:
+                return None
+            dim.append(index)
+            size //= index.size
+        dims.append(tuple(dim))
+    return None if pending else tuple(dims)
+
+
+def after(eqn: Any, indices: Indices) -> Indices | None:
+    """Returns the indices of the result of a transpose, reshape, broadcast or squeeze; None for anything else."""
+    params, shape = eqn.params, eqn.outvars[0].aval.shape
+    match eqn.primitive.name:
+        case "transpose":
+            return tuple(indices[i] for i in params["permutation"])
+        case "reshape" if params.get("dimensions") is None:
+            return regroup(all_leaves(indices), shape)
+        case "squeeze":
+            return tuple(dim for i, dim in enumerate(indices) if i not in params["dimensions"])
+        case "expand_dims":
+            return regroup(all_leaves(indices), shape)
+        case "broadcast_in_dim":
+            made = list(new_indices(shape, broadcast=True))
+            for i, dim in zip(params["broadcast_dimensions"], indices, strict=True):
+                made[i] = dim if dim else made[i]
+            return tuple(made)
+        case "slice":
+            return indices if shape == eqn.invars[0].aval.shape else None
+    return None
+
+
+def before(eqn: Any, indices: Indices) -> Indices | None:
+    """Returns the indices of the operand from those of the result, as `after` does the other way round."""
+    params, shape = eqn.params, eqn.invars[0].aval.shape
+    match eqn.primitive.name:
+        case "transpose":
+            order = list(params["permutation"])
+            return tuple(indices[order.index(i)] for i in range(len(order)))
+        case "reshape" if params.get("dimensions") is None:
+            return regroup(all_leaves(indices), shape)
+        case "squeeze" | "expand_dims":
+            return regroup(all_leaves(indices), shape)
+        case "broadcast_in_dim":
+            places = params["broadcast_dimensions"]
+            return tuple(indices[i] if size != 1 else () for i, size in zip(places, shape, strict=True))
+    return None
+
+
+def paired(first: Indices, second: Indices) -> list[tuple[Index, Index]] | None:
+    """Pairs the indices of two arrays, dim by dim; splits them where needed. None if they do not fit.
+
+    A dim of size 1 fits any other, and makes no pair with it.
+    """
+    pairs: list[tuple[Index, Index]] = []
+    for one, other in zip(first, second, strict=True):
+        left, right = collections.deque(leaves(one)), collections.deque(leaves(other))
+        while left and right:
+            a, b = left.pop(), right.pop()  # the minor ones first
+            if a.size > b.size and a.size % b.size == 0:
+                major, a = a.split(a.size // b.size)
+                left.append(major)
+            elif b.size > a.size and b.size % a.size == 0:
+                major, b = b.split(b.size // a.size)
+                right.append(major)
+            elif a.size != b.size:
+                return None
+            pairs.append((a, b))
+        if one and other and (left or right):
+            return None
+    return pairs
+
+
+def renamed(indices: Iterable[Index], names: Mapping[Index, Index]) -> tuple[Index, ...] | None:
+    """Returns other names for indices; None if one has none."""
+    found = tuple(names.get(index) for index in leaves(indices))
+    return None if None in found else found  # pyright: ignore[reportReturnType]
+
+
+def common(first: Indices, second: Indices) -> tuple[Indices, dict[Index, Index], dict[Index, Index]] | None:
+    """Returns new indices for a function of two arrays, and their names among these; None if they do not fit."""
+    pairs = paired(first, second)
+    if pairs is None:
+        return None
+    made = [Index(a.size, broadcast=a.broadcast and b.broadcast) for a, b in pairs]
+    left = {a: new for (a, _), new in zip(pairs, made, strict=True)}
+    right = {b: new for (_, b), new in zip(pairs, made, strict=True)}
+    dims: list[tuple[Index, ...]] = []
+    for one, other in zip(first, second, strict=True):
+        names, indices = (left, leaves(one)) if one else (right, leaves(other))
+        for index in indices:
+            if index not in names:  # beside a dim of size 1
+                names[index] = Index(index.size, broadcast=index.broadcast)
+        dims.append(tuple(names[index] for index in indices))
+    return tuple(dims), left, right
+
+
+def shape_of(indices: Indices) -> tuple[int, ...]:
+    """Returns the shape of an array."""
+    return tuple(math.prod(index.size for index in dim) for dim in indices)

@@ -1,0 +1,76 @@
+"""The cores of attention in a jaxpr, found by their shape alone: product, exponential, product."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zero_jax.core import jaxprs
+from zero_jax.core.subcalls import equations_of
+from zero_jax.transforms.passthrough import is_contraction
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCores:
+    """The cores of attention in a jaxpr: what is within them, and their results."""
+
+    inner: frozenset[Any]
+    results: frozenset[Any]
+
+
+def find_cores(jaxpr: Any, is_activation: Callable[[Any], bool]) -> AttentionCores:
+    """Finds what is computed between the product of queries with keys and the product with values.
+
+    A core is two products of activations with a softmax (an exponential) between.
+
+    Args:
+      jaxpr: an open jaxpr, with calls inlined.
+      is_activation: tells for each variable whether it is made of more than params and constants.
+    """
+    inner: set[Any] = set()
+    results: set[Any] = set()
+
+    def multiplies(eqn: Any) -> bool:
+        is_product = eqn.primitive.name == "dot_general"
+        return is_product and all(not jaxprs.is_literal(atom) and is_activation(atom) for atom in eqn.invars)
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        if multiplies(eqn):
+            found, ends = _core(jaxpr.eqns[i:], multiplies)
+            inner |= found
+            results |= ends
+    return AttentionCores(frozenset(inner), frozenset(results))
+
+
+def _core(eqns: Sequence[Any], multiplies: Callable[[Any], bool]) -> tuple[set[Any], set[Any]]:
+    """Returns what is computed between a product and the next one of activations, and the results of that."""
+    first = eqns[0]
+    shape = sorted(first.outvars[0].aval.shape)
+    reached, ends = set(first.outvars), []
+    for eqn in eqns[1:]:
+        hits = [not jaxprs.is_literal(atom) and atom in reached for atom in eqn.invars]
+        if not any(hits):
+            continue
+        if multiplies(eqn):
+            if sum(hits[:2]) == 1:
+                ends.append(eqn)
+        elif not is_contraction(eqn) or sorted(eqn.outvars[0].aval.shape) == shape:
+            reached.update(eqn.outvars)
+    inner: set[Any] = set()
+    results: set[Any] = set()
+    for end in ends:
+        needed = {atom for atom in end.invars if not jaxprs.is_literal(atom)} & reached
+        between: list[Any] = []
+        for eqn in reversed(eqns):
+            if needed.intersection(eqn.outvars) and reached.intersection(eqn.outvars):
+                between.append(eqn)
+                needed.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+        if any(_exponentiates(eqn) for eqn in between):
+            inner.update(var for eqn in between for var in eqn.outvars)
+            results.update(end.outvars)
+    return inner, results
+
+
+def _exponentiates(eqn: Any) -> bool:
+    return any(each.primitive.name in ("exp", "exp2") for each in equations_of(eqn))

@@ -1,0 +1,187 @@
+"""What becomes of a product of queries and keys on the way to the product with the values, as algebra.
+
+Logits are `scale * product`, perhaps under a soft cap, where a mask holds. A softmax takes numbers off each row and
+divides each row by others; all of these are sums of the row's maximum and of its log-sum-exp, so a value is followed as
+`logits + shift` or `exp(logits + shift)`. It is a softmax if the shift is minus the log-sum-exp of those very logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zero_jax.core.jaxprs import is_literal
+from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, leaves
+from zero_jax.transforms.attention.masks import Term
+
+# What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
+MASKED = -9000.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """A `dot_general` of activations: of each operand its variable and indices; contracted ones are in both."""
+
+    eqn: Any
+    operands: tuple[tuple[Any, Indices], tuple[Any, Indices]]
+    indices: Indices
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """`scale * product`, or `cap * tanh(scale * product)`; at most `fill` where not all of the terms hold."""
+
+    product: Product
+    scale: float = 1.0
+    cap: float | None = None
+    terms: frozenset[Term] = frozenset()
+    fill: float = -math.inf
+
+    def times(self, factor: float) -> Logits | None:
+        """Returns the logits times a number."""
+        if not factor or not math.isfinite(factor) or (self.terms and factor < 0):
+            return None
+        fill = self.fill * factor if self.terms else self.fill
+        if self.cap is None:
+            return dataclasses.replace(self, scale=self.scale * factor, fill=fill)
+        return dataclasses.replace(self, cap=self.cap * factor, fill=fill)
+
+    def masked(self, terms: frozenset[Term], fill: float) -> Logits:
+        """Returns the logits where further terms hold."""
+        fill = max(fill, self.fill) if self.terms else fill
+        return dataclasses.replace(self, terms=self.terms | terms, fill=fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbol:
+    """A number of each row of logits: its maximum or its log-sum-exp over some indices; `one` is 1."""
+
+    kind: str
+    logits: Logits | None = None
+    over: frozenset[Index] = frozenset()
+    stopped: bool = False
+
+
+ONE = Symbol("one")
+Sum = frozenset[tuple[Symbol, float]]
+ZERO: Sum = frozenset()
+
+
+def plus(first: Sum, second: Sum, factor: float = 1.0) -> Sum:
+    """Returns `first + factor * second`."""
+    total = dict(first)
+    for symbol, value in second:
+        total[symbol] = total.get(symbol, 0.0) + factor * value
+    return frozenset((symbol, value) for symbol, value in total.items() if value)
+
+
+def stopped(shift: Sum) -> Sum:
+    """Returns the same numbers as constants of the derivative."""
+    return frozenset((symbol if symbol is ONE else dataclasses.replace(symbol, stopped=True), v) for symbol, v in shift)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """`logits + shift`; `constant` in the derivative after a `stop_gradient`."""
+
+    logits: Logits
+    indices: Indices
+    shift: Sum = ZERO
+    constant: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Weights:
+    """`exp(logits + shift)`."""
+
+    logits: Logits
+    indices: Indices
+    shift: Sum = ZERO
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """`shift`, or its exponential; the same for all keys."""
+
+    indices: Indices
+    shift: Sum
+    is_exp: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RowTest:
+    """A condition on rows that holds always or never where no row is empty."""
+
+    indices: Indices
+    holds: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Attended:
+    """The product of `exp(logits + shift)` with values: an operand by its variable and indices."""
+
+    logits: Logits
+    values: tuple[Any, Indices]
+    contracted: frozenset[Index]
+    result: Any  # the variable of the product
+    indices: Indices
+    shift: Sum
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lost:
+    """What was logits or weights before an equation that no attention kernel has; `is_core`: after the exponential."""
+
+    reason: str
+    is_core: bool
+
+
+Followed = Scores | Weights | Row | RowTest | Attended
+
+
+def made_product(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Product:
+    """Returns the product of a `dot_general`, with indices for its operands and its result."""
+    (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
+    lhs, rhs = ([Index(size) for size in shape] for shape in shapes)
+    for i, j in (*zip(contract_lhs, contract_rhs, strict=True), *zip(batch_lhs, batch_rhs, strict=True)):
+        rhs[j] = lhs[i]
+    out = [lhs[i] for i in batch_lhs]
+    out += [index for i, index in enumerate(lhs) if i not in (*contract_lhs, *batch_lhs)]
+    out += [index for j, index in enumerate(rhs) if j not in (*contract_rhs, *batch_rhs)]
+    of = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
+    variables = [None if is_literal(atom) else atom for atom in eqn.invars]
+    return Product(eqn, ((variables[0], of(lhs)), (variables[1], of(rhs))), of(out))
+
+
+def attended(eqn: Any, weights: Weights, place: int, shape: tuple[int, ...]) -> Attended | None:
+    """Returns the product of weights, at a place among the operands of a `dot_general`, with values of a shape."""
+    contract, batch = eqn.params["dimension_numbers"]
+    values: list[tuple[Index, ...]] = [()] * len(shape)
+    own = [Index(size) for size in shape]
+    for mine, theirs in zip((*contract[place], *batch[place]), (*contract[1 - place], *batch[1 - place]), strict=True):
+        values[theirs] = weights.indices[mine]
+    for i in set(range(len(shape))) - {*contract[1 - place], *batch[1 - place]}:
+        values[i] = (own[i],) if own[i].size != 1 else ()
+    free = [[dim for i, dim in enumerate(dims) if i not in (*contract[side], *batch[side])]
+            for side, dims in ((place, weights.indices), (1 - place, values))]  # fmt: skip
+    out = [weights.indices[i] for i in batch[place]]
+    out += free[0] + free[1] if place == 0 else free[1] + free[0]
+    over = frozenset(leaves(index for i in contract[place] for index in weights.indices[i]))
+    all_there = frozenset(all_leaves(weights.indices)) == frozenset(all_leaves(weights.logits.product.indices))
+    if not over or not all_there or is_literal(eqn.invars[1 - place]):
+        return None
+    return Attended(
+        logits=weights.logits,
+        values=(eqn.invars[1 - place], tuple(values)),
+        contracted=over,
+        result=eqn.outvars[0],
+        indices=tuple(out),
+        shift=weights.shift,
+    )
+
+
+def is_softmax(x: Attended) -> bool:
+    """Tells whether the weights are the softmax of the logits over the keys."""
+    return x.shift == frozenset([(Symbol("lse", x.logits, x.contracted), -1.0)])

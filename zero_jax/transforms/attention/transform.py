@@ -1,0 +1,113 @@
+"""Attention cores of a loss function that knows nothing of it, computed by a fused kernel.
+
+The function is traced to a jaxpr. Of each product with a softmax it is derived what function of queries, keys and
+values it is; where that is one that `zero_jax.attention.dot_product_attention` computes, it takes its place. Anything
+that is not known to be the same function is left as it is, and the report says why (docs/attention.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zero_jax.attention import mesh_context
+from zero_jax.core import jaxprs
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.evaluation import evaluate, inlining, trace_call
+from zero_jax.core.signatures import check_callable, place_of
+from zero_jax.core.tree import PyTree, eval_shapes
+from zero_jax.sharding.mesh import Axes
+from zero_jax.transforms.attention.core import AttentionCore
+from zero_jax.transforms.attention.report import AttentionReport, merged
+from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
+
+_FUNCTION = "give a function of params and further arguments"
+_CHOICES = ("own", "fused")
+
+
+def fuse_attention(
+    loss_fn: Callable[..., Any],
+    attention: str = "fused",
+    *,
+    mesh: Mesh | None = None,
+    axes: Axes | None = None,
+    implementation: Any = None,
+) -> Callable[..., Any]:
+    """Transforms `loss_fn(params, ...)` so that a fused kernel computes its attention where it is the same function.
+
+    The result computes the same values and has the same derivatives, up to rounding.
+
+    Args:
+      loss_fn: any traceable function of a params pytree and further arguments.
+      attention: `fused`, or `own` for the function as it is.
+      mesh: the mesh of the arrays; None takes that of `dot_product_attention`.
+      axes: the roles of its axes; None finds them by name.
+      implementation: as for `dot_product_attention`.
+
+    Returns:
+      A function with the signature of `loss_fn`.
+    """
+    check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
+    if attention not in _CHOICES:
+        hint = did_you_mean(str(attention), _CHOICES)
+        raise ValueError(f"unknown attention {attention!r}: {hint}choose one of {', '.join(_CHOICES)}")
+    if attention == "own":
+        return loss_fn
+
+    def kernel(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
+        with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes):
+            return core(read, aval=aval, implementation=implementation)
+
+    @functools.wraps(loss_fn)
+    def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        body, out_shape, arrays, _ = _search(loss_fn, params, args, kwargs)
+        outs = run(body, arrays, kernel) if not body.is_changed else _without_scores(body, arrays, kernel)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out) for out in outs])
+
+    return transformed
+
+
+def attention_report(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> AttentionReport:
+    """Reports the attention cores of a function: which ones a fused kernel can compute, and why not the others.
+
+    Args:
+      loss_fn: the function, as for `fuse_attention`.
+      params: arrays or `ShapeDtypeStruct`s.
+      *args: its further arguments, likewise.
+    """
+    check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
+    rows: list[Any] = []
+
+    def search(params: PyTree, *args: Any) -> Any:
+        _, _, arrays, found = _search(loss_fn, params, args, {})
+        rows.extend(found.rows)
+        return arrays
+
+    eval_shapes(search, params, *args)
+    return AttentionReport(rows=merged(rows))
+
+
+def _search(
+    loss_fn: Callable[..., Any], params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Body, Any, list[Any], AttentionSearch]:
+    """Traces a function and finds its cores; returns its shape of results and its arrays, too."""
+    closed, out_shape, values = trace_call(loss_fn, params, args, kwargs)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    leaves = jax.tree.leaves(params)
+    search = AttentionSearch()
+    data = [*(False for _ in leaves), *(True for _ in values)]
+    body = search.body(jaxpr, consts, [None] * len(data), data, Place(times=1, line=place_of(loss_fn)))
+    return body, out_shape, [*leaves, *values], search
+
+
+def _without_scores(body: Body, arrays: list[Any], kernel: Callable[..., Any]) -> list[Any]:
+    """Evaluates a body without what was computed for its attention alone."""
+    closed = jax.make_jaxpr(lambda *xs: run(body, xs, kernel))(*arrays)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
+    return evaluate(jaxprs.without_dead_code(jaxpr), consts, arrays, inlining())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import sys
 
 import jax
@@ -18,6 +19,7 @@ import optax
 import zero_jax as zero
 from zero_jax.core.text_tables import aligned
 from zero_jax.models import gpt
+from zero_jax.planning import COMPILE_ONLY
 from zero_jax.planning.auto import apply_setting, remat_policies
 from zero_jax.planning.estimates import Estimator
 from zero_jax.planning.plans import compile_plan, make_job
@@ -35,6 +37,10 @@ SPREAD = (
 )  # fmt: skip
 
 
+def _kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    return zero.dot_product_attention(query, key, value, is_causal=True, segment_ids=segments)
+
+
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -42,17 +48,26 @@ def main() -> int:
     parser.add_argument("--topology", default="v5p:4x4x4")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--xla-attention", action="store_true", help="attention by XLA, not by a kernel")
+    parser.add_argument("--no-overlap", action="store_true", help="without the options that overlap collectives")
     parser.add_argument("--first", type=int, default=len(SPREAD), help="how many of the settings")
     options = parser.parse_args()
+    for name, value in COMPILE_ONLY.items():
+        os.environ.setdefault(name, value)
     config = dataclasses.replace(gpt.PRESETS[options.model], seq_len=options.seq_len)
     tokens = jax.ShapeDtypeStruct((options.batch_size, config.seq_len), jnp.int32)
     job = make_job(
-        loss_fn=gpt.loss_fn(config),
+        loss_fn=gpt.loss_fn(config) if options.xla_attention else gpt.loss_fn(config, attend=_kernel),
         init_fn=functools.partial(gpt.init, config),
         tx=optax.adamw(3e-4),
         batch={"inputs": tokens, "targets": tokens},
         topology=options.topology,
-        config=zero.ZeroConfig(precision="bf16", clip_norm=1.0, param_specs=gpt.param_specs(config)),
+        config=zero.ZeroConfig(
+            precision="bf16",
+            clip_norm=1.0,
+            param_specs=gpt.param_specs(config),
+            overlap=not options.no_overlap,
+        ),
     )
     policies = remat_policies(job.loss_fn, job.config, tuple(dict.fromkeys(remat for *_, remat in SPREAD)))
     estimator = Estimator(job, policies)

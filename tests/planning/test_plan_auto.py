@@ -54,6 +54,17 @@ def test_state_bytes_without_master_params():
     assert [found.state_bytes(setting(stage)) / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
 
 
+def test_a_trace_serves_all_batch_sizes():
+    def of(batch_size, traced):
+        job = dataclasses.replace(estimator().job, batch=planned.batch(traced))
+        policies = {"own": estimates.Policy(loss_fn=planned.loss_fn, remat="own")}
+        return estimates.Estimator(job, policies).estimate(setting(3, batch_size=batch_size, num_microbatches=2))
+
+    one, other = of(64, 16), of(64, 64)
+    assert one.seconds == pytest.approx(other.seconds) and one.bytes == pytest.approx(other.bytes)
+    assert one.seconds > of(16, 16).seconds and one.bytes > of(16, 16).bytes
+
+
 @pytest.mark.parametrize(
     ("stage", "microbatches", "per_param"), [(0, 1, 2), (1, 1, 0.5), (2, 1, 0.5), (1, 2, 6), (2, 2, 1.5), (3, 2, 1.5)]
 )
@@ -170,6 +181,12 @@ def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     cut = by_estimate(scanned, stack, stages=(3,), config=config, batch={"x": x, "y": x})
     remats = {(entry.setting.model, entry.setting.remat) for entry in (*cut.ranked, *cut.rejected)}
     assert (2, "full_sharded") in remats and (1, "full_sharded") not in remats
+
+
+def test_batch_sizes_are_searched_where_they_are_given():
+    assert tried(by_estimate(stages=(3,)), "batch_size") == {16}
+    found = by_estimate(stages=(3,), batch_sizes=(16, 64))
+    assert tried(found, "batch_size") == {16, 64} and found.best.batch_size == 64
 
 
 def test_remat_policies_can_be_given_or_kept():

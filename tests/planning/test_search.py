@@ -368,3 +368,15 @@ def test_what_is_missing_in_a_line():
 def test_search_refuses():
     with pytest.raises(ValueError, match="give settings"):
         run(())
+
+
+def test_of_several_batch_sizes_the_one_of_most_examples_a_second_is_the_best():
+    # A step of 64 examples takes 1.5 times as long as one of 32.
+    def estimate(setting):
+        return Estimated(bytes=1e9, seconds=1.5 if setting.batch_size == 64 else 1.0)
+
+    settings = [x for size in (32, 64) for x in candidates(num_devices=8, batch_size=size, stages=(3,))]
+    compiler = Compiler(lambda setting: Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds))
+    got = run(settings, compiler=compiler, estimate=estimate, max_compiles=2)
+    assert got.best.batch_size == 64 and [x.batch_size for x in compiler.asked] == [64, 64]
+    assert str(got).startswith(f"best: batch=64 {got.best}")

@@ -32,6 +32,8 @@ from zero_jax.training import ZeroConfig
 from zero_jax.transforms import resolve_remat
 
 _STAGES = (0, 1, 2, 3)
+# Examples of a device that --auto tries where no batch size is given: more than one hides collectives better.
+_EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
@@ -46,7 +48,7 @@ def add_commands(commands: Any) -> None:
     auto.add_argument(
         "--auto",
         action="store_true",
-        help="choose stage, replica, model axis, microbatches and remat, except those set by options",
+        help="choose stage, replica, model axis, microbatches, remat and batch size, except those set by options",
     )
     auto.add_argument(
         "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
@@ -147,11 +149,16 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
     model, zero = request.model, dataclasses.replace(request.zero, num_microbatches=1)
     sizes, specs = _model_sizes(request)
     fixed = explicit(options)
+    batch, sizes_to_try = request.job(zero).batch, None
+    if request.config.batch_size is None:
+        num_devices = request.job(zero).mesh().size
+        sizes_to_try = [num_devices * examples for examples in _EXAMPLES_PER_DEVICE]
     result = plan_auto(
         model.loss_fn,
         model.init_fn,
         request.tx,
-        batch=request.job(zero).batch,
+        batch=batch,
+        batch_sizes=sizes_to_try,
         topology=request.config.topology,
         config=dataclasses.replace(zero, param_specs=specs),
         stages=(zero.stage,) if "ZeroConfig.stage" in fixed or options.paper_config else _STAGES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.planning.estimates import Estimator, Policy, model_sizes
-from zero_jax.planning.job import Job
+from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
@@ -63,6 +64,7 @@ def plan_auto(
     models: Sequence[int] | None = None,
     remats: Sequence[str] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
+    batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
     max_compiles: int = 4,
     **compiling: Any,
@@ -88,6 +90,8 @@ def plan_auto(
         `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
+      batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
+        `batch` alone.
       max_num_microbatches: the most microbatches to try.
       max_compiles: the most settings to compile, the plain one included; 1 compiles that alone.
       **compiling: `name`, `cache`, `own_process`, `timeout_seconds` (of each compile) and `log`, as for `plan`.
@@ -96,7 +100,7 @@ def plan_auto(
       ValueError: an unknown topology, or a batch that no setting divides.
     """
     check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
-    check_arguments(max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
+    check_arguments(batch_sizes=batch_sizes, max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats)
@@ -105,17 +109,19 @@ def plan_auto(
     same = estimator.same_policies(max(sizes))
     for name, other in same.items():
         options.log(f"remat={name} is left out: it is {other} for this model")
-    settings = candidates(
+    names = tuple(name for name in policies if name not in same)
+    tried = functools.partial(
+        candidates,
         num_devices=estimator.num_devices,
-        batch_size=estimator.batch_size,
         stages=stages,
-        remats=tuple(name for name in policies if name not in same),
+        remats=names,
         needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
         models=sizes,
         replicas=replicas,
         keep_gathered=config.keep_gathered,
         max_num_microbatches=max_num_microbatches,
     )
+    settings = [x for size in batch_sizes or (estimator.batch_size,) for x in tried(batch_size=size)]
     reports: dict[Candidate, PlanReport] = {}
 
     def compile(setting: Candidate) -> Outcome:
@@ -188,4 +194,7 @@ def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) 
         keep_gathered=setting.keep_gathered,
         remat=policy.remat,
     )
-    return dataclasses.replace(job, loss_fn=policy.loss_fn, config=config, replica=setting.replica, model=setting.model)
+    is_same = setting.batch_size == max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
+    batch = job.batch if is_same else batch_of(job.batch, setting.batch_size)
+    axes = {"replica": setting.replica, "model": setting.model}
+    return dataclasses.replace(job, loss_fn=policy.loss_fn, config=config, batch=batch, **axes)

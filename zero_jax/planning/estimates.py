@@ -23,7 +23,7 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, abstract_state
+from zero_jax.training import MeshLoss, abstract_state, step_options
 from zero_jax.transforms import Remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
@@ -76,9 +76,11 @@ class Estimator:
         self.job, self.policies, self.temporaries, self.log = job, policies, temporaries, log
         self.logged_at = -math.inf
         parsed = topology.parse(job.topology)
-        self.topology, self.hardware, self.roofline = parsed, parsed.hardware, Roofline(parsed)
+        self.topology, self.hardware = parsed, parsed.hardware
         self.devices = topology.devices(job.topology)
         self.num_devices = len(self.devices)
+        overlaps = job.config.overlap and bool(step_options(self.mesh(1), job.config).options)
+        self.roofline = Roofline(parsed, overlaps=overlaps)
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
         self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
         self.precision = resolve_precision(self.config.precision)
@@ -141,7 +143,8 @@ class Estimator:
                 continue
             sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
             residuals = traced.residuals
-            own = (sent_bytes, traced.flops, residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
+            sizes = (residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
+            own = tuple(map(float, (sent_bytes, traced.flops, *sizes)))  # integers may be too large for numpy
             equal = [other for other in figures if np.allclose(own, figures[other], rtol=_SAME_TOLERANCE, atol=0)]
             if equal:
                 same[name] = equal[0]
@@ -158,6 +161,10 @@ class Estimator:
         state, grads, others = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
         note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
         return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note)
+
+    def num_parts(self, setting: Candidate) -> float:
+        """Returns the traced batch over the examples of a device."""
+        return setting.replica * setting.data * self.batch_size / setting.batch_size
 
     def state_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of the train state."""
@@ -182,14 +189,14 @@ class Estimator:
         if self.temporaries is not None:
             return self.temporaries(setting)
         traced = self.trace(setting.remat, setting.model)
-        parts = setting.replica * setting.data * setting.num_microbatches
+        parts = self.num_parts(setting) * setting.num_microbatches
         gathered = traced.param_bytes if "params" in sharded_groups(setting.stage) else 0.0
         return traced.peak_bytes / parts + gathered
 
     def seconds(self, setting: Candidate) -> float:
         """Returns the approximate seconds of a step."""
         traced, roofline = self.trace(setting.remat, setting.model), self.roofline
-        parts = setting.replica * setting.data
+        parts = self.num_parts(setting)
         compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
         compute += roofline.moved_seconds(self.update_bytes(setting))
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
@@ -225,7 +232,7 @@ class Estimator:
     def model_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
         traced = self.trace(setting.remat, setting.model)
-        parts = setting.replica * setting.data
+        parts = self.num_parts(setting)
         links, seconds = self.links(setting.replica, setting.model), 0.0
         for move in traced.moves:
             each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)

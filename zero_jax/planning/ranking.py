@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import aligned, format_bytes
@@ -153,7 +153,8 @@ class Ranking:
     Attributes:
       ranked: settings that fit: compiled ones first, then those that fit by estimate, each sorted by time.
       rejected: the other settings, each with its reason.
-      best: the fastest compiled setting that fits (by estimate if `max_compiles` is 0), or None.
+      best: of the compiled settings that fit (of all that fit by estimate if `max_compiles` is 0) the one of the most
+        examples a second, or None.
       nearest: the setting that comes closest, if none fits.
       capacity_bytes: usable memory of a device.
       num_compiled: number of settings that were compiled.
@@ -168,7 +169,7 @@ class Ranking:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        compiled = [entry for entry in self.ranked if entry.outcome]
+        compiled, named = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
         if self.ranked:
             rows = [("rank", "setting", "GB", "s/step", "estimated", "by")]
             for i, entry in enumerate(self.ranked[:_MAX_LINES], start=1):
@@ -176,7 +177,7 @@ class Ranking:
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
-                rows.append((f"{rank}", f"{entry.setting}", f"{entry.bytes / 1e9:.1f}", _shown(entry), estimated, by))
+                rows.append((f"{rank}", named(entry.setting), f"{entry.bytes / 1e9:.1f}", _shown(entry), estimated, by))
             lines += ["", aligned(rows, right={0, 2, 3, 4})]
             if len(self.ranked) > _MAX_LINES:
                 lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
@@ -187,7 +188,8 @@ class Ranking:
 
     def _headline(self) -> str:
         if self.best:
-            return f"best: {self.best}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
+            named = naming((*self.ranked, *self.rejected))(self.best)
+            return f"best: {named}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
         if self.ranked:
             return (
                 f"none of {self.num_compiled} compiled settings came out, but {len(self.ranked)} more fit by estimate: "
@@ -200,12 +202,20 @@ class Ranking:
         return dataclasses.asdict(self)
 
 
+def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
+    """Returns a function that names settings, with their batch size where that is not the same for all."""
+    if len({entry.setting.batch_size for entry in entries}) == 1:
+        return str
+    return lambda setting: f"batch={setting.batch_size} {setting}"
+
+
 def _shown(entry: Ranked) -> str:
     return "unknown" if entry.seconds == float("inf") else f"{entry.seconds:.4g}"
 
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
     """Returns a line for each rejected setting; settings that differ in microbatches only share a line."""
+    named = naming(rejected)
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:
         alike = dataclasses.replace(entry.setting, num_microbatches=1)
@@ -214,8 +224,9 @@ def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for (alike, _, _), entries in groups.items():
         counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
-        by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(alike.describe(counts))
-    lines = []
+        text = named(alike).replace(alike.describe("1"), alike.describe(counts))
+        by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(text)
+    lines: list[str] = []
     for reason, settings in by_reason.items():
         if len(settings) == 1:
             lines.append(f"{settings[0]}: {reason}")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace
 from zero_jax.planning.links import HOP_SECONDS, Links
-from zero_jax.planning.step_time import KERNEL_SECONDS
+from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
 from zero_jax.sharding.topology import Topology
 from zero_jax.transforms import Kernel
 
@@ -27,20 +27,35 @@ class Efficiency:
       products: share of the peak FLOPs that large matrix products reach.
       memory: share of the memory bandwidth that fused elementwise work reaches.
       vector: the peak of elementwise operations, as a share of the peak FLOPs.
-      hidden: share of the collectives over `data` that computation hides.
+      hidden: share of the collectives over `data` that computation hides, without the options of `overlap` and with.
     """
 
     products: float
     memory: float
     vector: float
-    hidden: float
+    hidden: tuple[float, float]
 
 
-# Fitted to XLA:TPU's cycles of compiled GPTs; the times of GPU programs are rooflines at the nominal figures
-# (docs/planning.md has the table).
+def _tpu(products: float, memory: float, hidden: float = 0.0) -> Efficiency:
+    return Efficiency(products=products, memory=memory, vector=1 / 32, hidden=(0.0, hidden))
+
+
+# By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/planning.md has the figures;
+# above 1 where it fuses more than is assumed, or keeps values in VMEM). The times of GPU programs are rooflines at the
+# nominal figures.
 _EFFICIENCIES = {
-    "tpu": Efficiency(products=0.88, memory=0.45, vector=1 / 32, hidden=0.0),
-    "cuda": Efficiency(products=1.0, memory=1.0, vector=1 / 15, hidden=0.4),
+    "v3": _tpu(0.9, 0.8),
+    "v4": _tpu(0.93, 0.85),
+    "v5e": _tpu(0.93, 0.9),
+    "v5p": _tpu(0.88, 0.5, hidden=0.85),
+    "v6e": _tpu(0.75, 1.6, hidden=0.85),
+    "tpu7x": _tpu(0.81, 1.0),
+}
+_GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, hidden=(0.4, 0.7))
+# The kernels of attention by platform, as the times of compiled programs have them.
+_ATTENTION = {
+    "tpu": {"attention": "pallas", "attention backward": "pallas", "pallas": "pallas"},
+    "cuda": {"attention": "cudnn attention", "attention backward": "cudnn attention backward"},
 }
 
 
@@ -49,41 +64,49 @@ class Roofline:
 
     Args:
       topology: the hardware.
+      overlaps: whether the step is compiled with options that let collectives run beside computation.
     """
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: Topology, *, overlaps: bool):
         self.topology, self.hardware = topology, topology.hardware
-        self.efficiency = _EFFICIENCIES[self.hardware.platform]
+        self.efficiency = _EFFICIENCIES.get(self.hardware.name, _GPU)
+        self.hidden = self.efficiency.hidden[overlaps]
+
+    def flops_per_second(self, engine: str) -> float:
+        """Returns the FLOPs a second of matrix products, by the engine of their kernel."""
+        kernel = _ATTENTION[self.hardware.platform].get(engine, "")
+        return self.hardware.flops_per_second * KERNEL_SHARES.get(kernel, self.efficiency.products)
 
     @property
     def memory_bytes_per_second(self) -> float:
         """The memory bandwidth that elementwise work reaches."""
         return self.hardware.memory_bytes_per_second * self.efficiency.memory
 
-    def compute_seconds(self, kernels: Iterable[Kernel], num_parts: int) -> float:
+    def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
         """Returns the seconds of kernels of all examples, on the share of one of `num_parts` parts of the batch."""
-        flops_per_second = self.hardware.flops_per_second * self.efficiency.products
         vector_per_second = self.hardware.flops_per_second * self.efficiency.vector
         launch = KERNEL_SECONDS if self.hardware.platform == "cuda" else 0.0
         total = 0.0
         for kernel in kernels:
             parts = num_parts if kernel.is_split else 1
             moved = (kernel.split_bytes / num_parts + kernel.other_bytes) / self.memory_bytes_per_second
-            busy = max(kernel.flops / parts / flops_per_second, kernel.vector_ops / parts / vector_per_second, moved)
-            total += kernel.times * (busy + launch)
+            products = kernel.flops / parts / self.flops_per_second(kernel.engine)
+            busy = max(products, kernel.vector_ops / parts / vector_per_second, moved)
+            # A kernel that is written by hand has layouts of its own: what it takes and makes is copied.
+            total += kernel.times * (busy + launch + (2 * moved if kernel.engine else 0.0))
         return total
 
     def moved_seconds(self, num_bytes: float) -> float:
         """Returns the seconds of reading and writing memory."""
         return num_bytes / self.memory_bytes_per_second
 
-    def host_seconds(self, traced: LossTrace, num_parts: int) -> float:
+    def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
         return 2 * traced.residuals.host_bytes / num_parts / _HOST_BYTES_PER_SECOND
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""
-        return max(comms - self.efficiency.hidden * compute, comms * (1 - self.efficiency.hidden))
+        return max(comms - self.hidden * compute, comms * (1 - self.hidden))
 
 
 class MeshLinks:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from zero_jax.core.text_tables import format_bytes
-from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, shortage
+from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
 from zero_jax.sharding.stages import sharded_groups
 
 Estimate = Callable[[Candidate], Estimated]
@@ -105,7 +105,7 @@ def search(
     is_plain: Callable[[Candidate], bool] = lambda setting: False,
     log: Log = lambda line: None,
 ) -> Ranking:
-    """Finds the fastest setting that fits: ranks all by estimate, compiles the best few.
+    """Finds the setting of most examples a second that fits: ranks all by estimate, compiles the best few.
 
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
     compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
@@ -157,7 +157,7 @@ def divisors(n: int) -> list[int]:
 
 
 def _order(entry: Ranked) -> tuple[float, float, str]:
-    return (entry.seconds, entry.bytes, str(entry.setting))
+    return (entry.seconds / entry.setting.batch_size, entry.bytes, str(entry.setting))
 
 
 def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ranked]:
@@ -211,6 +211,7 @@ def _compile_best(
 ) -> tuple[list[Ranked], list[Ranked]]:
     """Compiles up to `max_compiles` of the entries, the fastest first; returns the compiled and the skipped entries."""
     waiting, compiled, skipped = list(entries), [], []
+    named = naming(entries)
     needs_control = True
     while waiting and len(compiled) < max_compiles:
         waiting = _corrected(waiting, compiled)
@@ -221,7 +222,7 @@ def _compile_best(
         chosen = smallest or plain or waiting[0]
         waiting.remove(chosen)
         role = ", the plain setting, as a control" if chosen is plain else ""
-        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {chosen.setting}{role}")
+        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {named(chosen.setting)}{role}")
         done = _compiled(chosen, compile, capacity_bytes)
         compiled.append(done)
         needs_control = needs_control and bool(done.reason)

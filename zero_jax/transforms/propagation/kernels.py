@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.transforms.flops import equation_flops
@@ -27,8 +29,16 @@ _SAME_VALUE = ALIASES | {"sharding_constraint", "zero_reshard", "zero_join", "pv
 _SLICES = frozenset({"slice", "split", "dynamic_slice"})
 _FLATTENED = CALLS | {"custom_vmap", "shard_map"}
 _LOOPS = frozenset({"scan", "while"})
+_ENGINES = {
+    "zero_attention": "attention",
+    "zero_attention_tangent": "attention",
+    "zero_attention_cotangents": "attention backward",
+    "pallas_call": "pallas",
+}
+# The products of fused attention: scores and result; in the backward pass the scores again, and four gradients.
+_ATTENTION_PRODUCTS = {"attention": 2, "attention backward": 5}
 _REDUCTIONS = ("reduce_", "arg", "cum")
-_OTHERS_IN_MEMORY = frozenset({"dynamic_update_slice", "fft", "random_bits", "select_and_scatter_add"})
+_IN_MEMORY = HEAVY | _ENGINES.keys() | {"dynamic_update_slice", "fft", "random_bits", "select_and_scatter_add"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,8 @@ class Kernel:
       other_bytes: bytes moved of other values, such as params and their gradients.
       is_split: whether `flops` and `vector_ops` grow with the batch.
       times: how often it runs.
+      engine: "attention", "attention backward" or "pallas" for a kernel that is written by hand; empty for the
+        compiler's own.
     """
 
     flops: float
@@ -50,6 +62,7 @@ class Kernel:
     other_bytes: float
     is_split: bool
     times: int = 1
+    engine: str = ""
 
 
 def kernels(
@@ -115,7 +128,7 @@ class _Operation:
 
     @property
     def is_elementwise(self) -> bool:
-        in_memory = self.name in HEAVY or self.name in _OTHERS_IN_MEMORY or self.name.startswith("scatter")
+        in_memory = self.name in _IN_MEMORY or self.name.startswith("scatter")
         return not (self.sub or in_memory or self.is_reduction)
 
     @property
@@ -239,12 +252,15 @@ class _Body:
             ops, written = ops + end.vector_ops, [end]
         if operation.is_reduction:
             ops += operation.reads[0].num_elements
-        return [_kernel(sources, written, vector_ops=ops, flops=self.flops(operation), reads=operation.reads)]
+        kernel = _kernel(sources, written, vector_ops=ops, flops=self.flops(operation), reads=operation.reads)
+        return [dataclasses.replace(kernel, engine=_ENGINES.get(operation.name, ""))]
 
     def flops(self, operation: _Operation) -> float:
         """Returns the FLOPs of an operation on a device."""
         axes = frozenset().union(*(value.axes for value in (*operation.reads, *operation.makes)))
-        return equation_flops(operation.eqn) / math.prod(self.sizes[axis] for axis in axes)
+        is_attention = _ENGINES.get(operation.name) in _ATTENTION_PRODUCTS
+        count = (_attention_flops if is_attention else equation_flops)(operation.eqn)
+        return count / math.prod(self.sizes[axis] for axis in axes)
 
     def inner(self, operation: _Operation, sub: Subcall) -> Iterable[Kernel]:
         """Returns the kernels of all iterations of a loop, or of the branch that moves most."""
@@ -255,6 +271,14 @@ class _Body:
             return [dataclasses.replace(kernel, times=kernel.times * sub.length) for kernel in body]
         branches = [new().kernels(branch, splits=splits) for branch in sub.branches]
         return max(branches, key=lambda found: sum(x.split_bytes + x.other_bytes for x in found), default=())
+
+
+def _attention_flops(eqn: Any) -> float:
+    """Returns the operations of fused attention: its products for the keys that each query sees by its place."""
+    (b, t, n, h), (_, keys, _, _) = (atom.aval.shape for atom in eqn.invars[:2])
+    band = eqn.params["call"].band
+    seen = np.maximum(band.last(t, keys) - band.first(t) + 1, 0).sum()
+    return 2.0 * _ATTENTION_PRODUCTS[_ENGINES[eqn.primitive.name]] * b * n * h * float(seen)
 
 
 def _needed(operation: _Operation) -> Iterable[_Value]:

@@ -1,0 +1,53 @@
+"""The roofline before compiling: seconds of kernels and of collectives that can be worked out by hand."""
+
+import pytest
+
+import zero_jax as zero
+from zero_jax.planning import roofline
+from zero_jax.sharding import topology
+from zero_jax.transforms import Kernel
+
+pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+pytestmark = pytest.mark.tpu_compiler
+V5P = topology.parse("v5p:4x4x4")
+FLOPS, MEMORY = 459e12 * 0.88, 2765e9 * 0.5  # what products and memory reach
+
+
+def kernel(**fields):
+    nothing = {"flops": 0.0, "vector_ops": 0.0, "split_bytes": 0.0, "other_bytes": 0.0, "is_split": True}
+    return Kernel(**(nothing | fields))
+
+
+def test_a_kernel_takes_the_longest_of_products_memory_and_elementwise_work():
+    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    assert seconds([kernel(flops=FLOPS, split_bytes=MEMORY / 2)], 1) == pytest.approx(1)
+    assert seconds([kernel(flops=FLOPS / 2, split_bytes=MEMORY)], 1) == pytest.approx(1)
+    assert seconds([kernel(vector_ops=459e12 / 32)], 1) == pytest.approx(1)
+    # Of eight parts each has an eighth of the examples, and all of the params; it runs three times.
+    shared = kernel(split_bytes=MEMORY, other_bytes=MEMORY, times=3)
+    assert seconds([shared], 8) == pytest.approx(3 * (1 / 8 + 1))
+
+
+def test_hand_written_kernels_compute_at_their_own_share_and_copy_what_they_take():
+    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    products = seconds([kernel(flops=FLOPS, engine="attention")], 1)
+    assert products > 1
+    found = seconds([kernel(flops=FLOPS, split_bytes=MEMORY / 8, engine="attention")], 1)
+    assert found == pytest.approx(products + 2 / 8)
+
+
+def test_collectives_go_one_axis_at_a_time():
+    # 4 x 4 x 4 chips: a ring of four each, both directions of 90 GB/s. The first axis carries 3/4 of all, the others
+    # 3/4 of a quarter and of a sixteenth.
+    links = roofline.MeshLinks(zero.make_mesh(topology="v5p:4x4x4"), V5P)
+    axes = ("data_0", "data_1", "data_2")
+    expected = 180e9 * (3 / 4 + 3 / 16 + 3 / 64) / 180e9
+    assert links.gather_seconds(180e9, axes) == pytest.approx(expected)
+    assert links.gather_seconds(180e9, ()) == 0
+
+
+def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():
+    synchronous, overlapping = (roofline.Roofline(V5P, overlaps=overlaps) for overlaps in (False, True))
+    assert synchronous.exposed_seconds(1.0, 10.0) == 1.0
+    assert overlapping.exposed_seconds(1.0, 10.0) == pytest.approx(0.15)
+    assert overlapping.exposed_seconds(20.0, 10.0) == pytest.approx(20 - 8.5)

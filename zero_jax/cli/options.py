@@ -239,11 +239,7 @@ def check_value(
 ) -> None:
     """Raises `ValueError` for a number that is not finite or out of range, and for a text or path that is not valid.
 
-    Args:
-      value: the value; other types than int, float and str pass.
-      place: where the path may be, if the text is one.
-      lowest: the smallest number.
-      largest: the largest integer.
+    A text is a path if it has a `place`; `largest` is of integers. Values of other types pass.
     """
     if isinstance(value, bool):
         return

@@ -6,12 +6,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
 
 
 def aligned(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> str:
-    """Returns rows of cells as a table with aligned columns.
-
-    Args:
-      rows: the rows, all of one length.
-      right: the columns that are aligned to the right, counted from 0.
-    """
+    """Returns rows of equal length as a table with aligned columns, those with a number in `right` to the right."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([(cell.rjust if i in right else cell.ljust)(widths[i]) for i, cell in enumerate(row)] for row in rows)

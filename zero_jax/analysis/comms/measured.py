@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -144,7 +143,7 @@ class ComparedRow:
         return self.measured_bytes / self.estimated_bytes if self.estimated_bytes else None
 
 
-def _sum(rows: Sequence[ComparedRow], *, axes: str, phase: str) -> ComparedRow:
+def _sum(rows: tuple[ComparedRow, ...], *, axes: str, phase: str) -> ComparedRow:
     estimated, measured = (sum(getattr(row, f"{name}_bytes") for row in rows) for name in ("estimated", "measured"))
     return ComparedRow(axes=axes, phase=phase, estimated_bytes=estimated, measured_bytes=measured)
 
@@ -165,7 +164,8 @@ class CommsComparison:
     def by_axes(self) -> tuple[ComparedRow, ...]:
         """The sums over phases, for each set of mesh axes."""
         names = dict.fromkeys(row.axes for row in self.rows)
-        return tuple(_sum([row for row in self.rows if row.axes == axes], axes=axes, phase="all") for axes in names)
+        of = {axes: tuple(row for row in self.rows if row.axes == axes) for axes in names}
+        return tuple(_sum(rows, axes=axes, phase="all") for axes, rows in of.items())
 
     @property
     def total(self) -> ComparedRow:

@@ -62,6 +62,10 @@ RIGHT = {
     "models": {"list"},
     "replicas": {"list"},
     "stages": {"list"},
+    "scale": {"integer", "negative", "fraction", "huge"},
+    "logits_soft_cap": {"integer", "fraction", "huge"},
+    "local_window_size": {"integer", "huge"},
+    "is_causal": {"bool"},
 }
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from zero_jax.attention import cudnn
 from zero_jax.attention.case import Band, Case, band_of
 from zero_jax.attention.placement import Placement
+from zero_jax.core.tree import shown
 
 _BY_PLATFORM = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
 # Splash attention may be asked for on CPUs, where Pallas interprets it.
@@ -48,8 +49,8 @@ def choose(
       ValueError: a kernel by name that cannot do it, or that there is none of.
     """
     names = ("fused", "splash", "cudnn", "xla")
-    if wanted is not None and wanted not in names:
-        raise ValueError(f"implementation={wanted!r} is unknown: choose None or one of {', '.join(names)}")
+    if wanted is not None and not (isinstance(wanted, str) and wanted in names):
+        raise ValueError(f"implementation={shown(wanted)} is unknown: choose None or one of {', '.join(names)}")
     if wanted == "xla":
         return Choice(implementation="xla", reason="implementation='xla'")
     kernel = wanted if wanted in _PLATFORMS else _BY_PLATFORM.get(placement.platform)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
@@ -15,6 +18,9 @@ from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
 from zero_jax.attention.choice import choose
 from zero_jax.attention.placement import current_placement
+from zero_jax.core.field_checks import check_value
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import shown
 
 Implementation = Literal["fused", "splash", "cudnn", "xla"]
 
@@ -66,25 +72,27 @@ def dot_product_attention(
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
     """
-    arrays = {"query": jnp.asarray(query), "key": jnp.asarray(key), "value": jnp.asarray(value)}
+    arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     is_batched = arrays["query"].ndim == 4
     q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
     _check_shapes(q, k, v)
-    lengths = (None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths))
-    query_seq_lengths, key_value_seq_lengths = lengths
-    if isinstance(local_window_size, int):
-        local_window_size = (local_window_size, local_window_size)
+    _check_numbers(scale, is_causal, logits_soft_cap)
+    if mesh is not None:
+        check_arguments(mesh=mesh)
     case = Case(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else _as_float(scale),
         is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
+        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, q),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, k),
+        local_window_size=_window(local_window_size),
         segment_ids=_segments(segment_ids, q, k),
-        logits_soft_cap=logits_soft_cap,
+        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
     )
-    full_bias = None if bias is None else _with_dims("bias", jnp.asarray(bias), 4)
-    full_mask = None if mask is None else _with_dims("mask", jnp.asarray(mask), 4)
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    full_bias = None if bias is None else _of_logits("bias", bias, wanted)
+    full_mask = None if mask is None else _of_logits("mask", mask, wanted)
+    if full_mask is not None and full_mask.dtype != bool:
+        raise ValueError(f"mask is {full_mask.dtype}: give bool, False where a query does not see a key")
     placement = current_placement(mesh)
     choice = choose(
         q, k, v, case, wanted=implementation, placement=placement, has_bias=bias is not None, has_mask=mask is not None
@@ -94,6 +102,54 @@ def dot_product_attention(
     else:
         out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=placement)
     return out if is_batched else out[0]
+
+
+def _array(name: str, x: Any) -> Array:
+    """Returns an array; raises `ValueError` for what is none, such as a list."""
+    if not isinstance(x, jax.Array | np.ndarray) or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        raise ValueError(f"{name}={shown(x)} is no array of numbers: give a JAX or numpy array")
+    return jnp.asarray(x)
+
+
+def _of_logits(name: str, x: Any, wanted: tuple[int, ...]) -> Array:
+    array = _with_dims(name, _array(name, x), 4)
+    if any(size not in (1, full) for size, full in zip(array.shape, wanted, strict=True)):
+        raise ValueError(f"{name} has shape {array.shape}: give {wanted} or 1 for any of these sizes")
+    return array
+
+
+def _lengths(name: str, x: Any, of: Array) -> Array | None:
+    if x is None:
+        return None
+    lengths = _array(name, x)
+    if lengths.shape != of.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"{name} is {lengths.dtype}{list(lengths.shape)}: give integers of shape [{of.shape[0]}]")
+    return lengths
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    sizes = (size, size) if isinstance(size, numbers.Integral) else size
+    are_two = isinstance(sizes, Sequence) and len(sizes) == 2
+    is_count = lambda n: isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 0  # noqa: E731
+    if not are_two or not all(map(is_count, sizes)):
+        raise ValueError(f"local_window_size={shown(size)}: give a number of places, or a pair (left, right), or None")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _as_float(scale: Any) -> Any:
+    return scale if isinstance(scale, jax.Array) else float(scale)
+
+
+def _check_numbers(scale: Any, is_causal: Any, logits_soft_cap: Any) -> None:
+    """Raises `ValueError` for a scale, a switch or a cap of another kind; a scale may be traced."""
+    if not (isinstance(scale, jax.Array) and scale.shape == ()):
+        check_value("scale", scale, float, is_optional=True)
+    check_value("is_causal", is_causal, bool)
+    check_value("logits_soft_cap", logits_soft_cap, float, is_optional=True)
+    if logits_soft_cap is not None and logits_soft_cap <= 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap}: give a positive number, or None for no cap")
 
 
 def _with_dims(name: str, x: Array, num_dims: int) -> Array:
@@ -118,9 +174,11 @@ def _segments(segment_ids: Any, query: Array, key: Array) -> tuple[Array, Array]
     if segment_ids is None:
         return None
     is_pair = isinstance(segment_ids, Sequence)
+    if is_pair and (len(segment_ids) != 2 or isinstance(segment_ids, str | bytes)):
+        raise ValueError(f"segment_ids={shown(segment_ids)}: give one array, or a pair for queries and keys")
     of_query, of_key = segment_ids if is_pair else (segment_ids, segment_ids)
-    first = _with_dims("segment_ids", jnp.asarray(of_query), 2)
-    second = first if of_key is of_query else _with_dims("segment_ids", jnp.asarray(of_key), 2)
+    first = _with_dims("segment_ids", _array("segment_ids", of_query), 2)
+    second = first if of_key is of_query else _with_dims("segment_ids", _array("segment_ids", of_key), 2)
     for x, wanted in ((first, query.shape[:2]), (second, key.shape[:2])):
         if x.shape != wanted:
             raise ValueError(f"segment_ids have shape {x.shape}: give {wanted}, one for each place")

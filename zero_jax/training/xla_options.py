@@ -101,8 +101,7 @@ _GPU_HOST = (
             "loops run two iterations at a time, so that values of the next are not copied"),
 )  # fmt: skip
 # What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
-# runs one thing after another. An option is here for hardware on which it was compiled with each JAX release that is
-# tested, and made no program slower by the estimate. Left out: `xla_tpu_enable_async_collective_fusion` for
+# runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for
 # all-gathers, of which libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,

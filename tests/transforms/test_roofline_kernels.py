@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zero_jax as zero
 from zero_jax.transforms import Kernel, ValueSharding, kernels, propagate_shardings
 
 SIZES = {"data": 1, "model": 4}
@@ -121,3 +122,21 @@ def test_the_branch_that_moves_most_counts():
 
     found = kernels_of(fn, examples(B, D), params(D, F))
     assert max(x.flops for x in found) == 2 * B * D * F and sum(x.flops > 0 for x in found) == 1
+
+
+@pytest.mark.tpu_compiler
+def test_fused_attention_counts_the_keys_that_queries_see():
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
+
+    def fn(q, k, v):
+        return zero.dot_product_attention(q, k, v, is_causal=True, mesh=zero.make_mesh(topology="v5p:2x2x1"))
+
+    tokens, heads = 1024, 2
+    q = examples(B, tokens, heads, 128)
+    found = [x for x in kernels_of(fn, q, q, q) if x.engine]
+    assert [x.engine for x in found] == ["attention"]
+    seen = tokens * (tokens + 1) / 2
+    assert found[0].flops == 2 * 2 * B * heads * 128 * seen and found[0].is_split
+    gradient = jax.grad(lambda *arrays: fn(*arrays).sum().astype(F32), argnums=(0, 1, 2))
+    backward = [x for x in kernels_of(gradient, q, q, q) if x.engine == "attention backward"]
+    assert [x.flops for x in backward] == [2 * 5 * B * heads * 128 * seen]

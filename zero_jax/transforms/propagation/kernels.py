@@ -34,6 +34,8 @@ _ENGINES = {
     "zero_attention_tangent": "attention",
     "zero_attention_cotangents": "attention backward",
     "pallas_call": "pallas",
+    **dict.fromkeys(("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"), "attention"),  # cuDNN's
+    **dict.fromkeys(("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"), "attention backward"),
 }
 # The products of fused attention: scores and result; in the backward pass the scores again, and four gradients.
 _ATTENTION_PRODUCTS = {"attention": 2, "attention backward": 5}
@@ -258,8 +260,8 @@ class _Body:
     def flops(self, operation: _Operation) -> float:
         """Returns the FLOPs of an operation on a device."""
         axes = frozenset().union(*(value.axes for value in (*operation.reads, *operation.makes)))
-        is_attention = _ENGINES.get(operation.name) in _ATTENTION_PRODUCTS
-        count = (_attention_flops if is_attention else equation_flops)(operation.eqn)
+        has_band = operation.name.startswith("zero_attention")
+        count = (_attention_flops if has_band else equation_flops)(operation.eqn)
         return count / math.prod(self.sizes[axis] for axis in axes)
 
     def inner(self, operation: _Operation, sub: Subcall) -> Iterable[Kernel]:

@@ -7,10 +7,9 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.subcalls import equations
 from zero_jax.sharding.mesh import axes_of
-from zero_jax.transforms import separability
+from zero_jax.transforms import separability, with_weight
 
 L, D, N, K, H, T, B = 2, 16, 4, 2, 8, 6, 16
 SETTINGS = [
@@ -71,7 +70,7 @@ def test_attention_mixes_no_examples(local):
 
     mesh = zero.make_mesh(data=4, model=2)
     found = separability(
-        TracedFunction(loss), jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0),
+        with_weight(loss, "auto"), jax.eval_shape(init, jax.random.key(0)), make_batch(), jax.random.key(0),
         mesh=mesh, axes=axes_of(mesh), num_microbatches=2, local=local,
     )  # fmt: skip
     assert not found.another_loss and not found.not_local

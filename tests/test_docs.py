@@ -48,6 +48,12 @@ def two_blocks():
     return dict(locals()) | {"jax": jax, "jnp": jnp, "optax": optax, "zero": zero, "train_step": step}
 
 
+def with_params():
+    """Returns the names of `two_blocks`, and the params of its state."""
+    names = two_blocks()
+    return names | {"params": names["state"].params}
+
+
 def trained():
     """Returns the names of `two_blocks`, and the metrics of a step."""
     names = two_blocks()
@@ -98,6 +104,8 @@ def chunked_head():
 SUPPLIED = {
     ("README.md", 1): own_loop,
     ("attention.md", 0): two_blocks,
+    ("attention.md", 1): with_params,
+    ("overlap.md", 0): two_blocks,
     ("buffers.md", 0): chunked_head,
     ("checkpoints.md", 0): checkpointed,
     ("checkpoints.md", 1): two_blocks,
@@ -122,6 +130,12 @@ def after_head(names):
     assert np.isfinite(names["loss_fn"](names["params"], names["batch"]))
 
 
+def after_several_steps(names):
+    batches = jax.tree.map(lambda x: np.stack([x, x]), names["batch"])
+    _, metrics = names["several"](names["state"], batches)
+    assert metrics.loss.shape == (2,) and np.isfinite(metrics.loss).all()
+
+
 def after_restore(names):
     assert names["back"].step == 800 and names["back"].extra == {"position": 7}
 
@@ -131,6 +145,7 @@ AFTER = {
     ("README.md", 1): after_own_loop,
     ("buffers.md", 0): after_head,
     ("checkpoints.md", 0): after_restore,
+    ("overlap.md", 0): after_several_steps,
 }
 WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
 QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "remat.md"}

@@ -223,7 +223,7 @@ def bytes_on(tree, device):
     return sum(s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == jax.devices()[device])
 
 
-def test_a_report_says_what_is_left_whole():
+def test_a_report_says_what_is_unsharded():
     params = {"large": np.ones((64, 64), np.float32), "odd": np.ones((63, 65), np.float32), "small": np.ones(3)}
     config = zero.ZeroConfig(stage=3)
     report = zero.sharding_report(params, mesh=mesh_of("8"), config=config)
@@ -231,8 +231,8 @@ def test_a_report_says_what_is_left_whole():
     assert "unsharded leaves take more than half" in str(report) and "divisible by 8 devices" in str(report)
     assert {p.path: p.reason.split(":")[0] for p in report.placements} == {
         "large": "sharded",
-        "odd": "whole",
-        "small": "whole",
+        "odd": "unsharded",
+        "small": "unsharded",
     }
 
 

@@ -444,9 +444,8 @@ def test_bad_text_is_refused():
         comms.measure("not a program")
 
 
-def test_transfers_between_slices_are_told_and_not_counted():
-    """XLA:TPU's program for one of several slices: the network's part is host transfers, not collectives."""
-    text = """HloModule step, is_scheduled=true, num_partitions=4
+# XLA:TPU's program for one of several slices: the network's part is host transfers, not collectives.
+ONE_OF_TWO_SLICES = """HloModule step, is_scheduled=true, num_partitions=4
 
 ENTRY %main (p: bf16[8,256]) -> bf16[8,256] {
   %p = bf16[8,256]{1,0} parameter(0)
@@ -455,6 +454,21 @@ ENTRY %main (p: bf16[8,256]) -> bf16[8,256] {
   ROOT %copy = bf16[8,256]{1,0} copy(%p)
 }
 """  # noqa: E501
-    (finding,) = comms.measure(text).findings
+
+
+def test_transfers_between_slices_of_unknown_axes_are_a_finding():
+    report = comms.measure(ONE_OF_TWO_SLICES)
+    assert not report.rows
+    (finding,) = report.findings
     assert finding.kind == "not counted"
     assert "1 x all-gather" in str(finding)
+
+
+@pytest.mark.tpu_compiler
+def test_transfers_between_slices_are_rows_of_the_axis_over_slices():
+    mesh = zero.make_mesh(topology="2xv5e:2x2")
+    report = comms.measure(ONE_OF_TWO_SLICES, mesh=mesh)
+    assert not report.findings
+    (row,) = report.rows
+    assert math.prod(mesh.shape[axis] for axis in row.axes) == 2
+    assert (row.kind, row.dtype, row.group_size, row.total_sent_bytes) == ("all-gather", "bf16", 2, 8 * 256 * 2)

@@ -27,6 +27,8 @@ class NetworkTransfer:
       name: The name of the `send`.
       computation: The name of the HLO computation that holds it.
       num_slices: The slices that take part.
+      dtype: HLO dtype of what is sent.
+      full_bytes: The bytes that a device hands over in one execution.
       sent_bytes: What one device sends to other slices in one execution, in the ring model of `Collective`.
       num_executions: Executions in a run of the program.
     """
@@ -35,6 +37,8 @@ class NetworkTransfer:
     name: str
     computation: str
     num_slices: int
+    dtype: str
+    full_bytes: int
     sent_bytes: float
     num_executions: int
 
@@ -81,7 +85,7 @@ def rendezvous(instruction: Instruction) -> str:
 def _transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTransfer:
     match = _KIND.search(send.line)
     kind = match[1].lower().replace("_", "-") if match else ""
-    num_bytes = next(arrays(parse_shape(send.shape))).packed_bytes
+    sent = next(arrays(parse_shape(send.shape)))
     others = num_slices - 1
     share = {"all-gather": others, "all-reduce": 2 * others / num_slices}
     share |= dict.fromkeys(("reduce-scatter", "all-to-all"), others / num_slices)
@@ -90,6 +94,8 @@ def _transfer(computation: str, send: Instruction, num_slices: int) -> NetworkTr
         name=send.name,
         computation=computation,
         num_slices=num_slices,
-        sent_bytes=num_bytes * share.get(kind, 1),
+        dtype=sent.dtype,
+        full_bytes=sent.packed_bytes,
+        sent_bytes=sent.packed_bytes * share.get(kind, 1),
         num_executions=1,
     )

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.analysis.comms.estimated import CommsEstimate
 from zero_jax.analysis.comms.findings import Finding, find, num_elements
-from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, read_rows
+from zero_jax.analysis.comms.rows import Row, SentBytes, axes_name, network_rows, read_rows
 from zero_jax.analysis.leaves import STATE_GROUPS, ArgumentLeaf, argument_leaves
 from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.text_tables import aligned, format_bytes
@@ -124,8 +124,9 @@ def measure(
             f"{mesh.size}: give the mesh that it was compiled for"
         )
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
-    findings = (*find(rows, leaves, mesh=mesh), *_between_slices(program))
-    return CommsReport(rows=rows, num_params=num_params, findings=findings)
+    between = network_rows(program, mesh)
+    findings = (*find(rows, leaves, mesh=mesh), *(() if between else _between_slices(program)))
+    return CommsReport(rows=(*rows, *between), num_params=num_params, findings=findings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,8 +155,7 @@ def read_rows(
     collectives = hlo.collectives(program, unknown_trip_count=unknown_trip_count)
     phases, names = Phases(program), _ParamNames(leaves)
     overlaps = _overlaps(program, collectives) if program.is_scheduled else {}
-    shape = tuple((str(name), size) for name, size in mesh.shape.items()) if mesh is not None else ()
-    known = mesh is not None and mesh.size == program.num_devices
+    shape = program_shape(mesh, program.num_devices)
     rows = []
     for collective in collectives:
         computation, name = collective.computation, collective.name
@@ -168,7 +167,7 @@ def read_rows(
             Row(
                 kind=kind,
                 name=name,
-                axes=spanned_axes(collective.replica_groups, shape) if known else UNKNOWN_AXES,
+                axes=spanned_axes(collective.replica_groups, shape) if shape else UNKNOWN_AXES,
                 group_size=collective.group_size,
                 dtypes=collective.dtypes,
                 phase=phase,
@@ -184,6 +183,54 @@ def read_rows(
             )
         )
     return tuple(rows)
+
+
+def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:
+    """Returns names and sizes of the mesh axes of a program's devices; empty where they are not known.
+
+    XLA:TPU makes a program for each slice, whose devices are those of one slice in the order of the mesh.
+    """
+    if mesh is None:
+        return ()
+    slices = np.array([getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat])
+    of_one = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
+    if mesh.size == num_devices:
+        sizes = list(mesh.devices.shape)
+    elif len(of_one) == num_devices:
+        sizes = [len(np.unique(places)) for places in of_one.T]
+    else:
+        return ()
+    names = map(str, mesh.axis_names)
+    return tuple(zip(names, sizes, strict=True)) if math.prod(sizes) == num_devices else ()
+
+
+def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
+    """Lists what XLA:TPU moves between slices, over the mesh axes on which they are; empty where those are unknown."""
+    shape = dict(program_shape(mesh, program.num_devices))
+    axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
+    phases = Phases(program)
+    return tuple(
+        Row(
+            kind=transfer.kind,
+            name=transfer.name,
+            axes=axes,
+            group_size=transfer.num_slices,
+            dtypes=(transfer.dtype,),
+            phase=phases.of(
+                transfer.computation, transfer.name, phases.op_name_before(transfer.computation, transfer.name)
+            ),
+            param="",
+            is_named=False,
+            sent_bytes=transfer.sent_bytes,
+            num_executions=transfer.num_executions,
+            full_bytes=transfer.full_bytes,
+            is_async=True,
+            overlap=None,
+            op_name="",
+            source="",
+        )
+        for transfer in (hlo.network_transfers(program, unknown_trip_count=1) if axes else ())
+    )
 
 
 def _label(collective: Collective, phase: str, op_name: str) -> str:

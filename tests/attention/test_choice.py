@@ -37,6 +37,14 @@ def test_the_platform_has_a_kernel(platform, kernel):
     assert chosen(platform, is_causal=True, wanted="xla").implementation == "xla"
 
 
+def test_cudnn_needs_ampere():
+    turing, ampere = (Placement(platform="cuda", compute_capability=x) for x in ("7.5", "8.0"))
+    assert chosen("cuda", placement=ampere).implementation == "cudnn"
+    assert chosen("cuda", placement=turing) == choice.Choice(
+        implementation="xla", reason="it needs compute capability 8.0, and the devices have 7.5"
+    )
+
+
 @pytest.mark.parametrize(
     ("platform", "case", "reason"),
     [

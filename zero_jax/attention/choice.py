@@ -73,6 +73,8 @@ def _why_not(
         return f"it is for {' and '.join(_PLATFORMS[kernel])}, and the devices are {placement.platform}"
     if placement.unknown:
         return placement.unknown
+    if kernel == "cudnn" and _is_before_ampere(placement.compute_capability):
+        return f"it needs compute capability 8.0, and the devices have {placement.compute_capability}"
     if has_bias:
         return "a bias is for XLA alone"
     if has_mask:
@@ -87,6 +89,11 @@ def _why_not(
     if num_heads % placement.num_head_shards:
         return f"the {num_heads} heads do not divide over the {placement.num_head_shards} devices of the model axis"
     return {"splash": _not_splash, "cudnn": _not_cudnn}[kernel](query, key, value, case, band)
+
+
+def _is_before_ampere(compute_capability: str) -> bool:
+    major = compute_capability.partition(".")[0]
+    return major.isdigit() and int(major) < 8
 
 
 def _not_splash(query: Any, key: Any, value: Any, case: Case, band: Band) -> str:

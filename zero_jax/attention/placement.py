@@ -37,6 +37,7 @@ class Placement:
       batch: the mesh axes that the batch may be sharded over, major first.
       heads: the mesh axes that heads may be sharded over.
       unknown: why the sharding of an attention over these devices is not known; empty if it is.
+      compute_capability: of NVIDIA GPUs, such as `9.0`; empty where it is not known.
     """
 
     platform: str
@@ -44,6 +45,7 @@ class Placement:
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     unknown: str = ""
+    compute_capability: str = ""
 
     @property
     def num_head_shards(self) -> int:
@@ -72,19 +74,21 @@ def current_placement(mesh: Mesh | None = None) -> Placement:
             "jax._src.mesh"
         ).get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
         mesh = None if current is None or current.empty else current
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    capability = str(getattr(device, "compute_capability", ""))
     if mesh is None:
         platform = jax.default_backend()
         is_clear = jax.device_count() == 1 or platform == "cpu"  # what Pallas interprets XLA may shard
         unknown = "" if is_clear else "there are several devices and no mesh: give mesh=, or jax.set_mesh"
-        return Placement(platform=platform, unknown=unknown)
-    platform = mesh.devices.flat[0].platform
+        return Placement(platform=platform, unknown=unknown, compute_capability=capability)
+    platform = device.platform
     if mesh.size == 1:
-        return Placement(platform=platform)
+        return Placement(platform=platform, compute_capability=capability)
     try:
         axes = axes or axes_of(mesh)
     except ValueError as error:
-        return Placement(platform=platform, mesh=mesh, unknown=str(error))
-    return Placement(platform=platform, mesh=mesh, batch=axes.batch, heads=axes.model)
+        return Placement(platform=platform, mesh=mesh, unknown=str(error), compute_capability=capability)
+    return Placement(platform=platform, mesh=mesh, batch=axes.batch, heads=axes.model, compute_capability=capability)
 
 
 def on_shards(

@@ -245,6 +245,10 @@ asyncio.run(save())  # as in a notebook
 def test_a_process_that_ends_while_a_save_is_under_way_ends_when_it_is_whole(tmp_path):
     command = [sys.executable, "-c", LEFT_ALONE, tmp_path]
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    if (3, 12) <= sys.version_info < (3, 12, 2) and done.stderr:  # python/cpython#113964: no new threads at the end
+        assert "can't create new thread at interpreter shutdown" in done.stderr, done.stderr
+        assert latest_step(tmp_path) is None
+        return
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert describe(tmp_path, verify_leaves=True).problems == () and latest_step(tmp_path) == 1
 

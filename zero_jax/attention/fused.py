@@ -8,7 +8,7 @@ from jax import Array
 from zero_jax.attention import primitive
 from zero_jax.attention.case import Band, Case, band_of
 from zero_jax.attention.placement import Placement
-from zero_jax.attention.xla import in_band
+from zero_jax.attention.xla import visible
 
 
 def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: Placement) -> Array:
@@ -71,12 +71,8 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
     Of a query that sees none, as of a row of equal logits, the result is the mean of all values.
     """
     ids, lengths = case.segment_ids, case.key_value_seq_lengths
-    num_queries, num_keys = query.shape[1], key.shape[1]
     if ids is None:
-        return None if lengths is None else jnp.asarray(band.first(num_queries)) < lengths[:, None]
+        return None if lengths is None else jnp.asarray(band.first(query.shape[1])) < lengths[:, None]
     if lengths is None and ids[0] is ids[1] and band.sees_itself():
         return None
-    visible = in_band(band, num_queries, num_keys) & (ids[0][:, :, None] == ids[1][:, None, :])
-    if lengths is not None:
-        visible &= jnp.arange(num_keys) < lengths[:, None, None]
-    return visible.any(-1)
+    return visible(query, key, None, case)[:, 0].any(-1)

@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from zero_jax.attention.case import Band
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import evaluate
 
 _LANES = 128  # sizes of blocks are multiples of it
 _BLOCK = 512
@@ -270,12 +271,12 @@ def _with_costs(function: Callable[..., Any], cost: pl.CostEstimate) -> Callable
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         num_calls = sum(eqn.primitive.name == "pallas_call" for eqn in jaxpr.eqns)
         each = dataclasses.replace(cost, **{k: v // num_calls for k, v in dataclasses.asdict(cost).items()})
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in jaxpr.eqns:
+
+        def equation(eqn: Any, values: list[Any]) -> list[Any]:
             if eqn.primitive.name == "pallas_call":
                 eqn = eqn.replace(params={**eqn.params, "cost_estimate": each})
-            env.update(zip(eqn.outvars, jaxprs.bind(eqn, [*map(read, eqn.invars)]), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shape), [*map(read, jaxpr.outvars)])
+            return jaxprs.bind(eqn, values)
+
+        return jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, consts, arrays, equation))
 
     return run

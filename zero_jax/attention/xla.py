@@ -48,7 +48,7 @@ def _explicit(query: Array, key: Array, value: Array, bias: Array | None, mask: 
     if bias is not None:
         logits = (logits + bias).astype(logits.dtype)
     # A row that sees nothing weighs all keys alike, as in `jax.nn.dot_product_attention`.
-    logits = jnp.where(_visible(query, key, mask, case), logits, _HIDDEN)
+    logits = jnp.where(visible(query, key, mask, case), logits, _HIDDEN)
     weights = jax.nn.softmax(logits.astype(jnp.float32)).astype(key.dtype).reshape(b, k, n // k, t, s)
     out = jnp.einsum("bkgts,bskv->btkgv", weights, value, preferred_element_type=logits.dtype)
     out = out.astype(value.dtype).reshape(b, t, n, value.shape[-1])
@@ -57,18 +57,18 @@ def _explicit(query: Array, key: Array, value: Array, bias: Array | None, mask: 
     return out
 
 
-def _visible(query: Array, key: Array, mask: Array | None, case: Case) -> Array:
+def visible(query: Array, key: Array, mask: Array | None, case: Case) -> Array:
     """Tells which queries see which keys, broadcastable to `[B, N, T, S]`."""
     num_queries, num_keys = query.shape[1], key.shape[1]
-    visible = in_band(band_of(case, num_queries, num_keys), num_queries, num_keys)[None, None]
-    visible = visible if mask is None else visible & mask
+    seen = in_band(band_of(case, num_queries, num_keys), num_queries, num_keys)[None, None]
+    seen = seen if mask is None else seen & mask
     if case.segment_ids is not None:
-        visible &= _same_segment(case.segment_ids)
+        seen &= _same_segment(case.segment_ids)
     if case.query_seq_lengths is not None:
-        visible &= jnp.arange(num_queries)[:, None] < case.query_seq_lengths[:, None, None, None]
+        seen &= jnp.arange(num_queries)[:, None] < case.query_seq_lengths[:, None, None, None]
     if case.key_value_seq_lengths is not None:
-        visible &= jnp.arange(num_keys) < case.key_value_seq_lengths[:, None, None, None]
-    return visible
+        seen &= jnp.arange(num_keys) < case.key_value_seq_lengths[:, None, None, None]
+    return seen
 
 
 def _same_segment(segment_ids: tuple[Array, Array]) -> Array:
@@ -89,8 +89,7 @@ def _logits(query: Array, key: Array, scale: float, soft_cap: float | None) -> A
 def log_sum_exp(query: Array, key: Array, mask: Array, case: Case) -> Array:
     """Returns the log-sum-exps `[B, N, T]` of the logits, in float32, of a case without lengths of queries."""
     logits = _logits(query, key, case.scale, case.logits_soft_cap).astype(jnp.float32)
-    visible = _visible(query, key, mask, case)
-    return jax.nn.logsumexp(jnp.where(visible, logits, _HIDDEN), axis=-1)
+    return jax.nn.logsumexp(jnp.where(visible(query, key, mask, case), logits, _HIDDEN), axis=-1)
 
 
 def in_band(band: Band, num_queries: int, num_keys: int) -> Array:

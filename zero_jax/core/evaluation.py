@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
-from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context
+from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, scan_parts, source_context
 from zero_jax.core.subcalls import subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
@@ -43,6 +44,29 @@ def inlining(kinds: Collection[str] = ("call",)) -> Equation:
             return evaluate(*open_jaxpr(sub.jaxpr), values, equation)
 
     return equation
+
+
+def run_scan(
+    eqn: Any, body: Callable[[list[Any], list[Any]], list[Any]], carry: Sequence[Any], xs: Sequence[Any]
+) -> list[Any]:
+    """Evaluates a `scan` equation with another body.
+
+    Args:
+      eqn: the equation.
+      body: from the carry and the slices of an iteration to all results of it, the new carry first.
+      carry: the first carry.
+      xs: the arrays to slice.
+    """
+    parts = scan_parts(eqn)
+
+    def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = body(carry, x)
+        return outs[: parts.num_carry], outs[parts.num_carry :]
+
+    options = {"length": parts.length, "reverse": parts.reverse, "unroll": parts.unroll}
+    with source_context(eqn):
+        carry, ys = lax.scan(iteration, list(carry), list(xs), **options)
+    return [*carry, *ys]
 
 
 def trace_flat(function: Callable[..., list[Any]], avals: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import flattened
+from zero_jax.core.evaluation import flattened, run_scan
 from zero_jax.core.subcalls import Subcall, equations_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
@@ -239,8 +239,7 @@ def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[A
         values = [*map(read, eqn.invars)]
         inner = body.inner.get(i, [])
         if any(each.is_changed for each in inner):
-            with jaxprs.source_context(eqn):
-                write(eqn.outvars, _run_inner(eqn, inner, values, kernel))
+            write(eqn.outvars, _run_inner(eqn, inner, values, kernel))
         else:
             write(eqn.outvars, jaxprs.bind(eqn, values))
     return [read(atom) for atom in jaxpr.outvars]
@@ -248,30 +247,17 @@ def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[A
 
 def _run_inner(eqn: Any, bodies: list[Body], values: list[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a loop, a branch or a `jax.checkpoint` with the bodies in place of its own."""
-    name = eqn.primitive.name
     calls = [functools.partial(_call, body, kernel) for body in bodies]
-    if name == "cond":
-        return list(lax.switch(values[0], calls, *values[1:]))
-    if name != "scan":
+    if eqn.primitive.name == "scan":
+        parts = jaxprs.scan_parts(eqn)
+        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
+        consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
+        return run_scan(eqn, lambda carry, x: calls[0](*consts, *carry, *x), carry, xs)
+    with jaxprs.source_context(eqn):
+        if eqn.primitive.name == "cond":
+            return list(lax.switch(values[0], calls, *values[1:]))
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
         return list(jax.checkpoint(calls[0], policy=policy, prevent_cse=prevent_cse)(*values))
-    parts = jaxprs.scan_parts(eqn)
-    num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-    consts = values[:num_consts]
-
-    def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = calls[0](*consts, *carry, *x)
-        return outs[: parts.num_carry], outs[parts.num_carry :]
-
-    carry, ys = lax.scan(
-        iteration,
-        values[num_consts:num_state],
-        values[num_state:],
-        length=parts.length,
-        reverse=parts.reverse,
-        unroll=parts.unroll,
-    )
-    return [*carry, *ys]
 
 
 def _call(body: Body, kernel: Callable[..., Any], *arrays: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from jax import lax
 
 from zero_jax.core import jaxprs
 from zero_jax.core.cached_bind import CachedBind, equation_key
+from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.subcalls import subcall
@@ -306,21 +307,16 @@ class GatherWalk:
         consts = self.hoist(eqn, values[:num_consts], jaxpr, parts.length)
         inner_frame = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
 
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        def body(carry: list[Any], x: list[Any]) -> list[Any]:
             sliced = [
                 dataclasses.replace(s, roots=(array,)) if isinstance(s, Lazy) else Value(array, s.pure)
                 for s, array in zip(slices, x, strict=True)
             ]
             ins = [*consts, *(Value(c, pure=False) for c in carry), *sliced]
             outs = self.run(jaxpr, [Value(c, pure=True) for c in inner_consts], ins, inner_frame)
-            arrays = [as_array(out) for out in outs]
-            return arrays[: parts.num_carry], arrays[parts.num_carry :]
+            return [as_array(out) for out in outs]
 
-        with jaxprs.source_context(eqn):
-            carry, ys = lax.scan(
-                body, [c.array for c in carry], xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll
-            )
-        return [Value(out, pure=False) for out in (*carry, *ys)]
+        return [Value(out, pure=False) for out in run_scan(eqn, body, [c.array for c in carry], xs)]
 
     def scanned(self, eqn: Any, values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the arrays to scan over and, for each, what its slices are in the body."""

@@ -14,7 +14,7 @@ from jax import lax
 from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.evaluation import evaluate, flattened
+from zero_jax.core.evaluation import evaluate, flattened, run_scan
 from zero_jax.core.subcalls import equations, subcall
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.passthrough import narrows
@@ -220,17 +220,13 @@ class RematWalk:
         times = frame.times * parts.length
         frame = dataclasses.replace(frame.inside(eqn), in_loop=not is_layers, times=times)
 
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        def body(carry: list[Any], x: list[Any]) -> list[Any]:
             arrays = [*consts, *carry, *x]
             if traced is None:
-                outs = self.run(jaxpr, inner_consts, arrays, inside, frame)
-            else:
-                outs = self.region(eqn, "scan body", traced, arrays, inside, frame, prevent_cse=False)
-            return outs[: parts.num_carry], outs[parts.num_carry :]
+                return self.run(jaxpr, inner_consts, arrays, inside, frame)
+            return self.region(eqn, "scan body", traced, arrays, inside, frame, prevent_cse=False)
 
-        with jaxprs.source_context(eqn):
-            carry, ys = lax.scan(body, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
-        return [*carry, *ys]
+        return run_scan(eqn, body, carry, xs)
 
     def carried(self, jaxpr: Any, marks: list[Mark], parts: jaxprs.ScanParts) -> list[Mark]:
         """Marks the carries that the body itself leaves sharded over the model."""

@@ -16,6 +16,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # The programs are tiny, and compiling them is what takes the time: half of it without LLVM's optimizations, and half of
 # the rest with the emitters of old and one piece of code. The newest releases have only the new emitters.
 _flags = ["--xla_backend_optimization_level=0"]
+# On a busy machine, simulated devices may reach a collective further apart than the 40 s after which XLA aborts.
+_flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     _flags += ["--xla_llvm_disable_expensive_passes=true"]

@@ -13,7 +13,7 @@ import pytest
 
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
-from zero_jax.cluster.launching import LaunchConfig, launch
+from zero_jax.cluster.launching import LaunchConfig, launch, patient_flags
 from zero_jax.cluster.log_merging import Merger
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
@@ -190,7 +190,23 @@ def test_what_was_set_for_one_process_is_not_passed_on():
         "SLURM_NODEID": "3",
     }
     launched = Launched("environment", environment=environment)
-    assert launched.out == "--xla_dump_to= SLURM_JOB_ID SLURM_LOCALID SLURM_NTASKS SLURM_PROCID SLURM_STEP_NODELIST\n"
+    assert (
+        launched.out
+        == f"{patient_flags('--xla_dump_to=')} SLURM_JOB_ID SLURM_LOCALID SLURM_NTASKS SLURM_PROCID SLURM_STEP_NODELIST\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "patient"),
+    [
+        ("", "--xla_cpu_collective_call_terminate_timeout_seconds=3600"),
+        ("--xla_a=1", "--xla_a=1 --xla_cpu_collective_call_terminate_timeout_seconds=3600"),
+        ("--xla_cpu_collective_call_terminate_timeout_seconds=9", None),
+        ("flags.txt", None),
+    ],
+)
+def test_simulated_devices_wait_for_one_another(flags, patient):
+    assert patient_flags(flags) == (flags if patient is None else patient)
 
 
 def test_killing_the_launcher_leaves_nothing():

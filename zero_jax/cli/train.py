@@ -24,7 +24,7 @@ from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, Place, join
+from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.trainer import (
     EXIT_STATUS,
@@ -198,6 +198,8 @@ def _choose_platform(num_devices: int | None) -> None:
     other_plugins = [name for name in plugins if "cuda" not in name]
     if not (has_tpu or has_gpu or other_plugins or settings["jax_platforms"]):
         jax.config.update("jax_platforms", "cpu")
+    if jax.config.values["jax_platforms"] == "cpu":
+        os.environ["XLA_FLAGS"] = patient_flags(os.environ.get("XLA_FLAGS", ""))
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_set and settings["jax_num_cpu_devices"] < 1:
         if num_devices is not None and not 1 <= num_devices <= _MAX_SIMULATED_DEVICES:

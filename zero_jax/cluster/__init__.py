@@ -6,7 +6,7 @@ ends a run that hangs.
 """
 
 from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, Place, join
-from zero_jax.cluster.launching import LaunchConfig, launch
+from zero_jax.cluster.launching import LaunchConfig, launch, patient_flags
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
 from zero_jax.cluster.watchdog import Watchdog
 
@@ -20,4 +20,5 @@ __all__ = [
     "Watchdog",
     "join",
     "launch",
+    "patient_flags",
 ]

@@ -36,6 +36,9 @@ while os.read(0, 1):
 os.killpg(0, signal.SIGKILL)
 """
 _NUM_LAST_LINES = 12
+# XLA ends a process whose simulated devices reach a collective more than 40 s apart, as they do when a few cores take
+# turns at large steps. An hour still ends one that hangs.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 _MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -293,6 +296,12 @@ def _handled_signals(events: queue.SimpleQueue) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def patient_flags(flags: str) -> str:
+    """Returns `XLA_FLAGS` under which simulated devices wait for one another for an hour, unless they say how long."""
+    is_file = flags.strip() and not flags.strip().startswith("-")
+    return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
+
+
 def _environment(base: Mapping[str, str], config: LaunchConfig, index: int, port: int) -> dict[str, str]:
     """Returns the environment of a process.
 
@@ -314,6 +323,6 @@ def _environment(base: Mapping[str, str], config: LaunchConfig, index: int, port
         PROCESS_ID: str(index),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(config.devices_per_process),
-        "XLA_FLAGS": " ".join(flags),
+        "XLA_FLAGS": patient_flags(" ".join(flags)),
         "PYTHONUNBUFFERED": "1",
     }

@@ -37,6 +37,8 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 
 def with_results(jaxpr: Jaxpr, atoms: Sequence[Any]) -> Jaxpr:
     """Returns a closed jaxpr with other variables or literals for its results."""
+    if not hasattr(jaxpr, "consts"):
+        return jaxpr.replace(outvars=list(atoms))
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms)))
 
 

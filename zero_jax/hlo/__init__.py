@@ -9,6 +9,7 @@ here, and only here.
 
 from zero_jax.hlo.cost import Work, cycles, roofline
 from zero_jax.hlo.heap_layout import HeapLayout, layout_options, read_layout
+from zero_jax.hlo.host import HostTransfer, host_transfers
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.memory import Buffer, Heap, peak
 from zero_jax.hlo.network import NetworkTransfer, network_transfers
@@ -23,6 +24,7 @@ __all__ = [
     "Collective",
     "Heap",
     "HeapLayout",
+    "HostTransfer",
     "Instruction",
     "NetworkTransfer",
     "Phases",
@@ -34,6 +36,7 @@ __all__ = [
     "collectives",
     "cycles",
     "gathered_path",
+    "host_transfers",
     "layout_options",
     "network_transfers",
     "parse",

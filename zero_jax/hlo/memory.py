@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zero_jax.hlo.host import HOST_SPACE
 from zero_jax.hlo.op_names import gathered_path, phase_of
 from zero_jax.hlo.program import Instruction, Program, parse
 from zero_jax.hlo.values import HloValue, LiveRanges
 
-# Memory spaces of a layout: 0 is the device's memory, 5 the host's; the others of a TPU are on the chip (1 is VMEM).
-# Those of a GPU are parts of its memory.
-_DEVICE, _HOST = 0, 5
+# Memory spaces of a layout: 0 is the device's memory, `HOST_SPACE` the host's; the others of a TPU are on the chip (1
+# is VMEM). Those of a GPU are parts of its memory.
+_DEVICE = 0
 _NEAR = 50  # steps within which a name is taken for that of an instruction without one
 _PASSES_NAME_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "get-tuple-element", "reshape", "transpose")
 
@@ -175,7 +176,7 @@ def peak(compiled: Any) -> Heap:
 
 
 def _memory_of(space: int, program: Program) -> str:
-    if space == _HOST:
+    if space == HOST_SPACE:
         return "host"
     return "chip" if program.has_tiles and space != _DEVICE else "device"
 

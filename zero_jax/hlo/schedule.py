@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from zero_jax.hlo.host import HostTransfer
 from zero_jax.hlo.network import NetworkTransfer, rendezvous
 from zero_jax.hlo.program import KINDS, Instruction, Program
 from zero_jax.hlo.traffic import Collective
@@ -22,8 +23,10 @@ _COLLECTIVE = re.compile(KINDS)
 _FREE = re.compile(
     r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|(send|recv)(-done)?|[a-z-]+-update|parameter|constant"
 )
+_COPY_DONE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-done")
 _NUM_NAMES = 3
 _NETWORK = "network"  # between slices
+_HOST = {False: "from the host", True: "to the host"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +53,12 @@ class Timeline:
     Attributes:
       total_seconds: All of it: `compute_seconds` and `exposed_seconds`.
       compute_seconds: The ordinary instructions.
-      exposed_seconds: Time in which computation waits for a collective, or a synchronous one runs alone.
+      exposed_seconds: Time in which computation waits for a collective or a copy from or to the host, or a synchronous
+        collective runs alone.
       collective_seconds: All executions of all collectives and transfers between slices, hidden or not.
       overlaps: One execution of each of those that are asynchronous, by (computation, name).
       network_seconds: Of `collective_seconds`, the transfers between slices.
+      host_seconds: Copies between the device and its host, hidden or not: the longer of the two directions.
     """
 
     total_seconds: float
@@ -62,6 +67,7 @@ class Timeline:
     collective_seconds: float
     overlaps: Mapping[Key, Overlap] = dataclasses.field(repr=False)
     network_seconds: float = 0.0
+    host_seconds: float = 0.0
 
     def __str__(self) -> str:
         hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
@@ -79,6 +85,8 @@ def play(
     link_seconds: Callable[[Collective], float],
     transfers: Sequence[NetworkTransfer] = (),
     network_seconds: Callable[[NetworkTransfer], float] = lambda transfer: 0.0,
+    copies: Sequence[HostTransfer] = (),
+    host_seconds: Callable[[HostTransfer], float] = lambda transfer: 0.0,
     unknown_trip_count: int | None = None,
 ) -> Timeline:
     """Plays the schedule of a program as events on one device.
@@ -103,6 +111,8 @@ def play(
       link_seconds: The time of one execution of a collective with its links to itself.
       transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
       network_seconds: The time of one execution of a transfer with the network to itself.
+      copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side.
+      host_seconds: The time of one execution of a copy with its direction to itself.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
 
     Raises:
@@ -110,14 +120,17 @@ def play(
     """
     player = _Player(program, listed, seconds_of, link_seconds, unknown_trip_count)
     player.network = {(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers}
+    player.copies = {(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies}
     run = player.computation(program.entry)
+    host = [run.link_seconds.pop(queue, 0.0) for queue in _HOST.values()]
     return Timeline(
         total_seconds=run.now,
         compute_seconds=run.compute_seconds,
         exposed_seconds=run.exposed_seconds,
         collective_seconds=sum(run.link_seconds.values()),
         network_seconds=run.link_seconds[_NETWORK],
-        overlaps=player.overlaps,
+        host_seconds=max(host),
+        overlaps={key: overlap for key, overlap in player.overlaps.items() if key not in player.copies},
     )
 
 
@@ -195,6 +208,7 @@ class _Player:
         for collective in listed:
             self.by_computation[collective.computation].append(collective)
         self.network: dict[Key, float] = {}
+        self.copies: dict[Key, tuple[str, float]] = {}
         self.played: dict[str, _Run] = {}
         self.overlaps: dict[Key, Overlap] = {}
 
@@ -217,6 +231,11 @@ class _Player:
             elif key in self.network:
                 handle = _NETWORK, rendezvous(instruction)
                 run.in_flight.append(run.enqueue(key, _NETWORK, handle, self.network[key]))
+            elif key in self.copies:
+                queue, seconds = self.copies[key]
+                run.in_flight.append(run.enqueue(key, queue, key, seconds))
+            elif _COPY_DONE.fullmatch(opcode):
+                self.done(run, self.started_by(computation, instruction))
             elif opcode == "recv-done":
                 self.done(run, (_NETWORK, rendezvous(self.operand(computation, instruction))))
             elif opcode == "while":

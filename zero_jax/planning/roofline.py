@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace
 from zero_jax.planning.links import HOP_SECONDS, Links
-from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
+from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND, KERNEL_SECONDS, KERNEL_SHARES
 from zero_jax.sharding.topology import Topology
 from zero_jax.transforms import Kernel
-
-_HOST_BYTES_PER_SECOND = 1.2e10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ class Roofline:
 
     def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
-        return 2 * traced.residuals.host_bytes / num_parts / _HOST_BYTES_PER_SECOND
+        return 2 * traced.residuals.host_bytes / num_parts / HOST_BYTES_PER_SECOND
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""

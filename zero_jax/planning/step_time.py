@@ -7,6 +7,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from zero_jax import hlo
+from zero_jax.core.text_tables import format_bytes
 from zero_jax.hlo import Instruction, Program, play
 from zero_jax.planning.kernel_text import kernel_text
 from zero_jax.planning.links import Links
@@ -19,6 +20,8 @@ KERNEL_SECONDS = 3e-6
 # TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
 # whose time is published).
 KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
+# Between a device and its host, in each direction: an assumption, below PCIe 3.0 x 16.
+HOST_BYTES_PER_SECOND = 1.2e10
 # A compiler's estimate above this many times what flops and bytes take (and above a second) is none.
 _IMPLAUSIBLE = 1e4
 
@@ -44,6 +47,8 @@ class TimeEstimate:
       kernel_seconds: of `compute_seconds`, kernels that the compiler has no cycles of, such as fused attention.
       network_seconds: of `collective_seconds`, transfers between slices.
       network_bytes: what a device sends to other slices in a step.
+      host_seconds: copies between a device and its host, hidden or not: the longer of the two directions.
+      host_bytes: what a device copies from and to its host in a step.
     """
 
     step_seconds: float
@@ -61,13 +66,16 @@ class TimeEstimate:
     kernel_seconds: float
     network_seconds: float
     network_bytes: float
+    host_seconds: float = 0.0
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         share = self.exposed_seconds / self.step_seconds if self.step_seconds else 0
+        waits_for = "collectives or the host" if self.host_bytes else "collectives"
         half = f" ({self.mfu_causal:.1%} with attention by half)" if self.mfu_causal < self.mfu else ""
         return (
             f"{_shown(self.step_seconds)} a step ({_shown(self.exposed_seconds)} or {share:.0%} waiting for "
-            "collectives), "
+            f"{waits_for}), "
             f"{self.tokens_per_second:,.0f} {self.unit}/s, MFU {self.mfu:.1%}{half}, "
             f"{self.device_flops_per_second / 1e12:,.0f} TFLOP/s a device"
         )
@@ -103,7 +111,8 @@ def estimate_time(
     """
     hardware = topology.hardware
     compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
-    transfers = hlo.network_transfers(program)
+    transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)
+    host_bytes = sum(copy.total_bytes for copy in copies)
     timeline = play(
         program,
         hlo.collectives(program),
@@ -111,6 +120,8 @@ def estimate_time(
         link_seconds=links.seconds,
         transfers=transfers,
         network_seconds=links.network_seconds,
+        copies=copies,
+        host_seconds=lambda copy: copy.num_bytes / HOST_BYTES_PER_SECOND,
     )
     kernels = play(program, (), seconds_of=compute.kernel_seconds, link_seconds=links.seconds)
     step = max(timeline.total_seconds, 1e-12)
@@ -125,12 +136,14 @@ def estimate_time(
         unit=unit,
         mfu=model_flops / (step * peak),
         model_flops=model_flops,
-        assumptions=_assumptions(hardware, compute, has_network=bool(transfers)),
+        assumptions=_assumptions(hardware, compute, has_network=bool(transfers), host_bytes=host_bytes),
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
         device_flops_per_second=model_flops / (step * mesh.size),
         kernel_seconds=kernels.compute_seconds,
         network_seconds=timeline.network_seconds,
+        host_seconds=timeline.host_seconds,
+        host_bytes=host_bytes,
         network_bytes=sum(transfer.total_sent_bytes for transfer in transfers),
     )
 
@@ -183,7 +196,7 @@ class _Compute:
         return max(work.flops / peak, work.bytes / self.hardware.memory_bytes_per_second)
 
 
-def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool) -> tuple[str, ...]:
+def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, host_bytes: int) -> tuple[str, ...]:
     memory = f"{hardware.memory_bytes_per_second / 1e9:,.0f} GB/s of memory"
     peak = f"{hardware.flops_per_second / 1e12:,.0f} TFLOP/s"
     if hardware.clock_hz:
@@ -210,6 +223,11 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool) ->
         )
     if has_network:
         assumptions.append("each transfer between slices has a device's share of the network to itself, and 20 us")
+    if host_bytes:
+        assumptions.append(
+            f"copies between a device and its host: {format_bytes(host_bytes)} a step, at "
+            f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s in each direction"
+        )
     for names, what in (
         (compute.inexact, "kernels skip blocks by data that is not known here, and count with all blocks"),
         (compute.implausible, "instructions have impossible cycles, and count by their flops and bytes"),

@@ -269,7 +269,7 @@ def compiler_target(topology: Topology) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = dict(hardware.topology_options)
     if topology.num_slices > 1:
         options["num_slices"] = topology.num_slices
-    if topology.shape == (1, 1):  # machines of one chip; the compiler's default is a host of four
+    if set(topology.shape) == {1}:  # machines of one chip; the compiler's default is a host of four
         options["chips_per_host_bounds"] = (1, 1, 1)
     return f"{hardware.name}:{'x'.join(map(str, topology.shape))}", options
 

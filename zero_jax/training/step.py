@@ -20,11 +20,12 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
-from zero_jax.sharding.precision import update_loss_scale
+from zero_jax.sharding.precision import cast_floating, update_loss_scale
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
+from zero_jax.training.offloaded_update import OffloadedState
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import apply_update, update_if
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
@@ -155,7 +156,8 @@ class _Program:
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
-        masters = jax.tree.map(lax.with_sharding_constraint, state.masters, placement.param_shardings("master"))
+        offloaded = OffloadedState.of(state, placement)
+        masters = offloaded.masters()
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
         variables = placement.cast(state.variables)
@@ -164,7 +166,7 @@ class _Program:
             placement, variables, batch, key, state.loss_scale, needed
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        grads = self.unscale(grads, masters, placement, state.loss_scale)
+        scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
         offers = {
@@ -172,9 +174,21 @@ class _Program:
             "full_grads": fill_zeros(grads, masters),
             **self.objective(state, placement, batch, key, needed),
         }
-        clipped = fill_zeros(self.clip(grads, norm), masters)
         finite = bad_grad < 0
-        new_state = self.update(state, placement, masters, clipped, finite, offers, needed)
+        same = unchanged(self.tx, trainable(masters), state.opt_state, needed=needed)
+        if offloaded.any:
+            scalars = norm, finite, loss, state.loss_scale
+            new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars)
+        else:
+            clipped = fill_zeros(self.clip(grads, norm), masters)
+            new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers)
+            new_masters = keep_same(masters, new_masters, same)
+            new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
+            opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
+            low = new_masters
+        # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
+        kept = keep_same(state.params, placement.params_of(low, into=state.params), same)
+        new_state = self.new_state(state, placement, kept, new_masters, opt_state, finite)
         if self.config.skip_nonfinite is not False:
             model_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), model_state, state.model_state)
         new_state = dataclasses.replace(new_state, model_state=model_state)
@@ -354,43 +368,63 @@ class _Program:
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
     def update(
-        self,
-        state: TrainState,
-        placement: Placement,
-        masters: PyTree,
-        grads: PyTree,
-        finite: jax.Array,
-        offers: dict[str, Any],
-        needed: list[bool],
-    ) -> TrainState:
-        params = trainable(masters)
+        self, masters: PyTree, opt_state: PyTree, grads: PyTree, finite: jax.Array, offers: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        """Returns new master params and optimizer state; the old ones where a gradient is not finite."""
 
         def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
             updates, opt_state = apply_update(self.tx, grads, opt_state, params, **offers)
             return optax.apply_updates(params, updates), strongly_typed(opt_state)
 
         if self.config.skip_nonfinite is False:
-            (new_params, opt_state), skipped = apply(params, state.opt_state), jnp.int32(0)
+            new_params, opt_state = apply(trainable(masters), opt_state)
         else:
-            in_place = self.mesh.devices.flat[0].platform == "cpu"
-            new_params, opt_state = update_if(finite, apply, (params, state.opt_state), in_place=in_place)
-            skipped = (~finite).astype(jnp.int32)
-        new_masters = merge(masters, new_params)
-        same = unchanged(self.tx, params, state.opt_state, needed=needed)
-        new_masters = keep_same(masters, new_masters, same)
-        new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
-        opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
-        kept = placement.params_of(new_masters, into=state.params)
-        # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-        kept = keep_same(state.params, kept, same)
+            in_place = self.mesh.devices.flat[0].platform == "cpu" and self.config.offload is None
+            new_params, opt_state = update_if(finite, apply, (trainable(masters), opt_state), in_place=in_place)
+        return merge(masters, new_params), opt_state
+
+    def streamed_update(
+        self,
+        offloaded: OffloadedState,
+        placement: Placement,
+        scaled_grads: PyTree,
+        scalars: tuple[jax.Array, jax.Array, jax.Array, Any],
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns what `update` does, and the new params in low precision, from a state that is partly on the host.
+
+        All that is done to a gradient is part of it: no copy of all gradients in the master params' dtype is made.
+        """
+
+        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Any:
+            norm, finite, loss, loss_scale = scalars
+            grads = self.unscale(scaled_grads, masters, placement, loss_scale)
+            offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
+            clipped = fill_zeros(self.clip(grads, norm), masters)
+            masters, opt_state = self.update(masters, opt_state, clipped, finite, offers)
+            low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
+            return masters, low, opt_state
+
+        return offloaded.update(self.tx, function, scaled_grads, scalars)
+
+    def new_state(
+        self,
+        state: TrainState,
+        placement: Placement,
+        params: PyTree,
+        masters: PyTree,
+        opt_state: PyTree,
+        finite: jax.Array,
+    ) -> TrainState:
+        """Returns the next train state."""
+        skipped = jnp.int32(0) if self.config.skip_nonfinite is False else (~finite).astype(jnp.int32)
         scale = state.loss_scale
         if scale is not None:
             assert placement.precision.loss_scale is not None
             scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
         return TrainState(
             step=state.step + 1,
-            params=kept,
-            master=new_masters if placement.keeps_copy else None,
+            params=params,
+            master=masters if placement.keeps_copy else None,
             opt_state=opt_state,
             key=state.key,
             loss_scale=scale,

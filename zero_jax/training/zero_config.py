@@ -15,6 +15,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.stages import sharded_groups
+from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat
 
 
@@ -46,6 +47,9 @@ class ZeroConfig:
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
       keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
+      offload: what is kept in host memory between steps: `optimizer` (the optimizer's state), `state` (the master
+        params too), or an `Offload` with paths, a fraction and the size of the window; None keeps all on the devices
+        (docs/offload.md).
       min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
         params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
@@ -71,6 +75,7 @@ class ZeroConfig:
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
+    offload: str | Offload | None = None
     min_shard_size: int = 1024
     param_specs: PyTree = None
     axis_rules: Mapping[str, str | None] | None = None
@@ -86,6 +91,7 @@ class ZeroConfig:
         check_fields(self)
         resolve_precision(self.precision)
         resolve_remat(self.remat)
+        resolve_offload(self.offload)
         compiled_patterns(self.keep_batch_dtype)
         _check_compiler_options(self.compiler_options)
         if self.num_microbatches < 1:

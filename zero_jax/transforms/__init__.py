@@ -11,7 +11,7 @@ from zero_jax.transforms.attention.transform import attention_report, fuse_atten
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
 from zero_jax.transforms.microbatch_weights import with_weight
-from zero_jax.transforms.passthrough import is_contraction
+from zero_jax.transforms.passthrough import ELEMENTWISE, is_contraction
 from zero_jax.transforms.propagation.alive import sources
 from zero_jax.transforms.propagation.kernels import Kernel, kernels
 from zero_jax.transforms.propagation.kinds import ValueSharding
@@ -22,6 +22,7 @@ from zero_jax.transforms.remat.transform import remat_report, rematerialize
 from zero_jax.transforms.separable.decision import Separability, separability
 
 __all__ = [
+    "ELEMENTWISE",
     "AttentionReport",
     "GatherReport",
     "Kernel",

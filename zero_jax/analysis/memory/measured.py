@@ -225,7 +225,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
         output_bytes=stats["output"],
         alias_bytes=stats["alias"],
         temp_bytes=temp_bytes,
-        heap_bytes=_heap_bytes(heap, analysis, is_tpu=is_tpu),
+        heap_bytes=_heap_bytes(heap, analysis, sum(host) - host_alias, is_tpu=is_tpu),
         layout=layout,
         generated_code_bytes=int(getattr(analysis, "generated_code_size_in_bytes", 0)),
         host_bytes=max(sum(host) - host_alias, heap.host_argument_bytes + heap.host_peak_bytes),
@@ -246,12 +246,13 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     )
 
 
-def _heap_bytes(heap: Heap, analysis: Any, *, is_tpu: bool) -> int:
+def _heap_bytes(heap: Heap, analysis: Any, host_bytes: int, *, is_tpu: bool) -> int:
     """Returns what temporaries take of the device's memory."""
     if not is_tpu:
         return int(analysis.temp_size_in_bytes)
     # XLA:TPU reports the largest heap of one memory space: where that is more than fits on the chip, it is this one.
-    own = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes)
+    # Its peak counts what is in the host's memory too.
+    own = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes) - host_bytes
     return max(heap.peak_bytes, own) if own > _MAX_ON_CHIP_BYTES else heap.peak_bytes
 
 

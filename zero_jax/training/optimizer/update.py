@@ -19,8 +19,9 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import used_inputs
+from zero_jax.core.jaxprs import is_on_host, used_inputs
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.training.optimizer.offload import HOST
 
 _OFFERED = (
     "a step calls update(grads, state, params), with the gradients of the mean loss of the batch, and can add "
@@ -180,6 +181,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
       params: the params that have gradients, or their shapes.
       opt_state: its state, or its shapes.
     """
+    params, opt_state = jax.tree.map(_without_memory, (params, opt_state))
     leaves = jax.tree.leaves(params)
     sharding = getattr(getattr(leaves[0], "aval", leaves[0]), "sharding", None) if leaves else None
     # On the mesh of the params: JAX takes what it has traced for arguments of the same mesh alone.
@@ -188,6 +190,12 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
     _, new_state, calls = traced.out_info
     return TracedUpdate(traced.jaxpr, new_state, len(leaves), calls.functions)
+
+
+def _without_memory(x: Any) -> Any:
+    """Returns the shape of an array that is in host memory, and anything else as it is."""
+    is_away = is_on_host(getattr(x, "aval", x)) or getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_away else x
 
 
 def apply_update(

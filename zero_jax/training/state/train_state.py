@@ -33,6 +33,7 @@ from zero_jax.sharding.rules import (
 from zero_jax.sharding.spec import Dims
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.torus import gather_shardings
+from zero_jax.training.optimizer.offload import Offload, check_has_host_memory, host_shardings, on_host, resolve_offload
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
@@ -89,6 +90,7 @@ class Placement:
     precision: Precision
     params: PyTree  # a LeafPlacement for each param
     model_state: PyTree = None  # and for each leaf of the model state
+    offload: Offload | None = None
 
     @property
     def keeps_copy(self) -> bool:
@@ -116,6 +118,16 @@ class Placement:
         """Returns the shardings of an optimizer state."""
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
+
+    def on_host(self, opt_state: PyTree, master: PyTree) -> dict[str, list[bool]]:
+        """Tells which leaves of `opt_state` and `master` are kept in host memory."""
+        leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        return on_host(
+            self.offload,
+            {"opt_state": opt_state, "master": master},
+            {leaf.path: leaf.shape for leaf in leaves},
+            min_size=self.rules.min_shard_size,
+        )
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
         """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
@@ -163,6 +175,9 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
+    offload = resolve_offload(config.offload)
+    if offload is not None:
+        check_has_host_memory(mesh)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -177,6 +192,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         groups=sharded_groups(config.stage),
         precision=resolve_precision(config.precision),
         params=placed,
+        offload=offload,
         model_state=None
         if model_state is None
         else place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules),
@@ -233,11 +249,12 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
     names = variable_names(state.variables) + leaf_names(state.opt_state)
     check_matched("overrides", placement.rules.overrides, names)
+    flags = placement.on_host(state.opt_state, state.master)
     return TrainState(
         step=whole,
         params=placement.param_shardings("params"),
-        master=None if state.master is None else placement.param_shardings("master"),
-        opt_state=placement.opt_shardings(state.opt_state),
+        master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
+        opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
         key=whole,
         loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
         num_skipped_steps=whole,

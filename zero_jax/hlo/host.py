@@ -1,0 +1,70 @@
+"""Lists what a program moves between the device's memory and the host's."""
+
+import dataclasses
+import re
+from typing import Any
+
+from zero_jax.hlo.layout import arrays, parse_shape
+from zero_jax.hlo.program import Instruction, parse
+from zero_jax.hlo.traffic import executions
+
+HOST_SPACE = 5  # of a layout
+_START = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-start")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTransfer:
+    """An asynchronous copy between the memory of a device and that of its host.
+
+    Attributes:
+      name: The name of the instruction that starts it.
+      computation: The name of the HLO computation that holds it.
+      to_host: Whether it goes to the host, or comes from it.
+      num_bytes: The bytes of one execution.
+      num_executions: Executions in a run of the program.
+    """
+
+    name: str
+    computation: str
+    to_host: bool
+    num_bytes: int
+    num_executions: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all executions."""
+        return self.num_bytes * self.num_executions
+
+
+def host_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[HostTransfer, ...]:
+    """Lists what a compiled program moves to and from the host's memory, in the order of the text.
+
+    Args:
+      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
+      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle.
+
+    Raises:
+      ValueError: A loop around a transfer has no known trip count and `unknown_trip_count` is not given.
+    """
+    program = parse(compiled)
+    by_key = {
+        (computation, start.name): transfer
+        for computation, instructions in program.computations.items()
+        for start in instructions.values()
+        if _START.fullmatch(start.opcode) and (transfer := _transfer(computation, start))
+    }
+    counts = executions(program, by_key, unknown_trip_count)
+    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
+
+
+def _transfer(computation: str, start: Instruction) -> HostTransfer | None:
+    """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
+    held = list(arrays(parse_shape(start.shape)))
+    on_device = [array.num_bytes for array in held if array.space != HOST_SPACE]
+    if len(on_device) == len(held) or not on_device:
+        return None
+    is_copy = start.opcode == "copy-start"  # whose first array is the copy
+    to_host = held[0].space == HOST_SPACE if is_copy else start.opcode == "dynamic-update-slice-start"
+    return HostTransfer(
+        name=start.name, computation=computation, to_host=to_host, num_bytes=max(on_device), num_executions=1
+    )

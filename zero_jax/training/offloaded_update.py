@@ -1,0 +1,120 @@
+"""The update of a train state that is partly in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zero_jax.core.tree import PyTree
+from zero_jax.training.optimizer.streaming import Argument, stream
+from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.state.train_state import Placement, TrainState, trainable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadedState:
+    """A train state within a step, and which of its leaves are on the host.
+
+    Attributes:
+      state: the state.
+      placement: how it is sharded.
+      on_host: a flag for each leaf of `opt_state` and of `master`.
+    """
+
+    state: TrainState
+    placement: Placement
+    on_host: dict[str, list[bool]]
+
+    @classmethod
+    def of(cls, state: TrainState, placement: Placement) -> OffloadedState:
+        """Returns a state with what its placement says of it."""
+        return cls(state=state, placement=placement, on_host=placement.on_host(state.opt_state, state.master))
+
+    @property
+    def any(self) -> bool:
+        """Whether any leaf is on the host."""
+        return any(map(any, self.on_host.values()))
+
+    def masters(self) -> PyTree:
+        """Returns the master params, sharded; of those on the host the shapes."""
+        leaves, tree = jax.tree.flatten(self.state.masters)
+        flags = self.on_host["master"] or [False] * len(leaves)
+        shardings = jax.tree.leaves(self.placement.param_shardings("master"))
+        placed = zip(leaves, shardings, flags, strict=True)
+        return tree.unflatten(
+            [_shape(x) if on_host else lax.with_sharding_constraint(x, s) for x, s, on_host in placed]
+        )
+
+    def update(self, tx: Any, function: Callable[..., Any], *others: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns new master params, their low-precision copy and the new optimizer state, where the old ones are.
+
+        Args:
+          tx: the optimizer.
+          function: of master params, optimizer state and `others` to new master params, their copy (None if there is
+            none) and the new optimizer state.
+          *others: further arguments of the function, on the devices.
+
+        Raises:
+          ValueError: an optimizer that calls functions of the params.
+        """
+        state, placement = self.state, self.placement
+        assert placement.offload is not None
+        shapes = jax.tree.map(_shape, (trainable(state.masters), state.opt_state))
+        if trace_update(tx, *shapes).calls_functions:
+            raise ValueError(
+                "offload: the optimizer computes losses at other params (a line search), which needs all of them on "
+                "the devices: leave offload out, or give an optimizer that takes gradients alone"
+            )
+        master_shardings = placement.param_shardings("master")
+        arguments = [
+            *_arguments(state.masters, master_shardings, self.on_host["master"]),
+            *_arguments(state.opt_state, placement.opt_shardings(state.opt_state), self.on_host["opt_state"]),
+        ]
+        num_masters, num_kept = len(jax.tree.leaves(state.masters)), len(arguments)
+        arguments += [Argument(array=x) for x in jax.tree.leaves(others)]
+        into = [*range(num_masters)]
+        if placement.keeps_copy:
+            into += range(len(arguments), len(arguments) + num_masters)
+            arguments += self._copies(master_shardings)
+        into += range(num_masters, num_kept)
+        kept = jax.tree.structure((state.masters, state.opt_state))
+        rest, num_given = jax.tree.structure(others), num_kept + len(jax.tree.leaves(others))
+
+        def flat(*arrays: jax.Array) -> list[jax.Array]:
+            results = function(*kept.unflatten(arrays[:num_kept]), *rest.unflatten(arrays[num_kept:num_given]))
+            return jax.tree.leaves(results)
+
+        results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes)
+        of_masters = jax.tree.structure(state.masters)
+        num_copies = num_masters * placement.keeps_copy
+        masters = of_masters.unflatten(results[:num_masters])
+        copies = of_masters.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
+        opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
+        return masters, copies, opt_state
+
+    def _copies(self, shardings: PyTree) -> list[Argument]:
+        """Returns what new low-precision params are written over: the old ones where they are sharded alike."""
+        held = jax.tree.leaves(self.placement.param_shardings("params"))
+        arguments = []
+        for x, has, sharding in zip(jax.tree.leaves(self.state.params), held, jax.tree.leaves(shardings), strict=True):
+            array = x if has == sharding else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), sharding)
+            arguments.append(Argument(array=array, sharding=sharding))
+        return arguments
+
+
+def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Argument]:
+    leaves = jax.tree.leaves(tree)
+    pairs = zip(leaves, jax.tree.leaves(shardings), on_host or [False] * len(leaves), strict=True)
+    return [
+        Argument(array=x if flag else lax.with_sharding_constraint(x, sharding), sharding=sharding, on_host=flag)
+        for x, sharding, flag in pairs
+    ]
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,133 @@
+"""Which leaves of a train state are kept in host memory between steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree, leaf_names
+
+HOST = "pinned_host"
+_MEMORY_OF: Mapping[str, Sequence[str]] = {"optimizer": ("opt_state",), "state": ("opt_state", "master")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Which part of the train state is kept in host memory (ZeRO-Offload, arXiv:2101.06840).
+
+    The update brings it to the device a chunk at a time, and back.
+
+    Attributes:
+      what: `optimizer` for the leaves of the optimizer's state that are shaped like a param; `state` for the master
+        params too, where they are kept beside params of lower precision (stages 0 to 2).
+      paths: regular expressions of full paths of params: what belongs to them is kept on the host. None takes all.
+      fraction: the share of those bytes that is kept on the host, param by param in the order of the tree; a param
+        that would exceed it stays on the device.
+      window_bytes: bytes of a chunk on a device. Two are there at a time.
+    """
+
+    what: Literal["optimizer", "state"] = "optimizer"
+    paths: Sequence[str] | None = None
+    fraction: float = 1.0
+    window_bytes: int = 1 << 26
+
+    def __post_init__(self) -> None:
+        check_fields(self, lowest={"fraction": 0, "window_bytes": 1}, highest={"fraction": 1})
+        patterns = [] if self.paths is None else self.paths
+        if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+            raise ValueError(f"offload: paths={patterns!r}: give a list of regular expressions of paths of params")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"offload: paths: {pattern!r} is no regular expression of paths of params: {error}"
+                ) from error
+
+
+def resolve_offload(offload: Any) -> Offload | None:
+    """Returns the `Offload` of a config's field; raises `ValueError` for what is none."""
+    if offload is None or isinstance(offload, Offload):
+        return offload
+    if not isinstance(offload, str) or offload not in _MEMORY_OF:
+        raise ValueError(f"offload={offload!r}: give 'optimizer', 'state', a zero.Offload, or None")
+    return Offload(what=offload)  # pyright: ignore[reportArgumentType]
+
+
+def check_has_host_memory(mesh: Mesh) -> None:
+    """Raises `ValueError` if the devices of a mesh do not reach host memory as `pinned_host`."""
+    device = mesh.devices.flat[0]
+    try:
+        kinds = sorted(memory.kind for memory in device.addressable_memories())
+    except Exception:  # devices that only a compiler knows do not say
+        return
+    if HOST not in kinds:
+        raise ValueError(
+            f"offload: {device.platform} devices have no memory of kind {HOST!r} (they have {', '.join(kinds)}): "
+            "leave offload out"
+        )
+
+
+def on_host(
+    offload: Offload | None, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
+) -> dict[str, list[bool]]:
+    """Tells which leaves of `opt_state` and `master` are kept on the host.
+
+    Args:
+      offload: the config.
+      groups: the trees by name.
+      params: the shapes of the params by path.
+      min_size: leaves of fewer elements stay on the device.
+
+    Returns:
+      For each group a flag for each leaf.
+
+    Raises:
+      ValueError: a pattern that no param matches.
+    """
+    leaves = {group: list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()}
+    if offload is None:
+        return {group: [False] * len(named) for group, named in leaves.items()}
+    chosen = set(params)
+    if offload.paths is not None:
+        for pattern in offload.paths:
+            if not any(re.fullmatch(pattern, path) for path in params):
+                raise ValueError(
+                    f"offload: paths: {pattern!r} matches the path of no param; some are {', '.join([*params][:3])}"
+                )
+        chosen = {path for path in params if any(re.fullmatch(pattern, path) for pattern in offload.paths)}
+    owner: dict[tuple[str, int], str] = {}
+    num_bytes = dict.fromkeys(params, 0)
+    for group in _MEMORY_OF[offload.what]:
+        for i, (name, leaf) in enumerate(leaves.get(group, ())):
+            path = _param_of(name, leaf.shape, params)
+            if path in chosen and math.prod(leaf.shape) >= max(min_size, 1):
+                owner[group, i] = path
+                num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    left, kept = offload.fraction * sum(num_bytes.values()), set()
+    for path, size in num_bytes.items():
+        if 0 < size <= left:
+            kept.add(path)
+            left -= size
+    return {group: [owner.get((group, i)) in kept for i in range(len(named))] for group, named in leaves.items()}
+
+
+def host_shardings(shardings: PyTree, flags: Sequence[bool]) -> PyTree:
+    """Returns shardings, those of flagged leaves in host memory."""
+    leaves, tree = jax.tree.flatten(shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+    return tree.unflatten([s.with_memory_kind(HOST) if flag else s for s, flag in zip(leaves, flags, strict=True)])
+
+
+def _param_of(name: str, shape: Sequence[int], params: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns the param whose path is the end of a leaf's path, if it has the leaf's shape."""
+    parts = name.split("/")
+    paths = ("/".join(parts[start:]) for start in range(len(parts)))
+    path = next((path for path in paths if path in params), None)
+    return path if path is not None and params[path] == tuple(shape) else None

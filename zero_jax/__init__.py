@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         MeshLoss,
         Metrics,
         NoiseScale,
+        Offload,
         TrainState,
         TrainStep,
         ZeroConfig,
@@ -69,9 +70,9 @@ _PUBLIC = {
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
     "zero_jax.sharding.rules": "ShardingReport",
     "zero_jax.training": (
-        "MeshLoss Metrics NoiseScale TrainState TrainStep ZeroConfig abstract_state compiler_options ema_params "
-        "init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch sharding_report "
-        "state_shardings"
+        "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
+        "ema_params init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch "
+        "sharding_report state_shardings"
     ),
     "zero_jax.transforms": (
         "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
@@ -97,6 +98,7 @@ __all__ = [
     "Metrics",
     "ModelError",
     "NoiseScale",
+    "Offload",
     "PlanReport",
     "Precision",
     "Remat",

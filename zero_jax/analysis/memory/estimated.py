@@ -37,6 +37,7 @@ from zero_jax.sharding.precision import resolve_precision
 from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement
 from zero_jax.transforms import resolve_remat
 
+_ON_HOST = "in host memory"
 _BY_TRACE = "by the trace of the loss: what is saved besides the blocks' inputs, such as logits, and how it is sharded"
 
 
@@ -220,7 +221,12 @@ def estimate(
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
-    actual: dict[str, float] = {name: sum(x.device_bytes for x in group.leaves) for name, group in groups.items()}
+    held = {
+        is_host: {name: sum(x.device_bytes for x in g.leaves if x.on_host is is_host) for name, g in groups.items()}
+        for is_host in (False, True)
+    }
+    actual: dict[str, float] = dict(held[False])
+    differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in held[True].items()]
     saved = traced.residuals if traced else residuals
     if saved is not None:
         actual["residuals"] = saved.device_bytes
@@ -241,7 +247,7 @@ def estimate(
         param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
-        host_bytes=0 if saved is None else saved.host_bytes,
+        host_bytes=sum(held[True].values()) + (0 if saved is None else saved.host_bytes),
     )
 
 

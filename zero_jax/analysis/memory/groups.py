@@ -48,13 +48,17 @@ class WholeLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedLeaf:
-    """The bytes of a leaf; `counted` if the formula has it, `narrow_bytes` its bytes in the formula."""
+    """The bytes of a leaf; `counted` if the formula has it, `narrow_bytes` its bytes in the formula.
+
+    `device_bytes` are those of a device's part, which may be in host memory (`on_host`).
+    """
 
     path: str
     num_bytes: int
     narrow_bytes: int
     device_bytes: int
     counted: bool = True
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,7 @@ def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) 
             narrow_bytes=x.size * x.dtype.itemsize,
             device_bytes=math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
             counted=counted(x),
+            on_host=sharding.memory_kind == "pinned_host",
         )
         for path, x, sharding in named
     )

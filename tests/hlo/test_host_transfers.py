@@ -1,0 +1,59 @@
+"""Copies between the memory of a device and that of its host, read from the program."""
+# ruff: noqa: E501 (lines of a program)
+
+import pytest
+
+from zero_jax import hlo
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%body (p: (s32[], f32[4,256])) -> (s32[], f32[4,256]) {
+  %p = (s32[], f32[4,256]{1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %host = f32[4,256]{1,0:S(5)} get-tuple-element(%p), index=1
+  %zero = s32[] constant(0)
+  %in = ((f32[4,256]{1,0:S(5)}, s32[], s32[]), f32[1,256]{1,0}, u32[]{:S(2)}) dynamic-slice-start(%host, %i, %zero), dynamic_slice_sizes={1,256}
+  %got = f32[1,256]{1,0} dynamic-slice-done(%in)
+  %new = f32[1,256]{1,0} multiply(%got, %got)
+  %out = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[], s32[]), f32[4,256]{1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%host, %new, %i, %zero)
+  %put = f32[4,256]{1,0:S(5)} dynamic-update-slice-done(%out)
+  ROOT %r = (s32[], f32[4,256]{1,0:S(5)}) tuple(%i, %put)
+}
+
+%condition (q: (s32[], f32[4,256])) -> pred[] {
+  %q = (s32[], f32[4,256]{1,0:S(5)}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[4,256])) -> f32[8] {
+  %a = (s32[], f32[4,256]{1,0:S(5)}) parameter(0)
+  %loop = (s32[], f32[4,256]{1,0:S(5)}) while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %x = f32[8]{0} constant({0,0,0,0,0,0,0,0})
+  %away = (f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%x)
+  %there = f32[8]{0:S(5)} copy-done(%away)
+  %on_chip = (f32[8]{0:S(1)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%x)
+  %near = f32[8]{0:S(1)} copy-done(%on_chip)
+  ROOT %y = f32[8]{0} add(%x, %x)
+}
+"""
+
+
+def test_copies_from_and_to_the_host():
+    found = {t.name: (t.to_host, t.num_bytes, t.total_bytes) for t in hlo.host_transfers(TEXT)}
+    assert found == {"in": (False, 1024, 4096), "out": (True, 1024, 4096), "away": (True, 32, 32)}
+
+
+def test_computation_waits_for_them():
+    timeline = hlo.play(
+        hlo.parse(TEXT),
+        (),
+        seconds_of=lambda program, computation, instruction: 1.0 if instruction.opcode == "multiply" else 0.0,
+        link_seconds=lambda collective: 0.0,
+        copies=hlo.host_transfers(TEXT),
+        host_seconds=lambda copy: copy.num_bytes / 512,
+    )
+    assert timeline.compute_seconds == 4
+    assert timeline.exposed_seconds == pytest.approx(4 * (2 + 2) + 32 / 512)
+    assert timeline.host_seconds == pytest.approx(4 * 2 + 32 / 512)
+    assert timeline.collective_seconds == 0
+    assert not timeline.overlaps

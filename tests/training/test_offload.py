@@ -1,0 +1,185 @@
+"""Optimizer state and master params in host memory: the same numbers, and a window of them on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.training.optimizer.streaming import Argument, stream
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    # The whole of it on the host, and norms over all of it: nothing can be cut.
+    "norm of updates": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.5), optax.scale(-0.01)),
+    "norms of leaves": optax.lamb(1e-2),
+    "factored": optax.adafactor(1e-2),
+    "frozen": optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.set_to_zero()}, {"emb": "a", "layers": {"w": "b", "b": "a"}, "odd": "a"}
+    ),
+}
+BATCH = {"x": np.arange(16) % 64, "y": np.arange(16) * 7 % 64}
+
+
+def init(key):
+    first, second, third = jax.random.split(key, 3)
+    return {
+        "emb": jax.random.normal(first, (64, 32)) * 0.1,
+        "layers": {"w": jax.random.normal(second, (4, 32, 32)) * 0.1, "b": jnp.zeros((4, 32))},
+        "odd": jax.random.normal(third, (7, 5)),
+    }
+
+
+def loss_fn(params, batch):
+    x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None), params["emb"][batch["x"]], params["layers"])
+    logits = (x @ params["emb"].T).astype(jnp.float32)
+    odd = jnp.square(params["odd"].astype(jnp.float32)).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean() + odd
+
+
+def trained(tx, num_steps=3, **fields):
+    mesh, config = zero.make_mesh(), zero.ZeroConfig(min_shard_size=64, clip_norm=1.0, **fields)
+    state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
+    before = [x.sharding for x in jax.tree.leaves(state)]
+    step = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)
+    for _ in range(num_steps):
+        state, metrics = step(state, BATCH)
+    assert [x.sharding for x in jax.tree.leaves(state)] == before
+    return state, metrics
+
+
+def numbers(state):
+    return jax.tree.map(np.asarray, (state.params, state.master, state.opt_state, state.step))
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "precision"),
+    [
+        # In bf16, XLA may leave out the rounding of gradients on one of the two ways.
+        ("adamw", 0, "fp32"),
+        ("adamw", 1, "fp16"),
+        ("adamw", 2, "bf16"),
+        ("adamw", 2, "fp32"),
+        ("adamw", 3, "bf16"),
+        *((name, 2, "bf16") for name in OPTIMIZERS if name != "adamw"),
+    ],
+)
+def test_the_numbers_are_those_of_a_state_on_the_devices(name, stage, precision):
+    offload = zero.Offload(what="state", window_bytes=2000)
+    there, there_metrics = trained(OPTIMIZERS[name], stage=stage, precision=precision, offload=offload)
+    here, here_metrics = trained(OPTIMIZERS[name], stage=stage, precision=precision)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), numbers(there), numbers(here))
+    np.testing.assert_allclose(there_metrics.loss, here_metrics.loss, rtol=1e-5)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(there.opt_state) if x.ndim and x.shape == (4, 32, 32)}
+    assert kinds <= {"pinned_host"}
+    if there.master is not None:
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(there.master) if x.size >= 64} == {"pinned_host"}
+
+
+def test_a_step_that_is_skipped_leaves_the_host_as_it_is():
+    config = {"stage": 2, "precision": "bf16", "offload": "state"}
+    state, _ = trained(optax.adam(1e-2), **config)
+    before = numbers(state)
+    mesh, zero_config = zero.make_mesh(), zero.ZeroConfig(min_shard_size=64, clip_norm=1.0, **config)
+    step = zero.make_train_step(
+        lambda p, batch: loss_fn(p, batch) * batch["scale"], optax.adam(1e-2), mesh=mesh, config=zero_config
+    )
+    after, metrics = step(state, BATCH | {"scale": np.float32(np.inf)})
+    assert metrics.skipped
+    jax.tree.map(np.testing.assert_array_equal, before[:3], numbers(after)[:3])
+
+
+def test_paths_and_fraction_choose_what_is_on_the_host():
+    def on_host(**fields):
+        config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=64, offload=zero.Offload(**fields))
+        state = zero.abstract_state(init, optax.adam(1e-2), mesh=zero.make_mesh(), config=config)
+        flagged = jax.tree_util.tree_leaves_with_path((state.master, state.opt_state))
+        return {
+            jax.tree_util.keystr(path[-1:], simple=True)
+            for path, x in flagged
+            if x.sharding.memory_kind == "pinned_host"
+        }
+
+    assert on_host(what="state") == {"emb", "w", "b"}
+    assert on_host(paths=["layers/.*"]) == {"w", "b"}
+    assert on_host(paths=["layers/w"], what="state") == {"w"}
+    assert on_host(fraction=0.0) == set()
+    assert on_host(fraction=0.4) == {"emb", "b"}  # of 6,272 elements w has 4,096
+
+
+def test_the_estimate_counts_host_bytes_apart():
+    mesh = zero.make_mesh()
+    sizes = {}
+    for offload in (None, "optimizer", "state"):
+        config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=64, offload=offload)
+        state = zero.abstract_state(init, optax.adam(1e-2), mesh=mesh, config=config)
+        sizes[offload] = zero.memory.estimate(state, mesh=mesh, config=config)
+    large = (64 * 32 + 4 * 32 * 32 + 4 * 32) * 4 // 8
+    assert [x.host_bytes for x in sizes.values()] == [0, 2 * large, 3 * large]
+    assert sizes[None].total_bytes - sizes["state"].total_bytes == 3 * large
+    assert "in host memory" in str(sizes["state"])
+
+
+def test_an_average_of_params_on_the_host_can_be_evaluated():
+    tx = optax.chain(optax.adam(1e-2), zero.params_ema(0.9))
+    losses = []
+    for offload in (None, "optimizer"):
+        state, _ = trained(tx, stage=2, precision="bf16", offload=offload)
+        config = zero.ZeroConfig(stage=2, precision="bf16", min_shard_size=64, offload=offload)
+        evaluate = zero.make_eval_step(loss_fn, mesh=zero.make_mesh(), config=config)
+        losses.append(float(evaluate(zero.ema_params(state.opt_state), BATCH).loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_only_what_is_elementwise_is_cut():
+    sharding = jax.sharding.NamedSharding(zero.make_mesh(), jax.sharding.PartitionSpec())
+    host = sharding.with_memory_kind("pinned_host")
+    x, y = (jax.device_put(jnp.arange(24.0).reshape(8, 3) + i, host) for i in range(2))
+    g = jax.device_put(jnp.ones((8, 3)), sharding)
+    forms = {
+        "elementwise": lambda x, y, g: [x + g * jnp.square(g).sum(), y * 2],
+        "cumulative": lambda x, y, g: [jnp.cumsum(x, axis=0), y + g],
+        "reversed": lambda x, y, g: [x[::-1] + g, y],
+        "across": lambda x, y, g: [x + y.sum(), y - x.mean()],
+        "constant": lambda x, y, g: [jnp.zeros((8, 3)), y.at[0].set(0)],
+        "swapped": lambda x, y, g: [y, x],
+    }
+    for name, form in forms.items():
+
+        @jax.jit
+        def run(x, y, g, form=form):
+            arguments = [Argument(array=a, sharding=sharding, on_host=True) for a in (x, y)]
+            return stream(form, [*arguments, Argument(array=g, sharding=sharding)], [0, 1], window_bytes=24)
+
+        found = run(x, y, g)
+        assert [a.sharding.memory_kind for a in found] == ["pinned_host"] * 2, name
+        expected = form(*(jnp.asarray(np.asarray(a)) for a in (x, y, g)))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("offload", "error"),
+    [
+        ("opt", "offload='opt': give 'optimizer', 'state', a zero.Offload, or None"),
+        (3, "offload=3: give 'optimizer', 'state', a zero.Offload, or None"),
+    ],
+)
+def test_what_is_no_offload(offload, error):
+    with pytest.raises(ValueError, match=error):
+        zero.ZeroConfig(offload=offload)
+
+
+def test_wrong_fields():
+    with pytest.raises(ValueError, match=r"fraction=2\.0: give at most 1"):
+        zero.Offload(fraction=2.0)
+    with pytest.raises(ValueError, match=r"paths='emb': give a list of regular expressions"):
+        zero.Offload(paths="emb")
+    with pytest.raises(ValueError, match="'emv' matches the path of no param; some are emb"):
+        trained(optax.adam(1e-2), offload=zero.Offload(paths=["emv"]))
+
+
+def test_a_line_search_is_refused():
+    with pytest.raises(ValueError, match="offload: the optimizer computes losses at other params"):
+        trained(optax.lbfgs(), stage=2, offload="optimizer")

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, is_bits
+from zero_jax.core.jaxprs import map_on_device
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training import TrainState
 
@@ -131,6 +132,6 @@ def fingerprint_program(mesh: Mesh) -> Any:
     """Returns the jitted function from arrays to their fingerprints, `uint32[num_arrays]`, replicated."""
 
     def run(arrays: list[Array]) -> Array:
-        return jnp.stack([fingerprint(x) for x in arrays])
+        return jnp.stack(map_on_device(fingerprint, arrays))
 
     return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))

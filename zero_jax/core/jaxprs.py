@@ -347,6 +347,23 @@ def is_on_host(aval: Any) -> bool:
     return "host" in str(getattr(aval, "memory_space", "")).lower()
 
 
+def to_device(x: Any, *, after: Any = None) -> Any:
+    """Returns a traced value in device memory; one that is on the host is fetched after another value is there."""
+    if not is_on_host(jax.typeof(x)):
+        return x
+    if after is not None:
+        x, _ = lax.optimization_barrier((x, after))
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
+    """Returns a traced function of each array; those in host memory are fetched one after another."""
+    results: list[Any] = []
+    for x in arrays:
+        results.append(function(to_device(x, after=results[-1] if results else None)))
+    return results
+
+
 # --- `order` --------------------------------------------------------------------------------------------------------
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some
 # releases makes zeros for cotangents that there are none of, and so gradients for params that are frozen.

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import is_on_host, is_traced
+from zero_jax.core.jaxprs import is_traced, to_device
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
@@ -81,12 +81,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
         # An average of params may be on the host, as part of the optimizer's state.
-        params = jax.tree.map(
-            lambda x, s: jax.device_put(x, s) if is_on_host(jax.typeof(x)) else x,
-            variables.params,
-            placement.param_shardings("master"),
-        )
-        variables = dataclasses.replace(variables, params=params)
+        variables = jax.tree.map(to_device, variables)
         cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, cast, batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)

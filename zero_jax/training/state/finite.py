@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.jaxprs import map_on_device
 from zero_jax.core.tree import leaf_names
 from zero_jax.training.state.train_state import TrainState
 
@@ -49,6 +50,9 @@ def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
 
 def _are_finite(leaves: Sequence[jax.Array]) -> jax.Array:
     """Returns for each array whether it is all finite: `bool[num_leaves]`, without a copy of any."""
-    # One-byte types have no `isfinite`.
-    wide = (x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32) for x in leaves)
-    return jnp.stack([jnp.isfinite(x).all() for x in wide])
+
+    def is_finite(x: jax.Array) -> jax.Array:
+        # One-byte types have no `isfinite`.
+        return jnp.isfinite(x if x.dtype.itemsize > 1 else lax.convert_element_type(x, jnp.float32)).all()
+
+    return jnp.stack(map_on_device(is_finite, leaves))

@@ -20,7 +20,7 @@ TRAIN_OPTIONS = """
 --hang-seconds --help --init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every
 --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-overlap --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite
---no-tensorboard --num-heads --num-layers --num-microbatches --optimizer --out --overlap --paper-config --position
+--no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap --paper-config --position
 --precision --prefetch-batches --profile-steps --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len --sequence-parallel
 --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
@@ -32,7 +32,7 @@ PLAN_OPTIONS = """
 --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered --learning-rate
 --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay --no-keep-gathered
 --no-overlap --no-scan --no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers --num-microbatches
---optimizer --overlap --paper-config --param-specs --position --precision --remat --replica --scan --schedule
+--offload --optimizer --overlap --paper-config --param-specs --position --precision --remat --replica --scan --schedule
 --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 TOKENIZE_OPTIONS = """

@@ -202,7 +202,17 @@ def test_every_key_of_a_config_file_refuses_what_it_cannot_be(tmp_path, capsys):
 
 def test_every_text_is_known_for_a_place_or_for_none():
     """A new option that takes a path has to say so, for URLs and empty paths to be refused."""
-    words = {"text_field", "profile_steps", "sample_prompt", "wandb", "precision", "remat", "loss_weight", "optimizer"}
+    words = {
+        "text_field",
+        "profile_steps",
+        "sample_prompt",
+        "wandb",
+        "precision",
+        "remat",
+        "offload",
+        "loss_weight",
+        "optimizer",
+    }
     words |= {"no_decay", "topology", "data_layout", "dtype", "max_shard_size", "preset"}
     classes = [*cli_train.sections().values(), cli_request.PlanConfig, cli_checkpoint.ExportConfig]
     for config_class in [*classes, cli_checkpoint.InspectConfig, cli_launch.LaunchConfig]:

@@ -110,6 +110,7 @@ SUPPLIED = {
     ("checkpoints.md", 0): checkpointed,
     ("checkpoints.md", 1): two_blocks,
     ("fragmentation.md", 0): two_blocks,
+    ("looking_inside.md", 0): two_blocks,
     ("noise_scale.md", 0): trained,
     ("planning.md", 0): two_blocks,
     ("remat.md", 0): rematted,

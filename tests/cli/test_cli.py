@@ -51,6 +51,7 @@ OPTIONS = {
     "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],
+    "completion": ["--help", "-h"],
     "from-deepspeed": ["--devices", "--force", "--help", "--json", "--out", "-h"],
 }
 SMALL = (

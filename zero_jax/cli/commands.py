@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_jax.cli import checkpoint as cli_checkpoint
+from zero_jax.cli import completion as cli_completion
 from zero_jax.cli import data as cli_data
 from zero_jax.cli import deepspeed as cli_deepspeed
 from zero_jax.cli import launch as cli_launch
@@ -70,4 +71,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.add_commands(commands)
+    cli_completion.add_commands(commands, build_parser=build_parser)
     return parser

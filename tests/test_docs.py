@@ -109,6 +109,7 @@ SUPPLIED = {
     ("buffers.md", 0): chunked_head,
     ("checkpoints.md", 0): checkpointed,
     ("checkpoints.md", 1): two_blocks,
+    ("coming_from.md", 0): two_blocks,
     ("fragmentation.md", 0): two_blocks,
     ("looking_inside.md", 0): two_blocks,
     ("noise_scale.md", 0): trained,

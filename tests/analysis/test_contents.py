@@ -25,15 +25,21 @@ def make(**settings):
     return zero.init_state(init_fn, optax.adam(0.1), jax.random.key(0), mesh=mesh, config=config)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (1, "bf16"), (0, "fp32")])
-def test_bytes_are_those_of_the_arrays(stage, precision):
-    state = make(stage=stage, precision=precision)
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload"), [(3, "bf16", "optimizer"), (1, "bf16", None), (0, "fp32", None)]
+)
+def test_bytes_are_those_of_the_arrays(stage, precision, offload):
+    state = make(stage=stage, precision=precision, offload=offload)
     summary = zero.summary(state)
     measured = zero.memory.measure_arrays(state)
     assert summary.device_bytes == measured.device_bytes
     for group in ("params", "opt_state"):
-        device_bytes = sum(leaf.device_bytes for leaf in summary.groups[group])
+        device_bytes, host_bytes = (
+            sum(getattr(leaf, name) for leaf in summary.groups[group]) for name in ("device_bytes", "host_bytes")
+        )
         assert device_bytes == measured.groups[group]
+        assert host_bytes == measured.host.get(group, 0)
+    assert bool(summary.host_bytes) == (offload is not None) == ("in pinned_host" in str(summary))
     leaf = next(leaf for leaf in summary.leaves if leaf.path == "opt_state/0/mu/layers/kernel")
     shards = 1 if stage == 0 else 4
     assert (np.prod(leaf.parts), leaf.num_copies) == (shards, 8 // shards)

@@ -36,7 +36,7 @@ def test_the_table():
     ]
     assert lines[3].split() == ["stage", "per", "device", "per", "host", "params", "master", "grads", "opt_state"]
     assert lines[4].split()[:3] == ["0", "160.00", "GB"]
-    assert "Nothing of this is offloaded" in lines[-1]
+    assert "Nothing of this is in host memory" in lines[-1]
     assert estimates.to_json()["by_stage"][3]["total_bytes"] == estimates.by_stage[3].total_bytes
 
 
@@ -49,6 +49,11 @@ def test_the_optimizer_and_its_precision_count():
 
 
 @pytest.mark.parametrize("arguments", [{"num_hosts": 0}, {"num_devices_per_host": -1}, {"num_hosts": 1.5}])
-def test_numbers_of_devices(arguments):
+def test_numbers_that_are_none_of_devices(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         zero.memory.estimate_stages(init_fn, **arguments)
+
+
+def test_what_is_offloaded_is_not_estimated():
+    with pytest.raises(ValueError, match=r"offload='state': .* leave it out"):
+        zero.memory.estimate_stages(init_fn, config=zero.ZeroConfig(offload="state"))

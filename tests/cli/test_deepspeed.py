@@ -78,7 +78,7 @@ BERT_LAMB = {
 PUBLISHED = {
     "transformers": (
         TRANSFORMERS_ZERO3,
-        {"stage": 3, "precision": "fp16", "clip_norm": None, "overlap": True},
+        {"stage": 3, "precision": "fp16", "clip_norm": None, "overlap": True, "offload": "state"},
         {"optimizer": "adamw", "learning_rate": 3e-5, "beta1": 0.8, "beta2": 0.999, "weight_decay": 3e-7},
         {"scheduler.params.warmup_num_steps", "zero_optimization.offload_param", "fp16.hysteresis"},
     ),
@@ -86,7 +86,7 @@ PUBLISHED = {
         AXOLOTL_ZERO3,
         {"stage": 3, "precision": "bf16"},
         {},
-        {"gradient_clipping", "train_batch_size", "optimizer.type", "zero_optimization.offload_optimizer"},
+        {"gradient_clipping", "train_batch_size", "optimizer.type", "zero_optimization.offload_param"},
     ),
     "bert": (
         BERT_LAMB,
@@ -285,6 +285,25 @@ def test_replicas_and_remat():
     assert translate(remat | {"tensor_parallel": {"autotp_size": 2}}).sections["zero"]["remat"] == "full_sharded"
     both = merged(remat, activation_checkpointing__cpu_checkpointing=True)
     assert translate(both).sections["zero"]["remat"] == "full_offloaded"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"offload_optimizer": {"device": "cpu", "pin_memory": True}}, "state"),
+        ({"cpu_offload": True}, "state"),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "state"),
+        ({"offload_optimizer": {"device": "none"}}, None),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}, None),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, None),
+        ({"offload_param": {"device": "cpu"}}, None),
+    ],
+)
+def test_offloading(keys, expected, tmp_path):
+    translation = translate({"zero_optimization": {"stage": 2} | keys})
+    assert loaded(translation, tmp_path / "a.toml")[1]["zero"].offload == expected
+    if expected is None and keys != {"offload_optimizer": {"device": "none"}}:
+        assert row(translation, f"zero_optimization.{next(iter(keys))}").status == "not translated"
 
 
 def run(arguments, capsys):

@@ -20,7 +20,7 @@ import optax
 import zero_jax as zero
 
 mesh = zero.make_mesh(data=jax.device_count())
-config = zero.ZeroConfig(stage=3, min_shard_size=1)
+config = zero.ZeroConfig(stage=3, min_shard_size=1, offload="optimizer")
 init_fn = lambda key: {"a": jnp.arange(64.0).reshape(8, 8), "b": jnp.float32(2)}  # noqa: E731
 state = zero.init_state(init_fn, optax.adam(1e-2), jax.random.key(0), mesh=mesh, config=config)
 value = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -44,6 +44,11 @@ result["read"] = [bool(x) for x in equal(state, 1)]
 written = zero.write_leaf(state, "params/a", 3 * value)
 result["written"] = [bool(x) for x in equal(written, 3)]
 result["sharding"] = written.params["a"].sharding == state.params["a"].sharding
+written = zero.write_leaf(written, "opt_state/0/mu/a", value)
+result["offloaded"] = [
+    bool(np.array_equal(zero.read_leaf(written, "opt_state/0/mu/a"), value)),
+    written.opt_state[0].mu["a"].sharding.memory_kind == "pinned_host",
+]
 result["shape"] = failure(lambda: zero.write_leaf(state, "params/a", value[: 8 - INDEX]))
 result["value"] = failure(lambda: zero.write_leaf(state, "params/a", value + INDEX))
 result["path"] = failure(lambda: zero.read_leaf(state, ["params/a", "params/b"][INDEX]))

@@ -16,9 +16,10 @@ class LeafSummary:
       spec: the mesh axes of each dim, such as `[data, -]`; how else it is placed, where it has no spec.
       parts: number of shards along each dim.
       num_copies: devices that hold the same shard.
-      memory_kind: kind of memory, or None for the default.
+      memory_kind: kind of the host memory that it is offloaded to, or None.
       global_bytes: bytes of all of it, once.
       device_bytes: bytes that a device holds.
+      host_bytes: bytes that are kept in host memory for a device instead.
     """
 
     path: str
@@ -30,6 +31,7 @@ class LeafSummary:
     memory_kind: str | None
     global_bytes: int
     device_bytes: int
+    host_bytes: int = 0
 
     @property
     def group(self) -> str:

@@ -54,12 +54,18 @@ class StateSummary:
         return sum(leaf.device_bytes for leaf in self.leaves)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes that are kept in host memory for a device."""
+        return sum(leaf.host_bytes for leaf in self.leaves)
+
+    @property
     def heading(self) -> str:
         """What the tree is and where: a line."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1 or len(self.mesh) == 1)
         where = f" on mesh {mesh} ({math.prod(self.mesh.values())} devices)" if self.mesh else ""
         sizes = f"{format_bytes(self.global_bytes)}, {format_bytes(self.device_bytes)} a device"
-        return f"{self.title}{where}: {len(self.leaves)} leaves, {sizes}"
+        host = f", {format_bytes(self.host_bytes)} in host memory for each" if self.host_bytes else ""
+        return f"{self.title}{where}: {len(self.leaves)} leaves, {sizes}{host}"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("", "shape", "dtype", "spec", "global", "per device", "")]
@@ -73,7 +79,7 @@ class StateSummary:
             above = folders
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
             sizes = format_bytes(leaf.global_bytes), format_bytes(leaf.device_bytes)
-            kind = f"in {leaf.memory_kind}" if leaf.memory_kind else ""
+            kind = f"{format_bytes(leaf.host_bytes)} in {leaf.memory_kind}" if leaf.memory_kind else ""
             rows.append((f"{'  ' * len(folders)}{name}", shape, leaf.dtype, leaf.spec, *sizes, kind))
         return f"{self.heading}\n{aligned(rows, right=(4, 5))}"
 
@@ -89,7 +95,8 @@ class StateSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        return dataclasses.asdict(self) | {"global_bytes": self.global_bytes, "device_bytes": self.device_bytes}
+        sums = {name: getattr(self, name) for name in ("global_bytes", "device_bytes", "host_bytes")}
+        return dataclasses.asdict(self) | sums
 
     def to_html(self) -> str:
         """Returns a page of its own, without scripts: the leaves with their shards drawn."""
@@ -135,6 +142,8 @@ def _leaf(name: str, leaf: Any) -> LeafSummary:
     parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
     num_devices = 1 if sharding is None else sharding.num_devices
     kind = getattr(sharding, "memory_kind", None)
+    is_offloaded = kind is not None and "host" in kind and not _is_default(sharding, kind)
+    shard_bytes = math.prod(shard) * item_bytes
     return LeafSummary(
         path=name,
         shape=shape,
@@ -142,9 +151,10 @@ def _leaf(name: str, leaf: Any) -> LeafSummary:
         spec=_spec(sharding, len(shape)),
         parts=parts,
         num_copies=max(1, num_devices // math.prod(parts)),
-        memory_kind=kind if kind is not None and "host" in kind and not _is_default(sharding, kind) else None,
+        memory_kind=kind if is_offloaded else None,
         global_bytes=math.prod(shape) * item_bytes,
-        device_bytes=math.prod(shard) * item_bytes,
+        device_bytes=0 if is_offloaded else shard_bytes,
+        host_bytes=shard_bytes if is_offloaded else 0,
     )
 
 

@@ -89,7 +89,8 @@ def _row(leaf: LeafSummary) -> str:
     inside = leaf.path.partition("/")[2] or leaf.path
     shape = " &times; ".join(map(str, leaf.shape)) or "scalar"
     sizes = "".join(f'<td class="n">{format_bytes(size)}</td>' for size in (leaf.global_bytes, leaf.device_bytes))
-    memory = f' <span class="dim">{html.escape(leaf.memory_kind)}</span>' if leaf.memory_kind else ""
+    offloaded = f"{format_bytes(leaf.host_bytes)} in {html.escape(leaf.memory_kind or '')}"
+    memory = f' <span class="dim">{offloaded}</span>' if leaf.memory_kind else ""
     cells = [f"<code>{html.escape(inside)}</code>", shape, html.escape(leaf.dtype)]
     cells.append(f"<code>{html.escape(leaf.spec)}</code>{memory}")
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}{sizes}<td>{_drawing(leaf)}</td></tr>"
@@ -158,4 +159,4 @@ def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
         step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size
         start = places[dim] * step if dim in places else None
         spans.append(":" if start is None or leaf.parts[dim] == 1 else f"{start}:{min(start + step, size)}")
-    return html.escape(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes)}")
+    return html.escape(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")

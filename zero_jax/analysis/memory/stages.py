@@ -57,7 +57,7 @@ class StageEstimates:
                 f"{self.precision}",
                 aligned(table, right=range(1, len(table[0]))),
                 "Without activations, gathered params and temporaries: zero.plan compiles the step and has them. "
-                "Nothing of this is offloaded to host memory.",
+                "Nothing of this is in host memory.",
             ]
         )
 
@@ -89,12 +89,14 @@ def estimate_stages(
       config: precision, microbatches and rules; its stage does not matter.
 
     Raises:
-      ValueError: fewer than one host or device.
+      ValueError: fewer than one host or device, or a config that offloads.
     """
     for name, value in {"num_devices_per_host": num_devices_per_host, "num_hosts": num_hosts}.items():
         check_value(name, value, int)
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
+    if config.offload is not None:
+        raise ValueError(f"offload={config.offload!r}: the estimates are of states on the devices alone: leave it out")
     tx = optax.adam(1e-3) if tx is None else tx
     mesh: Any = AbstractMesh((num_hosts * num_devices_per_host,), ("data",), axis_types=(AxisType.Auto,))
     by_stage, state = {}, None

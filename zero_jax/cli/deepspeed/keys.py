@@ -54,8 +54,8 @@ def _block(name: str, reason: str, *, fate: Fate = "not translated", switch: str
 
 _XLA = "XLA schedules and combines collectives"
 _NO_OFFLOAD = (
-    "zero_jax does not offload {} to host memory or NVMe: shard over more devices (`zero-jax plan` says what fits); "
-    "remat = 'full_offloaded' offloads activations"
+    "params stay on the devices: shard over more of them (`zero-jax plan` says what fits); zero.offload = 'state' "
+    "keeps the optimizer's state in host memory"
 )
 _NO_QUANTIZED = "zero_jax sends no quantized {}: they are sent in the precision's dtype"
 _CHECKPOINTS = "checkpoints are sharded, and restore on any mesh, stage and number of processes (`[checkpoint]`)"
@@ -101,10 +101,10 @@ _ZERO: dict[str, Key] = {
     **_none("bool", "cpu_offload_use_pin_memory save_muon_momentum_buffer_in_memory", "part of offloading"),
     **_none("bool", "compute_grad_norm", "the norm is part of the metrics of every step"),
     **_none("any", "leaf_module", "there are no module hooks: params are gathered where they are used"),
-    **_block("offload_param", _NO_OFFLOAD.format("params"), switch="device"),
-    **_block("offload_optimizer", _NO_OFFLOAD.format("optimizer state"), switch="device"),
-    **_differs("bool", "cpu_offload", _NO_OFFLOAD.format("optimizer state"), off=(False,)),
-    **_differs("bool", "cpu_offload_param", _NO_OFFLOAD.format("params"), off=(False,)),
+    **_block("offload_param", _NO_OFFLOAD, switch="device"),
+    **_block("offload_optimizer", "", fate="read", switch="device"),
+    **_read("bool", "cpu_offload"),
+    **_differs("bool", "cpu_offload_param", _NO_OFFLOAD, off=(False,)),
     **_block("zenflow", "zero_jax has no asynchronous updates of offloaded state", switch=None),
     **_differs(
         "int",

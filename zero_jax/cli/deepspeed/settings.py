@@ -35,7 +35,16 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
         raise ValueError(f"devices={devices}: give at least 1")
     rows = [Row(key=key, value=values[key], status="unknown", reason=hint) for key, hint in unknown.items()]
     rows += [row for key in given.values if key not in unknown for row in _by_table(given, key)]
-    for translator in (_stage, _precision, _clipping, _mesh_rows(devices), _batch_rows(devices), _remat, _logging):
+    for translator in (
+        _stage,
+        _offload,
+        _precision,
+        _clipping,
+        _mesh_rows(devices),
+        _batch_rows(devices),
+        _remat,
+        _logging,
+    ):
         rows += translator(given)
     rows += optimizer_rows(given)
     nulls = {key for key, value in values.items() if value is None} - {row.key for row in rows}
@@ -91,6 +100,29 @@ def _stage(given: Given) -> Iterator[Row]:
             yield given.row(overlap, "translated", note, zero__overlap=given.get(overlap))
         else:
             yield given.row(overlap, "off", "zero.overlap is true by default")
+
+
+def _offload(given: Given) -> Iterator[Row]:
+    """Translates the offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
+    key, old = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
+    value, is_old = given.get(key), given.get(old) is True
+    note = "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
+    if old in given:
+        is_new = key in given and _is_on(given, key)
+        settings = {"zero__offload": "state"} if is_old and not is_new else {}
+        yield given.row(old, "translated" if settings else "off", note if settings else "", **settings)
+    if key not in given:
+        return
+    device, ratio = (value.get("device"), value.get("ratio", 1)) if isinstance(value, Mapping) else (None, 1)
+    if not _is_on(given, key):
+        yield given.row(key, "off")
+    elif device != "cpu":
+        yield given.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
+    elif ratio != 1:
+        reason = "zero-jax train offloads all; in code: zero.ZeroConfig(offload=Offload(what='state', fraction=...))"
+        yield given.row(key, "not translated", reason)
+    else:
+        yield given.row(key, "translated", note, zero__offload="state")
 
 
 def _precision(given: Given) -> Iterator[Row]:

@@ -145,6 +145,9 @@ def _whole(path: str, leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        default = next(iter(leaf.sharding.device_set)).default_memory().kind
+        if leaf.sharding.memory_kind != default:  # offloaded: collectives are of the devices' own memory
+            leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
     return np.array(leaf)  # a copy: what NumPy shows of a CPU device's memory ends with its donation
 

@@ -255,7 +255,8 @@ def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
         yield given.row(key, "not translated", note)
         yield from _left(given, _SCHEDULE, f"of {kind}")
         return
-    yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind])
+    end = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
+    yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
     rows = [_warmup_steps(given), _peak(given, kind), _total_steps(given, kind), _final_rate(given, kind)]
     rows += [_start(given, name) for name in ("warmup_min_lr", "warmup_min_ratio")]
     rows += [_type_of_warmup(given), _last_iteration(given)]
@@ -312,13 +313,8 @@ def _total_steps(given: Given, kind: str) -> Row | None:
 
 def _final_rate(given: Given, kind: str) -> Row | None:
     key = _SCHEDULE + "cos_min_ratio"
-    if kind == "WarmupLR":
+    if kind != "WarmupCosineLR":
         return None
-    if kind == "WarmupDecayLR":
-        return Row(
-            key="scheduler.params (end)", value=None, status="translated", is_absent=True,
-            settings={"optimizer.final_learning_rate": 0.0}, reason="WarmupDecayLR falls to 0",
-        )  # fmt: skip
     if given.is_auto(key):
         return given.auto(key, "optimizer.final_learning_rate")
     share = given.get(key, 1e-4)

@@ -255,7 +255,7 @@ def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
         yield given.row(key, "not translated", note)
         yield from _left(given, _SCHEDULE, f"of {kind}")
         return
-    end = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
+    end: dict[str, Any] = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
     yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
     rows = [_warmup_steps(given), _peak(given, kind), _total_steps(given, kind), _final_rate(given, kind)]
     rows += [_start(given, name) for name in ("warmup_min_lr", "warmup_min_ratio")]

@@ -109,7 +109,7 @@ def _offload(given: Given) -> Iterator[Row]:
     note = "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
     if old in given:
         is_new = key in given and _is_on(given, key)
-        settings = {"zero__offload": "state"} if is_old and not is_new else {}
+        settings: dict[str, Any] = {"zero__offload": "state"} if is_old and not is_new else {}
         yield given.row(old, "translated" if settings else "off", note if settings else "", **settings)
     if key not in given:
         return
@@ -119,7 +119,7 @@ def _offload(given: Given) -> Iterator[Row]:
     elif device != "cpu":
         yield given.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
     elif ratio != 1:
-        reason = "zero-jax train offloads all; in code: zero.ZeroConfig(offload=Offload(what='state', fraction=...))"
+        reason = "zero-jax train offloads all; in code: offload=zero.Offload(what='state', fraction=...)"
         yield given.row(key, "not translated", reason)
     else:
         yield given.row(key, "translated", note, zero__offload="state")

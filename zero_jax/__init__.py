@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_jax import checkpoint, cluster, data, trainer
-    from zero_jax.analysis import PAPER_CONFIGS, LossTrace, comms, memory, paper, trace_loss
+    from zero_jax.analysis import PAPER_CONFIGS, LossTrace, StateSummary, comms, memory, paper, summary, trace_loss
     from zero_jax.attention import dot_product_attention
     from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
     from zero_jax.core.variables import Variables
@@ -39,10 +39,14 @@ if TYPE_CHECKING:
         make_eval_step,
         make_train_step,
         params_ema,
+        read_leaf,
+        read_leaves,
         sequence_parallel,
         shard_batch,
         sharding_report,
         state_shardings,
+        write_leaf,
+        write_leaves,
     )
     from zero_jax.transforms import (
         AttentionReport,
@@ -60,7 +64,7 @@ if TYPE_CHECKING:
 # The module of each public name, imported when the name is first used: `import zero_jax` costs only what is used of it.
 _PUBLIC = {
     "zero_jax": "checkpoint cluster data trainer",
-    "zero_jax.analysis": "LossTrace PAPER_CONFIGS comms memory paper trace_loss",
+    "zero_jax.analysis": "LossTrace PAPER_CONFIGS StateSummary comms memory paper summary trace_loss",
     "zero_jax.attention": "dot_product_attention",
     "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
     "zero_jax.core.variables": "Variables",
@@ -71,8 +75,8 @@ _PUBLIC = {
     "zero_jax.sharding.rules": "ShardingReport",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
-        "ema_params init_state losses make_eval_step make_train_step params_ema sequence_parallel shard_batch "
-        "sharding_report state_shardings"
+        "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
+        "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
     "zero_jax.transforms": (
         "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
@@ -105,6 +109,7 @@ __all__ = [
     "RematReport",
     "Restored",
     "ShardingReport",
+    "StateSummary",
     "TrainState",
     "TrainStep",
     "Variables",
@@ -133,6 +138,8 @@ __all__ = [
     "plan",
     "plan_auto",
     "plan_layouts",
+    "read_leaf",
+    "read_leaves",
     "remat_report",
     "rematerialize",
     "restore",
@@ -140,8 +147,11 @@ __all__ = [
     "shard_batch",
     "sharding_report",
     "state_shardings",
+    "summary",
     "trace_loss",
     "trainer",
+    "write_leaf",
+    "write_leaves",
 ]
 
 

@@ -51,6 +51,8 @@ OPTIONS = {
     "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],
+    "completion": ["--help", "-h"],
+    "from-deepspeed": ["--devices", "--force", "--help", "--json", "--out", "-h"],
 }
 SMALL = (
     "--vocab-size 256 --seq-len 16 --num-layers 1 --d-model 32 --num-heads 2 --steps 4 --warmup-steps 1 "

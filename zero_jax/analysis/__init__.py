@@ -3,11 +3,23 @@
 `memory` and `comms` each have `estimate`, `measure` and `compare`; both measure through `zero_jax.hlo`, and read a
 program's arguments as `leaves` of the train state. `trace_loss` counts residuals, traffic over `model` and operations
 on the trace of a loss function. `paper` has the ZeRO paper's tables, computed from `formulas`, and its configurations;
-`figures` plots.
+`figures` plots. `summary` lists and draws what a state holds and where.
 """
 
 from zero_jax.analysis import comms, figures, memory, paper
+from zero_jax.analysis.contents import LeafSummary, StateSummary, summary
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
 from zero_jax.analysis.paper import PAPER_CONFIGS
 
-__all__ = ["PAPER_CONFIGS", "LossTrace", "comms", "figures", "memory", "paper", "trace_loss"]
+__all__ = [
+    "PAPER_CONFIGS",
+    "LeafSummary",
+    "LossTrace",
+    "StateSummary",
+    "comms",
+    "figures",
+    "memory",
+    "paper",
+    "summary",
+    "trace_loss",
+]

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from zero_jax.cli import checkpoint as cli_checkpoint
+from zero_jax.cli import completion as cli_completion
 from zero_jax.cli import data as cli_data
+from zero_jax.cli import deepspeed as cli_deepspeed
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import train as cli_train
@@ -18,7 +20,7 @@ from zero_jax.cli.config_file import read_file
 from zero_jax.cli.options import OptionKind, Parser
 from zero_jax.core.extras import MissingPackage
 
-_COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_launch)
+_COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_launch, cli_deepspeed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,4 +71,5 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.add_commands(commands)
+    cli_completion.add_commands(commands, build_parser=build_parser)
     return parser

@@ -89,12 +89,17 @@ def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
-    """Writes a config file that `read_file` reads; None is written as "none"."""
-    lines = [f"# {title}"]
+    """Writes a config file that `read_file` reads, with the lines of `title` as comments before it."""
+    write_text(pathlib.Path(path), format_config(sections, title=title))
+
+
+def format_config(sections: Mapping[str, Mapping[str, Any]], *, title: str) -> str:
+    """Returns the text of a config file; None is written as "none"."""
+    lines = [f"# {line}".rstrip() for line in title.splitlines()]
     for section, entries in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {_toml(value)}" for name, value in entries.items()]
-    write_text(pathlib.Path(path), "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def _toml(value: Any) -> str:

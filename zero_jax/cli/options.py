@@ -175,7 +175,13 @@ def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[
             raise argparse.ArgumentTypeError(str(error)) from error  # whose message argparse shows
 
     parse.__name__ = base.__name__  # which argparse's own errors name
+    parse.__dict__["place"] = limits.get("place")
     return parse
+
+
+def is_path(action: argparse.Action) -> bool:
+    """Returns whether an option or argument is a path of this machine, by its `reader`."""
+    return getattr(action.type, "place", None) is not None
 
 
 def limits_of(destination: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from zero_jax.training.state.train_state import (
     merge,
     trainable,
 )
+from zero_jax.training.state.whole_leaves import read_leaf, read_leaves, write_leaf, write_leaves
 from zero_jax.training.step import TrainStep, make_train_step
 from zero_jax.training.xla_options import CompilerOption, StepOptions, compiler_options, flag_words, step_options
 from zero_jax.training.zero_config import ZeroConfig
@@ -61,6 +62,8 @@ __all__ = [
     "nonfinite_leaves",
     "normalize_loss",
     "params_ema",
+    "read_leaf",
+    "read_leaves",
     "sequence_parallel",
     "shard_batch",
     "sharding_report",
@@ -69,4 +72,6 @@ __all__ = [
     "step_options",
     "trainable",
     "unchanged",
+    "write_leaf",
+    "write_leaves",
 ]

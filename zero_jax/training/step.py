@@ -107,6 +107,24 @@ class TrainStep:
             )
         return self.compiled_for[structure]
 
+    def grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss and the gradients that the next step takes, to look at: nothing is updated or donated.
+
+        Gradients are those before clipping, without the loss scale, sharded as the master params; those of params that
+        the optimizer freezes are zeros. `zero.read_leaf` reads one of them whole. To change the gradients of a step,
+        chain an optax transformation before the optimizer.
+        """
+        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+        check_not_donated(state)
+        check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
+        return self._grads(state, batch)
+
+    @functools.cached_property
+    def _grads(self) -> Any:
+        program = self.program
+        options = step_options(program.mesh, program.config).values
+        return jax.jit(program.loss_and_grads, compiler_options=options or None)
+
     def leaf_name(self, state: TrainState, index: Any) -> str | None:
         """Returns the path of a param by its index, such as `metrics.nonfinite_leaf`; None for -1."""
         return leaf_names(state.params)[int(index)] if int(index) >= 0 else None
@@ -204,6 +222,26 @@ class _Program:
             num_small_grads=None if parts is None else parts.num_parts,
         )
         return new_state, replicated(metrics, self.mesh)
+
+    def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss and the gradients of a step, as `TrainStep.grads` does."""
+        placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
+        check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
+        key = jax.random.fold_in(state.key, state.step)
+        needed = needed_grads(self.tx, trainable(state.masters), state.opt_state)
+        variables = placement.cast(state.variables)
+        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
+        (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
+        grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        grads = jax.tree.map(
+            lambda g, s: None if g is None else lax.with_sharding_constraint(g, s),
+            grads,
+            placement.param_shardings("master"),
+            is_leaf=lambda g: g is None,
+        )
+        return lax.with_sharding_constraint(loss.astype(jnp.float32) / scale, whole), grads
 
     def objective(
         self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]

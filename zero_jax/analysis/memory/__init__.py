@@ -10,6 +10,7 @@ from zero_jax.analysis.memory.compared import ComparisonRow, MemoryComparison, c
 from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate, transformer_residuals
 from zero_jax.analysis.memory.kinds import Temporary
 from zero_jax.analysis.memory.measured import MemoryReport, measure
+from zero_jax.analysis.memory.stages import StageEstimates, estimate_stages
 from zero_jax.hlo import Buffer, HeapLayout, layout_options, read_layout
 
 # As they are called from outside: `zero.memory.Comparison`, `zero.memory.Residuals`.
@@ -26,10 +27,12 @@ __all__ = [
     "MemoryEstimate",
     "MemoryReport",
     "Residuals",
+    "StageEstimates",
     "Temporary",
     "TransformerResiduals",
     "compare",
     "estimate",
+    "estimate_stages",
     "layout_options",
     "measure",
     "measure_arrays",

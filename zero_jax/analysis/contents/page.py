@@ -1,0 +1,162 @@
+"""Draws the leaves of a sharded tree: a page of HTML with SVG, without scripts or anything from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping
+
+from zero_jax.analysis.contents.leaf import LeafSummary
+from zero_jax.core.text_tables import format_bytes
+
+Groups = Mapping[str, tuple[LeafSummary, ...]]
+
+_STYLE = """
+.zero-summary { font: 14px/1.4 system-ui, sans-serif; color: #1a1a1a; }
+.zero-summary h1 { font-size: 18px; margin: 0 0 12px; }
+.zero-summary summary { font-weight: 600; font-size: 15px; padding: 8px 0; cursor: pointer; }
+.zero-summary table { border-collapse: collapse; margin: 0 0 16px; }
+.zero-summary th { text-align: left; font-weight: 600; color: #555; border-bottom: 1px solid #bbb; padding: 3px 14px 3px 0; }
+.zero-summary td { border-bottom: 1px solid #eee; padding: 5px 14px 5px 0; vertical-align: middle; }
+.zero-summary .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.zero-summary code { font: 13px ui-monospace, monospace; }
+.zero-summary .dim { color: #777; font-size: 12px; }
+.zero-summary svg { display: block; }
+.zero-summary .legend span { display: inline-block; margin-right: 18px; }
+.zero-summary .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
+"""  # noqa: E501
+_LONG, _SHORT = 150, 26  # of a drawing, in pixels
+_MAX_CELLS = 1024
+_BAR = 720
+_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e", "#97bbf5", "#a463f2")
+
+
+def draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
+    """Returns leaves by group as a page, or as a part of one (for notebooks)."""
+    groups = _with_others(groups)
+    body = "\n".join(
+        [
+            f"<style>{_STYLE}</style>",
+            '<div class="zero-summary">',
+            f"<h1>{html.escape(heading)}</h1>",
+            _bar(groups),
+            *(_group(name, leaves) for name, leaves in groups.items()),
+            '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
+            "devices hold the same one. At most two dims are drawn, sharded ones first.</p>",
+            "</div>",
+        ]
+    )
+    if is_part:
+        return body
+    title = html.escape(heading)
+    head = f'<head><meta charset="utf-8"><title>{title}</title></head>'
+    return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
+
+
+def _with_others(groups: Groups) -> Groups:
+    """Returns the groups with single leaves, such as counters and keys, as `other` at the end."""
+    single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+    others = tuple(leaf for name in groups if name in single for leaf in groups[name])
+    kept = {name: leaves for name, leaves in groups.items() if name not in single}
+    return {**kept, **({"other": (*kept.get("other", ()), *others)} if others else {})}
+
+
+def _bar(groups: Groups) -> str:
+    """Draws the bytes of a device by group."""
+    sizes = {name: sum(leaf.device_bytes for leaf in leaves) for name, leaves in groups.items()}
+    total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
+    for place, (name, size) in enumerate(sizes.items()):
+        color, width = _COLORS[place % len(_COLORS)], _BAR * size / total
+        text = f"{html.escape(name)}: {format_bytes(size)} a device"
+        parts.append(
+            f'<rect x="{x:.2f}" y="0" width="{width:.2f}" height="22" fill="{color}"><title>{text}</title></rect>'
+        )
+        legend.append(f'<span><i style="background: {color}"></i>{text}</span>')
+        x += width
+    svg = f'<svg width="{_BAR}" height="22" role="img" aria-label="bytes of a device">{"".join(parts)}</svg>'
+    return f'{svg}<p class="legend">{"".join(legend)}</p>'
+
+
+def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
+    whole, device = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
+    head = f"{html.escape(name)}: {format_bytes(whole)}, {format_bytes(device)} a device"
+    columns = "<th>leaf</th><th>shape</th><th>dtype</th><th>spec</th><th>global</th><th>per device</th><th>shards</th>"
+    rows = "\n".join(map(_row, leaves))
+    return f"<details open><summary>{head}</summary><table><tr>{columns}</tr>\n{rows}</table></details>"
+
+
+def _row(leaf: LeafSummary) -> str:
+    inside = leaf.path.partition("/")[2] or leaf.path
+    shape = " &times; ".join(map(str, leaf.shape)) or "scalar"
+    sizes = "".join(f'<td class="n">{format_bytes(size)}</td>' for size in (leaf.global_bytes, leaf.device_bytes))
+    offloaded = f"{format_bytes(leaf.host_bytes)} in {html.escape(leaf.memory_kind or '')}"
+    memory = f' <span class="dim">{offloaded}</span>' if leaf.memory_kind else ""
+    cells = [f"<code>{html.escape(inside)}</code>", shape, html.escape(leaf.dtype)]
+    cells.append(f"<code>{html.escape(leaf.spec)}</code>{memory}")
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}{sizes}<td>{_drawing(leaf)}</td></tr>"
+
+
+def _drawing(leaf: LeafSummary) -> str:
+    """Draws the shards of a leaf as cells of a rectangle, with the number of copies and what is not drawn beside it."""
+    rows_dim, columns_dim = _drawn_dims(leaf)
+    rows = 1 if rows_dim is None else leaf.parts[rows_dim]
+    columns = 1 if columns_dim is None else leaf.parts[columns_dim]
+    others = math.prod(leaf.parts) // (rows * columns)
+    width, height = _size(leaf, rows_dim, columns_dim)
+    cells = []
+    if rows * columns <= _MAX_CELLS:
+        for row in range(rows):
+            for column in range(columns):
+                place = row * columns + column
+                cells.append(
+                    f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
+                    f'width="{width / columns:.2f}" height="{height / rows:.2f}" '
+                    f'fill="{_color(place, rows * columns)}" stroke="#fff" '
+                    f'stroke-width="{0.8 if rows * columns < 65 else 0.2}">'
+                    f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
+                )
+    else:
+        cells.append(f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>')
+    notes = [f"{math.prod(leaf.parts):,} shards" if math.prod(leaf.parts) > 1 else "whole"]
+    notes += [f"x {leaf.num_copies}"] if leaf.num_copies > 1 else []
+    notes += [f"{others} along dims not drawn"] if others > 1 else []
+    text = f'<text x="{width + 10}" y="{height / 2 + 5:.1f}" font-size="12" fill="#777">{", ".join(notes)}</text>'
+    total = width + 10 + 7 * len(", ".join(notes)) + 8
+    border = f'<rect x="1" y="1" width="{width}" height="{height}" fill="none" stroke="#555"/>'
+    return f'<svg width="{total}" height="{height + 2}">{"".join(cells)}{border}{text}</svg>'
+
+
+def _drawn_dims(leaf: LeafSummary) -> tuple[int | None, int | None]:
+    """Returns the dims of rows and columns: sharded ones first, then large ones."""
+    order = sorted(range(len(leaf.shape)), key=lambda i: (leaf.parts[i] == 1, -leaf.shape[i]))[:2]
+    if len(order) == 2:
+        return min(order), max(order)
+    return None, order[0] if order else None
+
+
+def _size(leaf: LeafSummary, rows_dim: int | None, columns_dim: int | None) -> tuple[int, int]:
+    """Returns width and height in pixels, nearer to a square than the leaf is."""
+    rows, columns = (1 if dim is None else max(leaf.shape[dim], 1) for dim in (rows_dim, columns_dim))
+    if columns_dim is None:
+        return _SHORT - 10, _SHORT - 10
+    if rows_dim is None:
+        return _LONG, _SHORT - 10
+    ratio = (rows / columns) ** 0.5
+    if ratio <= 1:
+        return _LONG, max(_SHORT, round(min(_LONG * 0.5, _LONG * ratio * 0.5)))
+    return max(_SHORT * 2, round(_LONG / ratio)), _LONG // 2
+
+
+def _color(place: int, count: int) -> str:
+    """Returns the color of a shard: neighbors differ in lightness, all in hue."""
+    return f"hsl({round(320 * place / count)} 62% {64 if place % 2 else 54}%)" if count > 1 else "hsl(215 18% 72%)"
+
+
+def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
+    """Returns the slice of each dim that a cell stands for."""
+    spans = []
+    for dim, size in enumerate(leaf.shape):
+        step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size
+        start = places[dim] * step if dim in places else None
+        spans.append(":" if start is None or leaf.parts[dim] == 1 else f"{start}:{min(start + step, size)}")
+    return html.escape(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")

@@ -1,0 +1,129 @@
+"""Estimates the memory of all stages by formula, as DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType
+
+from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
+from zero_jax.core.field_checks import check_value
+from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.tree import PyTree
+from zero_jax.training import ZeroConfig, abstract_state
+
+_STAGES = (0, 1, 2, 3)
+_SHOWN_GROUPS = ("params", "master", "grads", "opt_state", "model_state")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageEstimates:
+    """Bytes per device of params, gradients and optimizer state at each stage; prints as a table.
+
+    Attributes:
+      num_hosts: hosts.
+      num_devices_per_host: devices of a host.
+      num_params: parameters that gradients are taken for.
+      largest_leaf: elements of the largest of them.
+      precision: name of the precision, or its dtypes.
+      by_stage: the estimate of each stage.
+    """
+
+    num_hosts: int
+    num_devices_per_host: int
+    num_params: int
+    largest_leaf: int
+    precision: str
+    by_stage: dict[int, MemoryEstimate]
+
+    def __str__(self) -> str:
+        hosts, devices = _counted(self.num_hosts, "host"), _counted(self.num_devices_per_host, "device")
+        groups = [name for name in _SHOWN_GROUPS if any(x.by_group.get(name) for x in self.by_stage.values())]
+        table: list[tuple[str, ...]] = [("stage", "per device", "per host", *groups)]
+        for stage, found in self.by_stage.items():
+            sizes = (found.total_bytes, found.total_bytes * self.num_devices_per_host)
+            parts = (found.by_group.get(name, 0) for name in groups)
+            table.append((str(stage), *map(format_bytes, (*sizes, *parts))))
+        return "\n".join(
+            [
+                "Estimated memory for params, gradients and optimizer state:",
+                f"HW: {hosts}, {devices} per host",
+                f"SW: {self.num_params / 1e6:,.1f}M params, {self.largest_leaf / 1e6:,.1f}M in the largest leaf, "
+                f"{self.precision}",
+                aligned(table, right=range(1, len(table[0]))),
+                "Without activations, gathered params and temporaries: zero.plan compiles the step and has them. "
+                "Nothing of this is in host memory.",
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return own | {"by_stage": {stage: found.to_json() for stage, found in self.by_stage.items()}}
+
+
+def estimate_stages(
+    params: Callable[[jax.Array], PyTree] | PyTree,
+    tx: optax.GradientTransformation | None = None,
+    *,
+    num_devices_per_host: int = 1,
+    num_hosts: int = 1,
+    config: ZeroConfig = ZeroConfig(precision="bf16"),
+) -> StageEstimates:
+    """Estimates the bytes of params, gradients and optimizer state on a device, at each stage.
+
+    It is the counterpart of DeepSpeed's `estimate_zero2_model_states_mem_needs_all_live` and `estimate_zero3_...`: from
+    the params' shapes, on devices that need not be there. All devices are on the axis `data`. Nothing is compiled, and
+    no array is made.
+
+    Args:
+      params: a function of a key that makes the params, or the params: arrays or `ShapeDtypeStruct`s.
+      tx: the optimizer; None takes Adam.
+      num_devices_per_host: devices of a host.
+      num_hosts: hosts.
+      config: precision, microbatches and rules; its stage does not matter.
+
+    Raises:
+      ValueError: fewer than one host or device, or a config that offloads.
+    """
+    for name, value in {"num_devices_per_host": num_devices_per_host, "num_hosts": num_hosts}.items():
+        check_value(name, value, int)
+        if value < 1:
+            raise ValueError(f"{name}={value}: give at least 1")
+    if config.offload is not None:
+        raise ValueError(f"offload={config.offload!r}: the estimates are of states on the devices alone: leave it out")
+    tx = optax.adam(1e-3) if tx is None else tx
+    mesh: Any = AbstractMesh((num_hosts * num_devices_per_host,), ("data",), axis_types=(AxisType.Auto,))
+    by_stage, state = {}, None
+    for stage in _STAGES:
+        staged = dataclasses.replace(config, stage=stage)
+        state = abstract_state(_init_fn(params), tx, mesh=mesh, config=staged)
+        by_stage[stage] = estimate(state, mesh=mesh, config=staged, tx=tx)
+    assert state is not None
+    sizes = [x.size for x in jax.tree.leaves(state.params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return StageEstimates(
+        num_hosts=num_hosts,
+        num_devices_per_host=num_devices_per_host,
+        num_params=sum(sizes),
+        largest_leaf=max(sizes, default=0),
+        precision=config.precision if isinstance(config.precision, str) else "a precision of your own",
+        by_stage=by_stage,
+    )
+
+
+def _init_fn(params: Any) -> Callable[[jax.Array], PyTree]:
+    """Returns a function of a key that makes params, of which only the shapes are asked for."""
+    leaves = jax.tree.leaves(params)
+    if callable(params) and not any(hasattr(leaf, "dtype") for leaf in leaves):
+        return params
+    make = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
+    return lambda key: jax.tree.map(make, params)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

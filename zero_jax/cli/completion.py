@@ -1,0 +1,50 @@
+"""The command `zero-jax completion`: completes commands, options and files in a shell, by shtab."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zero_jax.cli.options import is_path
+from zero_jax.core.extras import extra
+
+# Where each shell looks for the script.
+_PLACES = {
+    "bash": "~/.local/share/bash-completion/completions/zero-jax",
+    "zsh": "a folder of your $fpath, as _zero-jax",
+    "fish": "~/.config/fish/completions/zero-jax.fish",
+}
+
+
+def add_commands(commands: Any, *, build_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Adds the command to a parser's subparsers; `build_parser` makes the parser that is completed."""
+    places = "; ".join(f"{shell}: {place}" for shell, place in _PLACES.items())
+    parser = commands.add_parser(
+        "completion",
+        usage="zero-jax completion SHELL",
+        help="complete commands, options and files in a shell",
+        description=f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places}).",
+    )
+    parser.add_argument("shell", choices=tuple(_PLACES), metavar="SHELL", help=f"one of {', '.join(_PLACES)}")
+    parser.set_defaults(run=lambda options: _complete(build_parser(), options.shell), parser=parser)
+
+
+def _complete(parser: argparse.ArgumentParser, shell: str) -> int:
+    with extra("completion"):
+        import shtab
+
+    for action in _actions(parser):
+        if is_path(action):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yields the options and arguments of a parser and its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)

@@ -1,0 +1,71 @@
+"""The command `zero-jax from-deepspeed`."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from zero_jax.cli.config_file import format_config, write_file
+from zero_jax.cli.deepspeed.reading import read_json
+from zero_jax.cli.deepspeed.rows import Translation
+from zero_jax.cli.deepspeed.settings import translate
+from zero_jax.cli.options import add_json, one_line_errors, reader
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "from-deepspeed",
+        usage="zero-jax from-deepspeed DS_CONFIG [OPTION ...]",
+        help="translate a DeepSpeed config",
+        description="Prints the config file that `zero-jax train --config` takes for a DeepSpeed config, and key by "
+        "key what was translated, what was not and why. Exit status: 0 done, 1 the file has unknown keys, and nothing "
+        "is written, 2 it cannot be read.",
+    )
+    parser.add_argument(
+        "path", type=reader(str, place="local"), metavar="DS_CONFIG", help="the JSON file, such as ds_config.json"
+    )
+    parser.add_argument(
+        "--out", type=reader(str, place="local"), metavar="FILE", help="write the config file there, and print the list"
+    )
+    parser.add_argument("--force", action="store_true", help="write over an existing file")
+    parser.add_argument(
+        "--devices",
+        type=reader(int, lowest=1),
+        metavar="N",
+        help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
+    )
+    add_json(parser)
+    parser.set_defaults(run=one_line_errors(_from_deepspeed), parser=parser)
+
+
+def _from_deepspeed(options: argparse.Namespace) -> int:
+    if options.force and not options.out:
+        raise ValueError("--force is for --out: give --out FILE too")
+    out = pathlib.Path(options.out) if options.out else None
+    if out is not None and out.exists() and not (options.force and out.is_file()):
+        raise ValueError(f"--out {out} exists: give another name" + (", or --force" if out.is_file() else ""))
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no such folder, make it first")
+    translation = translate(read_json(options.path), devices=options.devices)
+    has_unknown = bool(translation.of("unknown"))
+    if out is not None and not has_unknown:
+        write_file(out, translation.sections, title=_title(options.path, translation))
+    written = str(out) if out is not None and not has_unknown else None
+    if options.json:
+        print(json.dumps(translation.to_json() | {"written": written}))
+    elif out is None:
+        text = format_config(translation.sections, title=f"translated from {options.path} by zero-jax from-deepspeed")
+        print("\n".join([text, *(f"# {line}" for line in str(translation).splitlines())]))
+    else:
+        print(translation)
+        print(f"\nwrote {out}: zero-jax train --config {out}" if written else f"\nunknown keys: {out} is not written")
+    return 1 if has_unknown else 0
+
+
+def _title(path: str, translation: Translation) -> str:
+    """Returns the comment at the head of the file: what its reader has to decide."""
+    lines = [f"translated from {path} by zero-jax from-deepspeed"]
+    if translation.undecided:
+        lines += ["", "Not translated, decide yourself:", *(f"  {line}" for line in translation.undecided)]
+    return "\n".join(lines)

@@ -1,0 +1,349 @@
+"""Translates the optimizer and the learning-rate schedule of a DeepSpeed config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zero_jax.cli.deepspeed.keys import KEYS
+from zero_jax.cli.deepspeed.rows import Given, Row
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.tree import shown
+from zero_jax.trainer import OptimizerConfig
+
+_PARAMS = "optimizer.params."
+_SCHEDULE = "scheduler.params."
+# The names that DeepSpeed knows and zero_jax does not have with the same meaning.
+_OTHERS: Mapping[str, str] = {
+    "lamb": "`zero-jax train` has no LAMB; a loop of your own takes optax.lamb, whose trust ratio has no max_coeff and "
+    "min_coeff",
+    "fusedlamb": "as Lamb",
+    "onebitadam": "zero_jax does not compress gradients",
+    "zerooneadam": "zero_jax does not compress gradients",
+    "onebitlamb": "zero_jax does not compress gradients",
+    "muon": "optimizer = 'muon' here scales updates as AdamW does (consistent_rms), and chooses its matrices by path",
+    "muadam": "zero_jax has no muP",
+    "muadamw": "zero_jax has no muP",
+    "musgd": "zero_jax has no muP",
+    "adagrad": "a loop of your own takes optax.adagrad",
+    "rmsprop": "a loop of your own takes optax.rmsprop",
+    "adafactor": "optimizer = 'adafactor' here does not scale by the params' size, and has other defaults",
+}
+_ADAM = ("adam", "adamw")
+_KNOWN = {*_OTHERS, *_ADAM, "lion", "sgd"}
+_IMPLEMENTATION = "set_grad_none fused foreach capturable differentiable".split()
+_DECAY = (
+    "vectors, scales, biases and norms are not decayed here (optimizer.no_decay adds more); DeepSpeed decays all of a "
+    "param group"
+)
+_SHIFT = "it rises along a line, 2 steps earlier than DeepSpeed's"
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+def optimizer_rows(given: Given) -> Iterator[Row]:
+    """Makes the rows of all keys of `optimizer` and `scheduler`."""
+    kind = given.get("optimizer.type")
+    name = kind.lower() if isinstance(kind, str) else None
+    if name is None:
+        yield from _without_optimizer(given)
+    elif name not in _KNOWN:
+        hint = did_you_mean(name, _KNOWN)
+        yield given.row("optimizer.type", "not translated", f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
+        yield from _left(given, _PARAMS, f"of {kind}")
+    elif name in _OTHERS:
+        yield given.row("optimizer.type", "not translated", _OTHERS[name])
+        yield from _left(given, _PARAMS, f"of {kind}")
+    else:
+        yield from _translated(given, name)
+    yield from _schedule(given, has_optimizer=name in (*_ADAM, "lion", "sgd"))
+
+
+def _without_optimizer(given: Given) -> Iterator[Row]:
+    note = "the optimizer is of the program that reads this file: set [optimizer]"
+    yield given.row("optimizer.type", "not translated", note)
+    yield from _left(given, _PARAMS, "of an optimizer without a type")
+
+
+def _left(given: Given, prefix: str, reason: str) -> Iterator[Row]:
+    """Makes rows of keys that belong to what is not translated."""
+    for key in given.values:
+        if key.startswith(prefix) and key in KEYS:
+            yield given.row(key, "not translated", reason)
+
+
+def _translated(given: Given, name: str) -> Iterator[Row]:
+    """Makes the rows of an optimizer that both have."""
+    params = {key.removeprefix(_PARAMS): given.get(key) for key in given.values if key.startswith(_PARAMS)}
+    options: dict[str, Any] = {}
+    rows: list[Row] = []
+    for param, row in ((p, _param_rows(given, name, p, params)) for p in [*params, *_defaults(name, params)]):
+        if row is not None:
+            rows.append(row)
+            options |= {setting.removeprefix("optimizer."): value for setting, value in row.settings.items()}
+        assert row is not None or _PARAMS + param not in KEYS, param
+    blocking = [row for row in rows if row.status == "not translated" and row.key.rpartition(".")[2] in _BLOCKING]
+    if blocking:
+        keys = ", ".join(row.key for row in blocking)
+        yield given.row("optimizer.type", "not translated", f"with {keys} it is another optimizer than those here")
+        yield from (given.row(row.key, "not translated", row.reason or "of that optimizer") for row in rows
+                    if row.key in given)  # fmt: skip
+        return
+    kind = "adamw" if name in _ADAM else name
+    _check({"optimizer": kind, **options})
+    note = "DeepSpeed's Adam is AdamW unless adam_w_mode is false" if name == "adam" else ""
+    yield given.row("optimizer.type", "translated", note, optimizer__optimizer=kind)
+    yield from rows
+
+
+# Params whose value can make an optimizer another one.
+_BLOCKING = {"bias_correction", "adam_w_mode", "amsgrad", "nesterov", "dampening", "maximize", "momentum"}
+
+
+def _defaults(name: str, params: Mapping[str, Any]) -> list[str]:
+    """Returns the params that the file leaves at DeepSpeed's default, which is not that of zero_jax."""
+    wanted = {"adam": ["lr", "betas", "weight_decay"], "lion": ["lr", "weight_decay"]}
+    wanted["sgd"] = ["lr", "weight_decay", "momentum"]
+    return [param for param in wanted["adam" if name in _ADAM else name] if param not in params]
+
+
+def _param_rows(given: Given, name: str, param: str, params: Mapping[str, Any]) -> Row | None:
+    """Makes the row of a param of the optimizer, or None for one that the table of keys does not have."""
+    key = _PARAMS + param
+    if key not in KEYS:
+        return None
+    if given.is_auto(key):
+        return given.auto(key, _SETTINGS.get(param, "it has no counterpart"))
+    if param in _READERS:
+        return _READERS[param](given, name, params)
+    if param in _IMPLEMENTATION or param == "torch_adam":
+        return given.row(key, "no meaning", "an implementation of PyTorch or CUDA")
+    if param == "max_grad_norm":
+        status = "not translated" if params[param] else "off"
+        return given.row(key, status, "DeepSpeed refuses it: it is gradient_clipping there, zero.clip_norm here")
+    if param == "fp32_optimizer_states":
+        return given.row(key, "same" if params[param] else "not translated", "the optimizer's state is float32 here")
+    return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
+
+
+def _learning_rate(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key = _PARAMS + "lr"
+    rate = params.get("lr", 1e-3)
+    if given.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(given)[0] is not None:
+        return given.row(key, "no meaning", "the scheduler sets the rate")
+    note = "" if key in given else "DeepSpeed's default"
+    return given.row(key, "translated", note, optimizer__learning_rate=float(rate))
+
+
+def _betas(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key, value = _PARAMS + "betas", params.get("betas", (0.9, 0.999))
+    if name == "sgd":
+        return given.row(key, "not translated", "it is not of SGD")
+    if len(value) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
+        raise ValueError(f"{key} = {shown(value)}: give two numbers, such as [0.9, 0.999]")
+    note = "" if key in given else "DeepSpeed's default"
+    beta1, beta2 = map(float, value)
+    return given.row(key, "translated", note, optimizer__beta1=beta1, optimizer__beta2=beta2)
+
+
+def _epsilon(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key = _PARAMS + "eps"
+    if name not in _ADAM:
+        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
+    return given.row(key, "translated", optimizer__epsilon=float(params["eps"]))
+
+
+def _weight_decay(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key = _PARAMS + "weight_decay"
+    usual = 0.01 if name == "adamw" and params.get("torch_adam") is True else 0.0
+    value = float(params.get("weight_decay", usual))
+    note = _DECAY if value else "" if key in given else "DeepSpeed's default"
+    return given.row(key, "translated", note, optimizer__weight_decay=value)
+
+
+def _momentum(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key, value = _PARAMS + "momentum", params.get("momentum", 0.0)
+    if name != "sgd":
+        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
+    if value and params.get("nesterov") is not True:
+        return given.row(key, "not translated", "the momentum of 'sgd' is Nesterov's here")
+    note = "" if key in given else "PyTorch's default"
+    return given.row(key, "translated", note, optimizer__momentum=float(value))
+
+
+def _adam_w_mode(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    key = _PARAMS + "adam_w_mode"
+    if name == "adamw" or params["adam_w_mode"] is not False:
+        return given.row(key, "same", "weight decay is decoupled")
+    if not params.get("weight_decay"):
+        return given.row(key, "same", "without weight decay, Adam and AdamW are one")
+    return given.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
+
+
+def _only(value: Any, param: str, reason: str) -> Callable[..., Row]:
+    """Returns a reader of a param that has one value here."""
+
+    def read(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+        is_same = params[param] == value
+        return given.row(_PARAMS + param, "same" if is_same else "not translated", "" if is_same else reason)
+
+    return read
+
+
+def _nesterov(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+    is_same = params["nesterov"] is True or not params.get("momentum")
+    reason = "the momentum of 'sgd' is Nesterov's here"
+    return given.row(_PARAMS + "nesterov", "same" if is_same else "not translated", "" if is_same else reason)
+
+
+_READERS: Mapping[str, Callable[..., Row]] = {
+    "lr": _learning_rate,
+    "betas": _betas,
+    "eps": _epsilon,
+    "weight_decay": _weight_decay,
+    "momentum": _momentum,
+    "adam_w_mode": _adam_w_mode,
+    "nesterov": _nesterov,
+    "bias_correction": _only(True, "bias_correction", "moments are always corrected for their bias here"),
+    "amsgrad": _only(False, "amsgrad", "there is no AMSGrad here"),
+    "dampening": _only(0, "dampening", "there is no dampening here"),
+    "maximize": _only(False, "maximize", "losses are minimized here"),
+}
+_SETTINGS = {
+    "lr": "optimizer.learning_rate",
+    "betas": "optimizer.beta1 and beta2",
+    "eps": "optimizer.epsilon",
+    "weight_decay": "optimizer.weight_decay",
+    "momentum": "optimizer.momentum",
+}
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` with the name of the section where an option has an invalid value."""
+    try:
+        OptimizerConfig(**options)
+    except ValueError as error:
+        raise ValueError(f"optimizer.params: {error}") from error
+
+
+def _max_rate(given: Given) -> tuple[float | None, str]:
+    """Returns the highest rate of a scheduler that sets it, or None and why not."""
+    key, rate = _SCHEDULE + "warmup_max_lr", given.get(_SCHEDULE + "warmup_max_lr")
+    if isinstance(rate, list):
+        return None, "a rate for each param group; here is one for all: set optimizer.learning_rate"
+    if rate is not None and not given.is_auto(key):
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise ValueError(f"{key} = {shown(rate)}: give a number")
+        return float(rate), ""
+    if rate is None and (given.get("scheduler.type") == "WarmupDecayLR" or given.get(_PARAMS + "lr") in (None, 1e-3)):
+        return 1e-3, "DeepSpeed's default"
+    if rate is None:
+        return None, "0.001 in DeepSpeed's older releases, the optimizer's rate in newer ones: set it"
+    return None, "auto"
+
+
+def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
+    """Makes the rows of the scheduler."""
+    kind, key = given.get("scheduler.type"), "scheduler.type"
+    if kind not in _SCHEDULES or not has_optimizer:
+        if kind is None:
+            note = "a rate that stays, unless the program has a scheduler: set optimizer.schedule and warmup_steps"
+        elif not has_optimizer and kind in _SCHEDULES:
+            note = "it goes with the optimizer: set optimizer.schedule, learning_rate and warmup_steps"
+        else:
+            hint = "" if kind in ("OneCycle", "LRRangeTest") else did_you_mean(kind, _SCHEDULES)
+            note = f"{hint}zero_jax has no such schedule: set optimizer.schedule"
+        yield given.row(key, "not translated", note)
+        yield from _left(given, _SCHEDULE, f"of {kind}")
+        return
+    end: dict[str, Any] = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
+    yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
+    rows = [_warmup_steps(given), _peak(given, kind), _total_steps(given, kind), _final_rate(given, kind)]
+    rows += [_start(given, name) for name in ("warmup_min_lr", "warmup_min_ratio")]
+    rows += [_type_of_warmup(given), _last_iteration(given)]
+    made = [row for row in rows if row is not None]
+    yield from made
+    done = {row.key for row in made}
+    yield from (row for row in _left(given, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
+
+
+def _is_linear(given: Given) -> bool:
+    return given.get(_SCHEDULE + "warmup_type", "log") == "linear"
+
+
+def _warmup_steps(given: Given) -> Row:
+    key = _SCHEDULE + "warmup_num_steps"
+    if given.is_auto(key):
+        return given.auto(key, "optimizer.warmup_steps")
+    steps = given.get(key, 1000)
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
+    if not _is_linear(given):
+        note = "DeepSpeed rises along a logarithm unless warmup_type is 'linear', zero_jax along a line: set {}"
+        return given.row(key, "not translated", note.format("optimizer.warmup_steps"))
+    if any(given.get(_SCHEDULE + name) not in (None, 0) for name in ("warmup_min_lr", "warmup_min_ratio")):
+        return given.row(key, "not translated", "the rise starts at 0 here: set optimizer.warmup_steps")
+    return given.row(key, "translated", _SHIFT, optimizer__warmup_steps=max(2, steps))
+
+
+def _peak(given: Given, kind: str) -> Row | None:
+    key = _SCHEDULE + "warmup_max_lr"
+    if kind == "WarmupCosineLR":
+        return None
+    if given.is_auto(key):
+        return given.auto(key, "optimizer.learning_rate")
+    rate, why = _max_rate(given)
+    if rate is None:
+        return given.row(key, "not translated", why)
+    if not rate > 0:
+        raise ValueError(f"{key} = {rate}: give a positive rate")
+    return given.row(key, "translated", why, optimizer__learning_rate=rate)
+
+
+def _total_steps(given: Given, kind: str) -> Row | None:
+    key = _SCHEDULE + "total_num_steps"
+    if kind == "WarmupLR":
+        return None
+    if given.is_auto(key):
+        return given.auto(key, "run.steps")
+    steps = given.get(key)
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"{key} = {shown(steps)}: give a number of steps, which {kind} needs")
+    return given.row(key, "translated", "the rate falls until the last step", run__steps=steps)
+
+
+def _final_rate(given: Given, kind: str) -> Row | None:
+    key = _SCHEDULE + "cos_min_ratio"
+    if kind != "WarmupCosineLR":
+        return None
+    if given.is_auto(key):
+        return given.auto(key, "optimizer.final_learning_rate")
+    share = given.get(key, 1e-4)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
+    return given.row(key, "translated", "" if key in given else "DeepSpeed's default",
+                     optimizer__final_learning_rate=float(share))  # fmt: skip
+
+
+def _start(given: Given, name: str) -> Row | None:
+    key = _SCHEDULE + name
+    if key not in given:
+        return None
+    if given.is_auto(key):
+        return given.auto(key, "the rise starts at 0")
+    return given.row(key, "same" if not given.get(key) else "not translated", "the rise starts at 0 here")
+
+
+def _type_of_warmup(given: Given) -> Row | None:
+    key = _SCHEDULE + "warmup_type"
+    if key not in given:
+        return None
+    is_linear = _is_linear(given)
+    return given.row(key, "same" if is_linear else "not translated", "the rise is linear here")
+
+
+def _last_iteration(given: Given) -> Row | None:
+    key = _SCHEDULE + "last_batch_iteration"
+    if key not in given:
+        return None
+    is_new = given.get(key) == -1
+    return given.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")

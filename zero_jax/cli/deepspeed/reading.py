@@ -1,0 +1,127 @@
+"""Reads a DeepSpeed config file, and checks it against the table of known keys."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS, Kind
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.tree import shown
+
+_MAX_BYTES = 1 << 20
+_WANTED: Mapping[Kind, str] = {
+    "bool": "true or false",
+    "int": "an integer",
+    "number": "a number",
+    "text": "text",
+    "list": "a list",
+    "block": "an object of keys",
+    "any": "a value",
+}
+_WORDS = {"true": True, "false": False}  # which DeepSpeed reads as booleans, too
+
+
+def read_json(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a DeepSpeed config file.
+
+    Raises:
+      ValueError: it cannot be read, or is no JSON object with each key once.
+    """
+    file, what = pathlib.Path(path), f"cannot read the DeepSpeed config {path}"
+    try:
+        if file.exists() and not file.is_file():
+            raise ValueError(f"{what} (it is no regular file): give a JSON file")
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{what} (it has {file.stat().st_size:,} bytes): a config has a few thousand")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} ({error.strerror}): give a JSON file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: it is no text in UTF-8 ({error})") from error
+    try:
+        config = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(f"{what}: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{what}: {str(error).splitlines()[0]}; give JSON, without comments") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{what}: it holds {shown(config)}: give an object of keys, such as {{...}}")
+    return config
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"the key {twice[0]!r} is there twice: leave one")
+    return dict(pairs)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values by dotted key, and for each unknown key the nearest known one as a hint.
+
+    Raises:
+      ValueError: a value of the wrong kind.
+    """
+    values: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
+    for key, value in _entries(config, ""):
+        if key in KEYS:
+            values[key] = _checked(key, value, KEYS[key].kind)
+        else:
+            values[key], unknown[key] = value, _nearest(key)
+    return values, unknown
+
+
+def _entries(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        key = prefix + name
+        if key not in SECTIONS:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _entries(value, f"{key}.")
+        elif key in KEYS:  # a section that may also be a value, such as "zero_optimization": true
+            yield key, value
+        elif value is not None:
+            raise ValueError(f"{key} = {shown(value)}: give an object of keys")
+
+
+def _nearest(key: str) -> str:
+    """Returns a hint with the nearest known key: of the same section first, then of any."""
+    section, _, name = key.rpartition(".")
+    siblings = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS) if known.rpartition(".")[0] == section}
+    anywhere = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS)}
+    for known in (siblings, anywhere):
+        hint = did_you_mean(name, known, "{}", cutoff=0.75)
+        if hint:
+            return f"did you mean {known[hint]!r}?"
+    return "DeepSpeed documents no such key"
+
+
+def _checked(key: str, value: Any, kind: Kind) -> Any:
+    """Returns a value of the kind that a key takes; numbers that are whole pass as integers."""
+    if kind == "any" or value is None or (value == "auto" and kind != "block"):
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "bool" and isinstance(value, str) and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    if kind == "int" and is_number and float(value).is_integer():
+        return int(value)
+    right = {
+        "bool": isinstance(value, bool),
+        "int": False,
+        "number": is_number,
+        "text": isinstance(value, str),
+        "list": isinstance(value, list),
+        "block": isinstance(value, Mapping | bool),
+    }
+    if not right[kind]:
+        raise ValueError(f"{key} = {shown(value)}: give {_WANTED[kind]}")
+    return value

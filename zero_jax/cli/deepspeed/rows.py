@@ -1,0 +1,138 @@
+"""What became of each key of a DeepSpeed config: rows, and the config file that they make together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from zero_jax.core.text_tables import aligned
+
+Status = Literal["translated", "not translated", "auto", "same", "off", "no meaning", "unknown"]
+TITLES: Mapping[Status, str] = {
+    "translated": "translated",
+    "not translated": "NOT translated, because it means something else here or does not exist: decide yourself",
+    "auto": "NOT translated, because another program fills in 'auto': set it yourself",
+    "same": "zero_jax does so anyway",
+    "off": "off, or what DeepSpeed does by default: nothing to translate",
+    "no meaning": "no meaning here, and no effect on the trained params",
+    "unknown": "UNKNOWN keys: correct or remove them",
+}
+_SHOWN = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What became of one key.
+
+    Attributes:
+      key: the key, with the keys around it, such as `zero_optimization.stage`.
+      value: its value; None with `is_absent` for a key that is not in the file but has a default that matters.
+      status: what became of it.
+      settings: the entries of the config file that it makes, by `section.name`.
+      reason: why, and what else to know.
+      is_absent: whether the file does not have the key.
+    """
+
+    key: str
+    value: Any
+    status: Status
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    is_absent: bool = False
+
+    @property
+    def given(self) -> str:
+        """The key and its value as text."""
+        if self.is_absent:
+            return f"{self.key} (absent)"
+        text = json.dumps(self.value)
+        return f"{self.key} = {text if len(text) <= _SHOWN else f'{text[: _SHOWN - 3]}...'}"
+
+    @property
+    def becomes(self) -> str:
+        """The settings and the reason as text."""
+        shown = {name: "none" if value is None else value for name, value in self.settings.items()}
+        settings = ", ".join(f"{name} = {json.dumps(value)}" for name, value in shown.items())
+        return "; ".join(filter(None, (settings, self.reason)))
+
+
+class Given:
+    """The keys of a DeepSpeed config by their dotted names, and makers of their rows."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        """Takes the checked values."""
+        self.values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value of a key, or the default where the file has none."""
+        return self.values.get(key, default)
+
+    def is_auto(self, key: str) -> bool:
+        """Returns whether another program fills in the value."""
+        return self.values.get(key) == "auto"
+
+    def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> Row:
+        """Makes the row of a key; settings are named `section__name`."""
+        named = {name.replace("__", ".", 1): value for name, value in settings.items()}
+        is_absent = key not in self.values
+        return Row(
+            key=key, value=self.get(key), status=status, settings=named, reason=reason, is_absent=is_absent
+        )  # fmt: skip
+
+    def auto(self, key: str, setting: str) -> Row:
+        """Makes the row of a key that another program fills in."""
+        return self.row(key, "auto", f"the Hugging Face Trainer takes it from its own arguments; here: {setting}")
+
+
+Translator = Callable[[Given], Iterator[Row]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A translated config; prints as lists by what became of the keys.
+
+    Attributes:
+      rows: a row for each key of the file, and for absent ones whose default is not that of zero_jax.
+    """
+
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        keys = [row.key for row in self.rows]
+        names = [name for row in self.rows for name in row.settings]
+        assert len({*keys}) == len(keys) and len({*names}) == len(names), (keys, names)
+
+    def of(self, *statuses: Status) -> list[Row]:
+        """Returns the rows of some statuses."""
+        return [row for row in self.rows if row.status in statuses]
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The entries of the config file, by section."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in self.rows:
+            for name, value in row.settings.items():
+                section, _, field = name.partition(".")
+                found.setdefault(section, {})[field] = value
+        return found
+
+    @property
+    def undecided(self) -> list[str]:
+        """A line for each key that its reader has to decide on."""
+        return [f"{row.given}: {row.reason}" for row in self.of("not translated", "auto")]
+
+    def __str__(self) -> str:
+        parts = []
+        for status, title in TITLES.items():
+            rows = [(f"  {row.given}", row.becomes) for row in self.of(status)]
+            parts += [f"{title}\n{aligned(rows)}"] if rows else []
+        return "\n".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data: the config by sections, and the rows."""
+        return {"config": self.sections, "rows": [dataclasses.asdict(row) for row in self.rows]}

@@ -1,0 +1,205 @@
+"""Reads and writes whole leaves of a sharded tree by path (DeepSpeed's `safe_get_full_...` and `safe_set_full_...`)."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.device_put import put_global
+from zero_jax.core.tree import PyTree, leaf_names, shown
+from zero_jax.training.state.train_state import TrainState
+
+_SHOWN_PATHS = 3
+# From one kind to a later one nothing but precision is lost.
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def read_leaf(tree: PyTree, path: str) -> np.ndarray:
+    """Reads a whole leaf of a sharded tree into host memory.
+
+    With several processes all have to call it, for the same path, and each gets the leaf. Other devices' shards are
+    gathered on the devices then, each of which holds one whole leaf for a moment.
+
+    Args:
+      tree: a `TrainState`, its params, gradients, or any pytree of arrays.
+      path: path of the leaf, such as `params/embed`, `master/layers/0/kernel` or `opt_state/0/mu/embed`.
+
+    Returns:
+      The leaf in its own dtype; of a PRNG key its words.
+
+    Raises:
+      ValueError: no such leaf, one that is gone or has no values, or another path in another process.
+    """
+    leaves = dict(_unique(tree))
+    leaf = leaves[_found(leaves, path)]
+    _check_agreed(f"read_leaf of {path}")
+    return _whole(path, leaf)
+
+
+def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.ndarray]]:
+    """Reads whole leaves one after another, each as `read_leaf` does; only one is in host memory at a time.
+
+    Args:
+      tree: a `TrainState`, its params, gradients, or any pytree of arrays.
+      pattern: regular expression of whole leaf paths, such as `opt_state/.*/mu/.*`.
+
+    Returns:
+      An iterator over `(path, leaf)`.
+
+    Raises:
+      ValueError: no regular expression, or one that no leaf's path matches.
+    """
+    leaves = dict(_unique(tree))
+    try:
+        matching = [path for path in leaves if re.fullmatch(pattern, path)]
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r} is no regular expression of leaf paths: {error}") from error
+    if not matching:
+        raise ValueError(f"pattern={pattern!r} matches no leaf: {_nearest(pattern, leaves)}")
+    _check_agreed(f"read_leaves of {pattern}")
+    return ((path, _whole(path, leaves[path])) for path in matching)
+
+
+def write_leaf(tree: PyTree, path: str, value: Any) -> PyTree:
+    """Returns a tree with another value of a whole leaf, which keeps its sharding and dtype.
+
+    Where a `TrainState` has master params beside its params, a value for one is written to both.
+
+    Args:
+      tree: a `TrainState`, its params, gradients, or any pytree of arrays; it is not changed, nor donated.
+      path: path of the leaf, such as `params/embed`.
+      value: an array of the leaf's shape, the same in all processes.
+
+    Raises:
+      ValueError: no such leaf, another shape, a dtype whose values the leaf cannot hold, or processes that differ.
+    """
+    return write_leaves(tree, {path: value})
+
+
+def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> PyTree:
+    """Returns a tree with other values of whole leaves, each as `write_leaf` writes it.
+
+    Nothing is returned if one of them cannot be written.
+
+    Args:
+      tree: a `TrainState`, its params, gradients, or any pytree of arrays.
+      values: the values by path, or an iterable of `(path, value)`, of which one is in host memory at a time.
+    """
+    leaves = dict(_unique(tree))
+    for path, value in values.items() if isinstance(values, Mapping) else values:
+        for name in _copies(tree, _found(leaves, str(path))):
+            leaves[name] = _written(name, leaves[name], value)
+    return jax.tree.structure(tree).unflatten(leaves.values())
+
+
+def _unique(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yields path and leaf; paths that two leaves have are numbered, as in checkpoints."""
+    counts: dict[str, int] = {}
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        counts[name] = counts.get(name, 0) + 1
+        yield (name if counts[name] == 1 else f"{name}~{counts[name]}"), leaf
+
+
+def _found(names: Collection[str], path: str) -> str:
+    """Returns a path that a tree has.
+
+    Raises:
+      ValueError: there is no such leaf; the message names the nearest.
+    """
+    if path in names:
+        return path
+    raise ValueError(f"there is no leaf {shown(path)}: {_nearest(path, names)}")
+
+
+def _nearest(path: str, names: Iterable[str]) -> str:
+    names = list(names)
+    below = [name for name in names if name.startswith(f"{path}/")]
+    if below:
+        first = ", ".join(map(repr, below[:_SHOWN_PATHS]))
+        return f"it holds {len(below)} leaves, such as {first}: give one of them, or read_leaves(tree, '{path}/.*')"
+    hint = did_you_mean(path, names, cutoff=0.5)
+    groups = ", ".join(dict.fromkeys(name.split("/")[0] for name in names)) or "no leaves"
+    return f"{hint}the tree has {groups}; zero.summary(tree) lists all paths"
+
+
+def _copies(tree: PyTree, path: str) -> list[str]:
+    """Returns the path, and that of the same param among the master params, or of its low-precision copy."""
+    group, _, inside = path.partition("/")
+    other = {"params": "master", "master": "params"}.get(group)
+    if not isinstance(tree, TrainState) or tree.master is None or other is None:
+        return [path]
+    return [path, f"{other}/{inside}"]
+
+
+def _whole(path: str, leaf: Any) -> np.ndarray:
+    _check_values(path, leaf)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        default = next(iter(leaf.sharding.device_set)).default_memory().kind
+        if leaf.sharding.memory_kind != default:  # offloaded: collectives are of the devices' own memory
+            leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.array(leaf)  # a copy: what NumPy shows of a CPU device's memory ends with its donation
+
+
+def _check_values(path: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ValueError(f"leaf {path!r} is a shape without values: give the state that zero.init_state made")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(f"leaf {path!r} was donated to a step and is gone: give the state that the step returned")
+
+
+def _written(path: str, leaf: Any, value: Any) -> Any:
+    """Returns a value as a leaf of the same sharding and dtype."""
+    _check_values(path, leaf)
+    with Agreement(lambda failed: ValueError(f"process {failed} could not write {path!r}: its error says why")):
+        host = _cast(path, leaf, np.asarray(value))
+    _check_agreed(f"write_leaf of {path}", zlib.crc32(host.tobytes()))
+    if not isinstance(leaf, jax.Array):
+        return host
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return put_global(host, leaf.sharding)  # type: ignore[arg-type]
+    keys = jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(leaf))
+    return put_global(keys, leaf.sharding)  # type: ignore[arg-type]
+
+
+def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
+    """Returns a value in the dtype of a leaf, if that loses nothing but precision."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    like = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+    shape, dtype = np.shape(like), np.dtype(jnp.result_type(like))
+    if value.shape != shape:
+        raise ValueError(f"leaf {path!r} has shape {list(shape)}, and the value {list(value.shape)}: give all of it")
+    if value.dtype == dtype:
+        return value
+    ranks = [next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(x, kind)), None) for x in (value.dtype, dtype)]
+    if None in ranks or ranks[0] > ranks[1]:  # type: ignore[operator]
+        raise ValueError(f"leaf {path!r} is {dtype}, and the value {value.dtype}: cast it first, if that is meant")
+    with np.errstate(over="ignore"):
+        cast = value.astype(dtype)
+    is_same = np.array_equal(cast, value) if ranks[1] == 1 else True
+    if not is_same or (ranks[1] == 2 and np.isfinite(value).all() and not np.isfinite(cast.astype(np.float32)).all()):
+        raise ValueError(f"leaf {path!r} is {dtype}, which cannot hold all of the value ({value.dtype}): scale it down")
+    return cast
+
+
+def _check_agreed(what: str, value: int = 0) -> None:
+    """Raises `ValueError` in all processes if one of them does something else, or has another value."""
+    if jax.process_count() == 1:
+        return
+    own = f"{what}, {value:x}"
+    first = from_first_process(own)
+    failure = "processes {} differ from the first one: make the same calls with the same values in all"
+    with Agreement(lambda failed: ValueError(failure.format(failed))):
+        if own != first:
+            raise ValueError(f"this process is at {own!r} and the first one at {first!r}: make the same calls in all")

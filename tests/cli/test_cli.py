@@ -20,8 +20,8 @@ TRAIN_OPTIONS = """
 --hang-seconds --help --init-from --json --keep-best --keep-gathered --keep-last --learning-rate --log-every
 --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-overlap --no-scan --no-separate-documents --no-sequence-parallel --no-skip-nonfinite
---no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap --paper-config --position
---precision --prefetch-batches --profile-steps --remat --replica --resume --sample-every --sample-prompt
+--no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
+--paper-config --position --precision --prefetch-batches --profile-steps --remat --replica --resume --sample-every --sample-prompt
 --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len --sequence-parallel
 --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
 --top-k --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h

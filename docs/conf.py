@@ -26,7 +26,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-suppress_warnings = ["misc.highlighting_failure"]  # fenced blocks of text that only look like a language
+highlight_language = "text"  # of fenced blocks that name none: commands and what they print
 
 # Theme: no fonts, scripts or pictures of other hosts.
 html_theme = "furo"
@@ -42,7 +42,8 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
-napoleon_use_ivar = True
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_numpy_docstring = False
 viewcode_line_numbers = True
 # The titles of the API pages, by package; a package that is not listed has its own name for a title.
@@ -59,6 +60,7 @@ TITLES = {
     "cluster": "Processes",
     "trainer": "The trainer",
 }
+COLON = "\ue000"
 # Constants have no docstrings.
 CONSTANTS = {
     "zero_jax.PAPER_CONFIGS": "The paper's configurations C1 to C5 (Table 3) by name, each a ``ZeroConfig``. All "
@@ -74,6 +76,11 @@ def package_names() -> dict[str, list[str]]:
             origin = module if module != "zero_jax" else f"zero_jax.{name}"
             found.setdefault(origin.split(".")[1], []).append(name)
     return found
+
+
+def is_class_or_function(value: object) -> bool:
+    """Returns whether an object has a docstring of its own, unlike constants and aliases of types."""
+    return callable(value) and not isinstance(value, types.GenericAlias)
 
 
 def entry(path: str, value: object) -> str:
@@ -96,7 +103,7 @@ def api_page(package: str, names: list[str]) -> str:
             continue
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
         public = sorted(getattr(module, "__all__", own), key=str.lower)
-        public = [n for n in public if n not in zero_jax.__all__ and callable(getattr(module, n))]
+        public = [n for n in public if n not in zero_jax.__all__ and is_class_or_function(getattr(module, n))]
         title = f"zero_jax.{name}"
         entries += [f"{title}\n{'-' * len(title)}", f".. automodule:: {module.__name__}\n   :no-index:"]
         entries += [entry(f"{module.__name__}.{n}", getattr(module, n)) for n in public]
@@ -115,7 +122,7 @@ def api_index(packages: dict[str, list[str]]) -> str:
             path = f"zero_jax.{name}"
             doc = CONSTANTS.get(path) or (inspect.getdoc(value) or "")
             first = re.sub(r"`+([^`]*)`+(\w?)", r"``\1``\\ \2", doc.partition("\n")[0])
-            role = f"``{path}``" if isinstance(value, types.ModuleType) else f":py:obj:`{path}`"
+            role = f":doc:`{path} <{package}>`" if isinstance(value, types.ModuleType) else f":py:obj:`{path}`"
             lines.append(f"- {role}: {first}")
         lines.append("")
     return "\n".join([*lines, "```", ""])
@@ -151,7 +158,23 @@ def code_as_in_markdown(app: object, what: str, name: str, value: object, option
         code = re.sub(r"\s+", " ", found[1])
         return f"``{code}``" + (f"\\ {found[2]}" if found[2] else "")  # as in `ShapeDtypeStruct`s
 
-    lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w)?", literal, "\n".join(lines)).split("\n")
+    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w)?", literal, "\n".join(lines))
+    if what == "property":  # napoleon takes what is before a colon for its type
+        text = text.replace(":", COLON)
+    lines[:] = text.split("\n")
+
+
+def with_colons(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Puts back the colons of properties, after napoleon."""
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def signature(
+    app: object, what: str, name: str, value: object, options: object, args: str | None, returns: str | None
+) -> tuple[str, str] | None:
+    """Leaves out the signatures of classes that only the library makes."""
+    is_private = what == "class" and re.search(r"\b_[A-Z]|<factory>", args or "")
+    return ("", "") if is_private else None
 
 
 def setup(app: object) -> None:
@@ -159,3 +182,5 @@ def setup(app: object) -> None:
     app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
     app.connect("source-read", link_outside)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-signature", signature)  # type: ignore[attr-defined]

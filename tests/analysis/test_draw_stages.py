@@ -14,7 +14,10 @@ SHARDED = {
 MATRICES, VECTOR = 65_536, 64
 
 
-@pytest.fixture(scope="module", params=range(4), ids=lambda stage: f"stage {stage}")
+STAGES = [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"stage {stage}")
 def stage_and_leaves(request):
     return request.param, draw_stages.state_at(request.param)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import pathlib
 import re
 import shlex
@@ -150,7 +151,7 @@ AFTER = {
     ("overlap.md", 0): after_several_steps,
 }
 WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
-QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "remat.md"}
+QUICK = {"clusters.md", "buffers.md", "noise_scale.md", "quickstart.md", "remat.md"}
 
 
 @pytest.mark.parametrize(
@@ -185,10 +186,16 @@ def test_snippets_run(name, tmp_path, monkeypatch):
             assert_does_not_grow_weights(tx)
 
 
+def imported(path):
+    """Returns the module of a file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_optimizer_of_the_example_shrinks_weights():
-    spec = importlib.util.spec_from_file_location("own_model", ROOT / "examples" / "train_own_model.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = imported(ROOT / "examples" / "train_own_model.py")
     assert_does_not_grow_weights(example.tx)
     with pytest.raises(AssertionError):  # the decay after the sign of the learning rate
         assert_does_not_grow_weights(optax.chain(optax.adam(3e-3), optax.add_decayed_weights(1e-4)))
@@ -243,3 +250,67 @@ def test_paths_and_links_exist(page):
     assert not [path for path in sorted(paths) if not [*ROOT.glob(path)]]
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_every_page_is_in_the_navigation_once():
+    source = [(ROOT / "docs" / "index.md").read_text(encoding="utf-8")]
+    imported(ROOT / "docs" / "conf.py").list_other_pages(None, "index", source)
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", source[0], re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines() if line and line[0] != ":"]
+    entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    notebooks = {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert sorted(entries) == sorted({*pages, *notebooks, "api/index"})
+
+
+def test_every_public_name_is_in_the_api_reference():
+    conf = imported(ROOT / "docs" / "conf.py")
+    packages = conf.package_names()
+    assert sorted(name for names in packages.values() for name in names) == sorted(zero.__all__)
+    pages = "\n".join(conf.api_page(package, names) for package, names in packages.items())
+    documented = set(re.findall(r"^(?:\.\. \S+ )?(zero_jax\.[\w.]+)$", pages, re.MULTILINE))
+    assert {f"zero_jax.{name}" for name in zero.__all__} <= documented
+    inside = {
+        "analysis.memory.measure",
+        "analysis.comms.Finding",
+        "checkpoint.describe",
+        "cluster.join",
+        "trainer.train",
+    }
+    assert {f"zero_jax.{name}" for name in inside} <= documented
+
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def code_cells(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_have_no_outputs(notebook):
+    """The site executes them, so outputs are never old."""
+    assert code_cells(notebook)
+    assert not [cell for cell in code_cells(notebook) if cell["outputs"] or cell["execution_count"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_run(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = types.ModuleType("notebook").__dict__
+    for i, cell in enumerate(code_cells(notebook)):
+        exec(compile("".join(cell["source"]), f"{notebook.name}, cell {i}", "exec"), names)
+
+
+def test_the_workflow_publishes_what_the_script_builds():
+    yaml = pytest.importorskip("yaml")
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text(encoding="utf-8"))["jobs"]["build"][
+        "steps"
+    ]
+    (command,) = [step["run"] for step in steps if "run" in step]
+    (upload,) = [step["with"]["path"] for step in steps if "upload-pages-artifact" in step.get("uses", "")]
+    script, folder = command.split()
+    assert (ROOT / script).stat().st_mode & 0o100 and folder == upload

@@ -1,0 +1,196 @@
+"""The site's settings: Sphinx reads the Markdown pages of this folder, and makes the API pages from docstrings."""
+
+import inspect
+import os
+import pathlib
+import re
+import types
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import zero_jax
+from zero_jax import _PUBLIC
+
+HERE = pathlib.Path(__file__).parent
+
+project = "zero_jax"
+author = "the zero_jax authors"
+html_title = "zero_jax"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+
+# Pages. Links to files outside of this folder become links to the repository, where its address is known.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+highlight_language = "text"  # of fenced blocks that name none: commands and what they print
+
+# Theme: no fonts, scripts or pictures of other hosts.
+html_theme = "furo"
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_theme_options = {"navigation_with_keys": True}
+
+# Docstrings are Google style, with code in single backticks, as in Markdown (`code_as_in_markdown`).
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 88
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_numpy_docstring = False
+viewcode_line_numbers = True
+# The titles of the API pages, by package; a package that is not listed has its own name for a title.
+TITLES = {
+    "training": "Train state and train step",
+    "sharding": "Meshes, precision, sharding rules",
+    "core": "Model state",
+    "transforms": "Transforms: gather on use, remat, attention",
+    "attention": "Attention",
+    "analysis": "Memory, traffic, the paper",
+    "planning": "Planning",
+    "checkpoint": "Checkpoints",
+    "data": "Data",
+    "cluster": "Processes",
+    "trainer": "The trainer",
+}
+COLON = "\ue000"
+# Constants have no docstrings.
+CONSTANTS = {
+    "zero_jax.PAPER_CONFIGS": "The paper's configurations C1 to C5 (Table 3) by name, each a ``ZeroConfig``. All "
+    "train in bfloat16 and rematerialize every block.",
+}
+
+
+def package_names() -> dict[str, list[str]]:
+    """Returns the public names of `zero_jax` by the package that they are from."""
+    found: dict[str, list[str]] = {package: [] for package in TITLES}
+    for module, names in _PUBLIC.items():
+        for name in names.split():
+            origin = module if module != "zero_jax" else f"zero_jax.{name}"
+            found.setdefault(origin.split(".")[1], []).append(name)
+    return found
+
+
+def is_class_or_function(value: object) -> bool:
+    """Returns whether an object has a docstring of its own, unlike constants and aliases of types."""
+    return callable(value) and not isinstance(value, types.GenericAlias)
+
+
+def entry(path: str, value: object) -> str:
+    """Returns the directive that documents an object."""
+    if inspect.isclass(value):
+        members = "" if issubclass(value, BaseException) else "\n   :members:"
+        return f".. autoclass:: {path}{members}"
+    if callable(value):
+        return f".. autofunction:: {path}"
+    return f".. py:data:: {path}\n\n   {CONSTANTS[path]}"  # a KeyError: a public constant needs a line there
+
+
+def api_page(package: str, names: list[str]) -> str:
+    """Returns the page of a package: its public names, then the modules among them with theirs."""
+    values = {name: getattr(zero_jax, name) for name in sorted(names, key=str.lower)}
+    lines = [f"# {TITLES.get(package, package)}", ""]
+    entries = [entry(f"zero_jax.{name}", v) for name, v in values.items() if not isinstance(v, types.ModuleType)]
+    for name, module in values.items():
+        if not isinstance(module, types.ModuleType):
+            continue
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
+        public = sorted(getattr(module, "__all__", own), key=str.lower)
+        public = [n for n in public if n not in zero_jax.__all__ and is_class_or_function(getattr(module, n))]
+        title = f"zero_jax.{name}"
+        entries += [f"{title}\n{'-' * len(title)}", f".. automodule:: {module.__name__}\n   :no-index:"]
+        entries += [entry(f"{module.__name__}.{n}", getattr(module, n)) for n in public]
+    lines += ["```{eval-rst}", *("\n\n".join(entries)).splitlines(), "```", ""]
+    return "\n".join(lines)
+
+
+def api_index(packages: dict[str, list[str]]) -> str:
+    """Returns the page that lists the public names, each with the first line of its docstring."""
+    lines = ["# API reference", "", "`import zero_jax as zero`: these are the names of `zero`, by topic.", ""]
+    lines += ["```{toctree}", ":hidden:", "", *packages, "```", "", "```{eval-rst}"]
+    for package, names in packages.items():
+        lines += [f":doc:`{TITLES.get(package, package)} <{package}>`", ""]
+        for name in sorted(names, key=str.lower):
+            value = getattr(zero_jax, name)
+            path = f"zero_jax.{name}"
+            doc = CONSTANTS.get(path) or (inspect.getdoc(value) or "")
+            first = re.sub(r"`+([^`]*)`+(\w?)", r"``\1``\\ \2", doc.partition("\n")[0])
+            role = f":doc:`{path} <{package}>`" if isinstance(value, types.ModuleType) else f":py:obj:`{path}`"
+            lines.append(f"- {role}: {first}")
+        lines.append("")
+    return "\n".join([*lines, "```", ""])
+
+
+def write_api_pages(*_: object) -> None:
+    """Writes the API pages; those that are up to date keep their times."""
+    folder = HERE / "api"
+    folder.mkdir(exist_ok=True)
+    packages = {package: names for package, names in package_names().items() if names}
+    pages = {f"{package}.md": api_page(package, names) for package, names in packages.items()}
+    pages["index.md"] = api_index(packages)
+    for old in folder.glob("*.md"):
+        if old.name not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        path = folder / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def link_outside(app: object, docname: str, source: list[str]) -> None:
+    """Turns links to files outside of `docs/` into links to the repository, or into text where that is not known."""
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    to = rf"[\1](https://github.com/{repository}/blob/main/\2)" if repository else r"\1"
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?!docs/)([^)]+)\)", to, source[0])
+
+
+def list_other_pages(app: object, docname: str, source: list[str]) -> None:
+    """Adds the pages that `index.md` does not list to its how-tos."""
+    if docname == "index":
+        listed = re.findall(r"^(?:.*<(.*)>|(\w+))$", source[0], re.MULTILINE)
+        known = {name for names in listed for name in names} | {"index"}
+        others = sorted({path.stem for path in HERE.glob("*.md")} - known)
+        source[0] = source[0].replace("OTHER_PAGES\n", "".join(f"{name}\n" for name in others))
+
+
+def code_as_in_markdown(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Rewrites the code spans of a docstring for Sphinx."""
+
+    def literal(found: re.Match[str]) -> str:
+        code = re.sub(r"\s+", " ", found[1])
+        return f"``{code}``" + (f"\\ {found[2]}" if found[2] else "")  # as in `ShapeDtypeStruct`s
+
+    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w)?", literal, "\n".join(lines))
+    if what == "property":  # napoleon takes what is before a colon for its type
+        text = text.replace(":", COLON)
+    lines[:] = text.split("\n")
+
+
+def with_colons(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Puts back the colons of properties, after napoleon."""
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def signature(
+    app: object, what: str, name: str, value: object, options: object, args: str | None, returns: str | None
+) -> tuple[str, str] | None:
+    """Leaves out the signatures of classes that only the library makes."""
+    is_private = what == "class" and re.search(r"\b_[A-Z]|<factory>", args or "")
+    return ("", "") if is_private else None
+
+
+def setup(app: object) -> None:
+    """Connects the functions above to the build."""
+    app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
+    app.connect("source-read", link_outside)  # type: ignore[attr-defined]
+    app.connect("source-read", list_other_pages)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-signature", signature)  # type: ignore[attr-defined]

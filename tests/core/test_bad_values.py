@@ -22,6 +22,7 @@ from zero_jax.cli import train as cli_train
 from zero_jax.cli.options import check_value
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.trainer import run as training_run
+from zero_jax.trainer.inputs import text
 
 HUGE = "18446744073709551616"
 WIDEST = "4611686018427387904"
@@ -71,7 +72,7 @@ def start(*_, **__):
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch, tmp_path):
     for module, name in (
-        (training_run, "load_dataset"),
+        (text, "load_dataset"),
         (training_run, "make_folder"),
         (cli_request, "compile_plan"),
         (cli_request, "trace_loss"),

@@ -2,7 +2,7 @@
 
 Run it anywhere, stop it with Ctrl-C, and run it again: JAX_NUM_CPU_DEVICES=8 python examples/vit_digits.py
 The same by the command line: zero-jax train --loss examples/vit_digits.py:loss_fn --init examples/vit_digits.py:init_fn
-  --batches examples/vit_digits.py:batches --validation examples/vit_digits.py:validation --steps 200
+  --batches examples/vit_digits.py:batches --validation examples/vit_digits.py:validation --steps 120
 """
 
 import flax.linen as nn
@@ -13,7 +13,8 @@ from sklearn.datasets import load_digits
 import zero_jax as zero
 
 pictures, labels = load_digits(return_X_y=True)  # 1,797 pictures of 8 x 8 pixels
-pictures, labels = (pictures / 16 - 0.5).astype(np.float32), labels.astype(np.int32)
+order = np.random.default_rng(0).permutation(len(labels))
+pictures, labels = (pictures[order] / 16 - 0.5).astype(np.float32), labels[order].astype(np.int32)
 NUM_TRAIN, BATCH_SIZE, WIDTH = 1536, 64, 64
 
 
@@ -53,7 +54,7 @@ validation = [
 
 def main():
     config = zero.TrainConfig(
-        steps=200,
+        steps=120,
         zero=zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0),
         name="vit-digits",
         resume="auto",

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import pathlib
 import re
+import subprocess
+import sys
 
 import grain
 import jax
@@ -325,9 +327,16 @@ def bad_loss(params, batch):
     return batch["nothing"]
 
 def batches(step):
-    return {"x": np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)}
+    x = np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)
+    num = 8 // jax.process_count()  # of this process
+    return {"x": x[jax.process_index() * num :][:num]}
 
-validation = [batches(99)]
+def passes():
+    import grain
+
+    return grain.MapDataset.range(3).map(lambda step: batches(int(step))).to_iter_dataset()
+
+validation = [batches(99)] if jax.process_count() == 1 else []
 """
 COMMAND = "train --steps 4 --eval-every 2 --warmup-steps 1 --stage 3 --devices 2 --json".split()
 OWN = {"--loss": "loss_fn", "--init": "init_fn", "--batches": "batches"}
@@ -388,3 +397,21 @@ def test_a_model_of_ones_own_needs_all_three(own, capsys):
     assert status == 2 and "--loss is of a model of your own, which needs --loss, --init and --batches: give --b" in err
     status, _, err = run([*COMMAND, "--validation", "mine.py:validation"], capsys)
     assert status == 2 and "--validation is of a model of your own" in err and "--loss and --init and --batches" in err
+
+
+@pytest.mark.slow
+def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path):
+    """The figures are those of one process, and the second run begins in the middle of a pass."""
+    command = [sys.executable, "-m", "zero_jax", "launch", "-n", "2", "--devices-per-process", "1", "--", *COMMAND]
+    command += [*own[:4], "--batches", "mine.py:passes", "--precision", "fp32", "--schedule", "constant"]
+    for name, stops in {"two": (2, 5), "one": (5,)}.items():
+        for steps in stops:
+            words = command if name == "two" else [*command[:3], *command[command.index("--") + 1 :]]
+            words = [*words, "--name", name, "--resume", "auto", "--steps", str(steps)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert "reading and dropping" not in done.stdout + done.stderr
+    one, two = (read_run(tmp_path / "runs" / name).train for name in ("one", "two"))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
+    assert two[-1]["examples"] == 40

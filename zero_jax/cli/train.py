@@ -65,9 +65,9 @@ def add_commands(commands: Any) -> None:
         help="train a transformer on text, or a model of your own on anything",
         description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
         "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and --batches any "
-        "model. Leaves checkpoints, a picture of the "
-        "loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped because "
-        "the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
+        "model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its own. Exit "
+        "status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by a signal, "
+        "76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -119,8 +119,8 @@ def _train(options: argparse.Namespace) -> int:
             model = import_own_model(own, model_axis=config.model_axis)
         assert model is not None
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-        if place.is_first:
-            with hold(run.folder), discarding(run.folder):
+        with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
+            if place.is_first:
                 _save_options(run, options)
     except OSError as error:
         return _refuse(options, error, place, status=1)

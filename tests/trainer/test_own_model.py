@@ -408,7 +408,7 @@ def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path)
         for steps in stops:
             words = command if name == "two" else [*command[:3], *command[command.index("--") + 1 :]]
             words = [*words, "--name", name, "--resume", "auto", "--steps", str(steps)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
             assert "reading and dropping" not in done.stdout + done.stderr
     one, two = (read_run(tmp_path / "runs" / name).train for name in ("one", "two"))

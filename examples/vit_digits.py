@@ -2,7 +2,7 @@
 
 Run it anywhere, stop it with Ctrl-C, and run it again: JAX_NUM_CPU_DEVICES=8 python examples/vit_digits.py
 The same by the command line: zero-jax train --loss examples/vit_digits.py:loss_fn --init examples/vit_digits.py:init_fn
-  --batches examples/vit_digits.py:batches --validation examples/vit_digits.py:validation --steps 120
+  --batches examples/vit_digits.py:batches --validation examples/vit_digits.py:validation --steps 150
 """
 
 import flax.linen as nn
@@ -15,7 +15,7 @@ import zero_jax as zero
 pictures, labels = load_digits(return_X_y=True)  # 1,797 pictures of 8 x 8 pixels
 order = np.random.default_rng(0).permutation(len(labels))
 pictures, labels = (pictures[order] / 16 - 0.5).astype(np.float32), labels[order].astype(np.int32)
-NUM_TRAIN, BATCH_SIZE, WIDTH = 1536, 64, 64
+NUM_TRAIN, BATCH_SIZE, WIDTH, STEPS = 1536, 64, 64, 150
 
 
 class ViT(nn.Module):
@@ -54,12 +54,13 @@ validation = [
 
 def main():
     config = zero.TrainConfig(
-        steps=120,
+        steps=STEPS,
         zero=zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0),
         name="vit-digits",
         resume="auto",
     )
-    trainer = zero.Trainer(loss_fn, init_fn, batches, validation=validation, tx=optax.adamw(2e-3), config=config)
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 10, STEPS))
+    trainer = zero.Trainer(loss_fn, init_fn, batches, validation=validation, tx=tx, config=config)
     print(trainer.train())
     print(zero.memory.measure_arrays(trainer.state))
 

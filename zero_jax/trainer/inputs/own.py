@@ -65,6 +65,7 @@ class OwnInput:
       mesh: the mesh.
       shapes: shapes of a global batch.
       batch_size: examples in it.
+      local_batch_size: examples that this process gives to it.
       validation: batches to validate on, or None.
       loss_weight: the entry of the aux that a validation batch is weighted by; None weighs by examples.
       notes: lines for the log.
@@ -74,6 +75,7 @@ class OwnInput:
     mesh: Mesh
     shapes: PyTree
     batch_size: int
+    local_batch_size: int
     validation: Iterable[PyTree] | None
     loss_weight: str | None
     notes: tuple[str, ...] = ()
@@ -112,7 +114,8 @@ class OwnInput:
         position, state = 0, None
         if saved is not None:
             position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
-        return OwnBatches(self.source, self.source.open(position, state, say=say, beat=beat), position=position)
+        batches = self.source.open(position, state, say=say, beat=beat)
+        return OwnBatches(batches, batch_size=self.local_batch_size, position=position)
 
     def record(self, batches: Any) -> dict[str, Any]:
         """Returns the number of batches read, and the states of the iterators of all processes."""
@@ -121,14 +124,9 @@ class OwnInput:
         return record if state is None else {**record, "states": from_all_processes(state)}
 
     def place(self, batch: PyTree) -> PyTree:
-        """Shards a batch over the devices; what comes from the host goes into buffers that are reused.
-
-        Raises:
-          ValueError: another number of examples than in the first batch, or leaves that are no arrays.
-        """
+        """Shards a batch over the devices; what comes from the host goes into buffers that are reused."""
         has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
         placed = shard_batch(batch, mesh=self.mesh)
-        self._check_size(placed)
         # Arrays on devices may be given again; the buffers would delete them.
         return placed if has_own_arrays else self.buffers.fill(placed)
 
@@ -144,24 +142,27 @@ class OwnInput:
         """Returns the scalars of the aux by name."""
         return scalar_figures(aux)
 
-    def _check_size(self, batch: PyTree) -> None:
-        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-            if leaf.ndim and leaf.shape[0] != self.batch_size:
-                raise ValueError(
-                    f"batch leaf {name!r} has {leaf.shape[0]} examples, and that of the first batch {self.batch_size}: "
-                    "drop the last batch of a pass if it is smaller (`drop_remainder`), or pad it"
-                )
-
 
 class OwnBatches(Iterator[PyTree]):
-    """Open batches, as they come from the user."""
+    """Open batches, as they come from the user; all have as many examples as the first one.
 
-    def __init__(self, source: Source, batches: Iterator[PyTree], *, position: int):
-        """Wraps the batches of an open source; `position` counts those before."""
-        self._source, self._batches, self.position = source, batches, position
+    Attributes:
+      position: batches so far, those before the start included.
+    """
+
+    def __init__(self, batches: Iterator[PyTree], *, batch_size: int, position: int):
+        """Wraps the batches of an open source."""
+        self._batches, self._batch_size, self.position = batches, batch_size, position
 
     def __next__(self) -> PyTree:
         batch = next(self._batches)
+        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
+            if np.ndim(leaf) and np.shape(leaf)[0] != self._batch_size:
+                raise ValueError(
+                    f"batch leaf {name!r} of step {self.position + 1} has {np.shape(leaf)[0]} examples, and that of "
+                    f"the first batch {self._batch_size}: drop the last batch of a pass if it is smaller "
+                    "(`drop_remainder`), or pad it"
+                )
         self.position += 1
         return batch
 
@@ -193,14 +194,15 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         scalar, or functions of other parameters.
     """
     source = find_source("batches", model.batches)
-    shapes = _placed_shapes("the first batch", source.first(), mesh, zero.num_microbatches)
+    first = source.first()
+    shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches)
     variables = jax.eval_shape(model.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     aux = _aux_shapes(model.loss_fn, variables, shapes, mesh)
     weight = None if zero.loss_weight == "auto" else zero.loss_weight
     validation, eval_aux = None, {}
     if model.validation is not None:
-        validation, first = _validation(model.validation, eval_batches)
-        placed = _placed_shapes("the first batch of the validation", first, mesh, 1)
+        validation, first_of_it = _validation(model.validation, eval_batches)
+        placed = _placed_shapes("the first batch of the validation", first_of_it, mesh, 1)
         eval_aux = _aux_shapes(model.eval_fn or model.loss_fn, variables, placed, mesh)
         if weight is not None and weight not in leaf_names(eval_aux):
             raise ValueError(
@@ -216,6 +218,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         mesh=mesh,
         shapes=shapes,
         batch_size=_num_examples(shapes),
+        local_batch_size=_num_examples(first),
         validation=validation,
         loss_weight=weight,
         notes=tuple(dict.fromkeys(unshown_leaves(aux) + unshown_leaves(eval_aux))),
@@ -258,7 +261,7 @@ def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch
 
 
 def _num_examples(batch: PyTree) -> int:
-    return next(x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+    return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
 
 
 def _own_state(states: Any) -> str | None:

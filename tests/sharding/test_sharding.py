@@ -381,6 +381,20 @@ def test_report_warns_where_whole_leaves_dominate():
     assert "[scalar]" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        (0, "sharded like this at this stage: nothing; params are replicated over data"),
+        (2, "sharded like this at this stage: grads, master, opt_state; params are replicated over data"),
+        (3, None),
+    ],
+)
+def test_report_says_what_the_stage_shards(stage, line):
+    report = zero.sharding_report(shapes(kernel=(256, 64)), mesh=mesh_of("8"), config=zero.ZeroConfig(stage=stage))
+    said = [row for row in str(report).splitlines() if "at this stage" in row]
+    assert said == ([] if line is None else [line])
+
+
 def test_report_of_a_state():
     mesh, config = mesh_of("8"), zero.ZeroConfig(min_shard_size=8)
     state = zero.init_state(mlp(), optax.adam(1.0), jax.random.key(0), mesh=mesh, config=config)

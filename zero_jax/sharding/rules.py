@@ -286,11 +286,19 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingReport:
-    """How the leaves of a group are sharded, and why some are replicated; prints as a table."""
+    """How the leaves of sharded groups are sharded, and why some are replicated; prints as a table.
+
+    Attributes:
+      placements: each leaf.
+      per_device_bytes: bytes a device of the leaves, sharded like this.
+      whole_bytes: of these, unsharded leaves.
+      groups: the groups of a train state that the stage shards like this; the others are replicated.
+    """
 
     placements: tuple[LeafPlacement, ...]
     per_device_bytes: int
     whole_bytes: int
+    groups: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = []
@@ -299,14 +307,19 @@ class ShardingReport:
             rows.append((p.path, str(p.shape), p.dtype, f"[{spec}]", p.reason))
         sizes = map(format_bytes, (self.per_device_bytes, self.whole_bytes))
         lines = [aligned(rows), "{} a device, {} of it unsharded leaves".format(*sizes)]
+        if "params" not in self.groups:
+            sharded = ", ".join(self.groups) or "nothing"
+            lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")
         if 2 * self.whole_bytes > self.per_device_bytes:
             lines.append("warning: unsharded leaves take more than half of that")
         return "\n".join(lines)
 
 
-def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes) -> ShardingReport:
-    """Returns a report of placements, with bytes per device."""
+def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Sequence[str]) -> ShardingReport:
+    """Returns a report of placements, with bytes per device; `groups` are those that are sharded."""
     leaves = tuple(jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement)))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
     whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
-    return ShardingReport(placements=leaves, per_device_bytes=sum(per_device.values()), whole_bytes=whole)
+    return ShardingReport(
+        placements=leaves, per_device_bytes=sum(per_device.values()), whole_bytes=whole, groups=tuple(groups)
+    )

@@ -85,4 +85,6 @@ def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Shardi
     """
     variables = params.variables if isinstance(params, TrainState) else params
     placement = make_placement(variables, mesh=mesh, config=config)
-    return report_placements((placement.params, placement.model_state), mesh=mesh, axes=placement.axes)
+    return report_placements(
+        (placement.params, placement.model_state), mesh=mesh, axes=placement.axes, groups=sorted(placement.groups)
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import source_line
+from zero_jax.core.text_tables import format_bytes
 from zero_jax.transforms.gather.deferred import Lazy
 
 
@@ -63,7 +64,7 @@ class GatherReport:
         for event in sorted(self.events, key=lambda event: not event.early):
             mark = "EARLY" if event.early else "     "
             rows.append(
-                f"{mark} {event.gathered_bytes / 2**20:9.2f} MiB  {event.path}: {event.reason} at {event.where}"
+                f"{mark} {format_bytes(event.gathered_bytes):>12}  {event.path}: {event.reason} at {event.where}"
             )
         for use in self.wide:
             rows.append(f"WIDE  {use.path}: {use.operation} in {use.dtype}, param in {use.param_dtype}, at {use.where}")

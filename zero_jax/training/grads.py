@@ -137,7 +137,7 @@ class Accumulator:
           dims: for each param, how its gradient is sharded.
 
         Returns:
-          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` tells how large the gradients of its
+          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` says how large the gradients of its
           parts are.
         """
         k = self.num_microbatches

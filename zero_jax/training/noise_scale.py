@@ -173,7 +173,7 @@ class NoiseScale:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: give a number from 0 to below 1, such as 0.99")
         if min_steps < 2:
-            raise ValueError(f"min_steps={min_steps}: give at least 2, an error cannot be told from fewer")
+            raise ValueError(f"min_steps={min_steps}: give at least 2, fewer give no error")
         self.decay, self.min_steps = decay, min_steps
         self._num_steps = 0
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)

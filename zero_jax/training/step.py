@@ -1,4 +1,4 @@
-"""The train step: loss, gradients, update, and where each of them lies."""
+"""The train step: loss, gradients, update, and how each of them is sharded."""
 
 from __future__ import annotations
 

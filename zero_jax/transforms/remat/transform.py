@@ -46,7 +46,7 @@ def rematerialize(
       remat: the policy, or its name in `POLICIES`.
       mesh: the mesh.
       axes: the roles of its axes; None finds them by name.
-      specs: how the params are sharded over `model` (a spec for each leaf, or a prefix of the tree); None: they are not.
+      specs: how the params are sharded over `model` (a spec for each leaf, or a prefix of the tree), if at all.
 
     Returns:
       A function with the signature of `loss_fn`.

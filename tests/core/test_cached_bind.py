@@ -1,0 +1,71 @@
+"""Equations that are evaluated together compute what they do one by one, derivatives to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.core.cached_bind import CachedBind, can_be_nested
+from zero_jax.core.evaluation import evaluate
+from zero_jax.core.jaxprs import is_literal
+
+
+def layer(x, scale):
+    """Uses its input in several places, as the sum of cotangents of a residual stream does."""
+    y = x * x + jnp.float32(0.1)
+    return x + jnp.sin(x * jax.lax.rsqrt(y)) * scale - y * x
+
+
+def loss(x):
+    return layer(layer(x, x[::-1]), x).sum()
+
+
+def in_runs(x, bind, length):
+    """Evaluates the loss with runs of so many equations at once."""
+    jaxpr = jax.make_jaxpr(loss)(x).jaxpr
+    env = dict(zip(jaxpr.invars, [x], strict=True))
+    for start in range(0, len(jaxpr.eqns), length):
+        eqns = jaxpr.eqns[start : start + length]
+        assert all(map(can_be_nested, eqns))
+        wanted = [var for eqn in eqns for var in eqn.outvars]
+        read = lambda atom: atom.val if is_literal(atom) else env[atom]  # noqa: E731
+        env.update(zip(wanted, bind.evaluate(eqns, read, wanted), strict=True))
+    return env[jaxpr.outvars[0]]
+
+
+def program(fn, x):
+    """Returns the gradient's program; the numbers of its values say in which order cotangents are added."""
+    return jax.jit(jax.grad(fn)).lower(x).as_text()
+
+
+def test_runs_have_the_program_of_single_equations():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
+    jaxpr = jax.make_jaxpr(loss)(x).jaxpr
+    bind = CachedBind()
+    alone = program(lambda x: evaluate(jaxpr, (), [x], bind)[0], x)
+    assert alone.replace("<lambda>", "f") == program(lambda x: in_runs(x, CachedBind(), 5), x).replace("<lambda>", "f")
+    np.testing.assert_array_equal(jax.grad(lambda x: in_runs(x, CachedBind(), 4))(x), jax.grad(loss)(x))
+
+
+def test_equal_layers_share_a_function():
+    x = jnp.ones(8)
+    num_eqns = len(jax.make_jaxpr(layer)(x, x).eqns)
+
+    def layers(x):
+        for _ in range(6):
+            x = layer(x, x)
+        return x
+
+    jaxpr, bind = jax.make_jaxpr(layers)(x).jaxpr, CachedBind()
+    assert len(jaxpr.eqns) == 6 * num_eqns
+
+    def run(x):
+        env = {jaxpr.invars[0]: x}
+        for i in range(0, len(jaxpr.eqns), num_eqns):
+            eqns = jaxpr.eqns[i : i + num_eqns]
+            wanted = [eqns[-1].outvars[0]]
+            read = lambda atom: atom.val if is_literal(atom) else env[atom]  # noqa: E731
+            env.update(zip(wanted, bind.evaluate(eqns, read, wanted), strict=True))
+        return env[jaxpr.outvars[0]].sum()
+
+    jax.make_jaxpr(jax.grad(run))(x)
+    assert len(bind.jitted) == 1

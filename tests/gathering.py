@@ -71,8 +71,8 @@ def assert_close(got, want):
 def assert_sharded(grads, specs):
     """Gradients lie as the specs say; those that are zero whatever the params are need not."""
     for (path, grad), spec in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(specs), strict=True):
-        lies = grad.sharding.is_equivalent_to(spec, grad.ndim) or not np.any(grad)
-        assert lies, f"{jax.tree_util.keystr(path)} lies as {grad.sharding.spec}, not as {spec.spec}"
+        is_right = grad.sharding.is_equivalent_to(spec, grad.ndim) or not np.any(grad)
+        assert is_right, f"{jax.tree_util.keystr(path)} is sharded as {grad.sharding.spec}, not as {spec.spec}"
 
 
 def check(fn, params, *args, mesh, specs=None, **options):

@@ -227,11 +227,15 @@ STATE_ERRORS = [
     # the step's optimizer and config, and where the state of stage 1 does not fit them
     (optax.sgd(0.1), dict(stage=1), "it holds 0/count .*the optimizer's own state has no other leaf"),
     (optax.adam(0.1, mu_dtype=jnp.bfloat16), dict(stage=1), "it holds 0/mu/in float32.*has 0/mu/in bfloat16"),
-    (optax.adam(0.1), dict(stage=3), "leaf 'params/in' of the state lies as .*zero.state_shardings"),
-    (optax.adam(0.1), dict(stage=1, mesh="2"), "leaf 'step' of the state lies as .*'data': 4.*made for .*'data': 2"),
+    (optax.adam(0.1), dict(stage=3), "leaf 'params/in' of the state is sharded as .*zero.state_shardings"),
+    (
+        optax.adam(0.1),
+        dict(stage=1, mesh="2"),
+        "leaf 'step' of the state is sharded as .*'data': 4.*made for .*'data': 2",
+    ),
     (optax.adam(0.1), dict(stage=1, precision="bf16"), "another stage or precision .it has no master params."),
     (optax.adam(0.1), dict(stage=3, precision="fp16"), "differ in loss scaling"),
-    (optax.adam(0.1), dict(stage=1, overrides={"out": P()}), "leaf 'opt_state/0/mu/out' of the state lies as"),
+    (optax.adam(0.1), dict(stage=1, overrides={"out": P()}), "leaf 'opt_state/0/mu/out' of the state is sharded as"),
 ]
 
 

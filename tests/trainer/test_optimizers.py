@@ -1,4 +1,4 @@
-"""Every optax optimizer trains sharded as it does on one device, and its state lies as its params do."""
+"""Every optax optimizer trains sharded as it does on one device, and its state is sharded as its params."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The average of the params is right, lies as the optimizer's state does, and rests when a step is skipped."""
+"""The average of the params is right, is sharded as the optimizer's state does, and rests when a step is skipped."""
 
 import jax
 import jax.numpy as jnp

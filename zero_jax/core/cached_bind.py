@@ -13,6 +13,7 @@ from zero_jax.core.jaxprs import (
     bind,
     bind_primitive,
     inner_jaxprs,
+    is_literal,
     is_traced,
     name_stack,
     source_context,
@@ -38,6 +39,11 @@ class _ById:
     value: Any
 
 
+def can_be_nested(eqn: Any) -> bool:
+    """Tells whether an equation may be in a nested `jit` of `CachedBind`: it has no effects and holds no jaxprs."""
+    return not eqn.effects and not inner_jaxprs(eqn)
+
+
 class CachedBind:
     """Evaluates equations as `bind` does, one kind of equation as one nested `jit`, which is inlined.
 
@@ -48,9 +54,27 @@ class CachedBind:
     def __init__(self):
         self.jitted: dict[Any, Callable[..., Any]] = {}
 
+    def evaluate(self, eqns: Sequence[Any], read: Callable[[Any], Any], wanted: Sequence[Any]) -> list[Any]:
+        """Evaluates equations of one line and names that follow one another, and returns the wanted results.
+
+        Args:
+          eqns: the equations, of each of which `can_be_nested` holds.
+          read: from an input that none of them makes to its value.
+          wanted: the results to return.
+        """
+        run = _Run(eqns, wanted)
+        try:
+            function = self.jitted.get(run.key)
+            if function is None:
+                function = self.jitted[run.key] = jax.jit(run.call, inline=True)
+        except TypeError:  # a parameter that has no hash
+            function = run.call
+        with source_context(eqns[0]):
+            return function(*map(read, run.inputs))
+
     def __call__(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluates an equation on values and returns its results, always as a list."""
-        if eqn.effects or inner_jaxprs(eqn) or all(not is_traced(value) for value in values):
+        if not can_be_nested(eqn) or all(not is_traced(value) for value in values):
             return bind(eqn, values)
         try:
             key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx
@@ -64,3 +88,39 @@ class CachedBind:
         with source_context(eqn):
             result = function(*values)
         return list(result) if eqn.primitive.multiple_results else [result]
+
+
+class _Run:
+    """Equations as a function of arrays.
+
+    It takes a value as often as they use it, the last use first: so a cotangent is the sum of the same terms in the
+    same order as of equations that are evaluated one by one.
+
+    Attributes:
+      inputs: what it takes.
+      key: equal for equations that do the same.
+    """
+
+    def __init__(self, eqns: Sequence[Any], wanted: Sequence[Any]):
+        self.eqns = eqns
+        numbers = {var: i for i, var in enumerate(var for eqn in eqns for var in eqn.outvars)}
+        self.wanted = tuple(numbers[var] for var in wanted)
+        self.inputs: list[Any] = []
+        places = []
+        for eqn in reversed(eqns):
+            made = [None if is_literal(atom) else numbers.get(atom) for atom in eqn.invars]
+            first = len(self.inputs)
+            self.inputs += [atom for atom, number in zip(eqn.invars, made, strict=True) if number is None]
+            places.append((first, tuple(made)))
+        self.places = tuple(reversed(places))
+        described = tuple((eqn.primitive, tuple(eqn.params.items()), eqn.ctx) for eqn in eqns)
+        self.key: Any = described, self.places, self.wanted
+
+    def call(self, *arrays: Any) -> list[Any]:
+        results: list[Any] = []
+        for eqn, (first, made) in zip(self.eqns, self.places, strict=True):
+            taken = iter(arrays[first:])
+            values = [next(taken) if number is None else results[number] for number in made]
+            result = bind_primitive(eqn.primitive, eqn.params, *values)
+            results += result if eqn.primitive.multiple_results else [result]
+        return [results[number] for number in self.wanted]

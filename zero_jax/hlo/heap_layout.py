@@ -71,7 +71,7 @@ def _layout(lines: Iterable[str], lives: Mapping[str, tuple[int, int]]) -> HeapL
     placed: list[tuple[int, int, int, int]] = []
     for line in lines:
         if match := _ALLOCATION.match(line):
-            # What has a color lies in another memory: on the chip, or the host's.
+            # What has a color is in another memory: on the chip, or the host's.
             is_heap = "preallocated-temp" in match[2] and "color" not in match[2]
             allocated += int(match[1]) if is_heap else 0
             live, placed = live + _most_alive(placed), []

@@ -64,7 +64,7 @@ class Heap:
       peak_bytes: The most that temporaries take at one time in the device's memory, beside the arguments and were they
         packed without gaps.
       live: The temporaries that are alive then, largest first, without those in the memory of results.
-      in_arguments: The temporaries that lie in the memory of results then, donated arguments or not, largest first.
+      in_arguments: The temporaries that are in the memory of results then, donated arguments or not, largest first.
       peak_name: The instruction that runs then.
       peak_op_name: Its JAX name stack, or that of the nearest instruction before it that has one.
       argument_bytes: All arguments in the device's memory.
@@ -126,7 +126,7 @@ def peak(compiled: Any) -> Heap:
     program = parse(compiled)
     if not program.is_scheduled:
         raise ValueError(
-            "the HLO is not scheduled, and its order tells nothing of memory: pass the text of a compiled program, "
+            "the HLO is not scheduled, and its order says nothing about memory: pass the text of a compiled program, "
             "compiled.as_text(), and not lowered.as_text()"
         )
     values = LiveRanges(program)
@@ -200,7 +200,7 @@ def _until(allocation: _Allocation, step: int) -> _Allocation:
 def _reuse(
     temporaries: Sequence[_Allocation], results: Iterable[_Allocation]
 ) -> tuple[list[_Allocation], list[_Allocation]]:
-    """Splits temporaries into those with memory of their own and those that lie in results."""
+    """Splits temporaries into those with memory of their own and those in the memory of results."""
     free = [(result.num_bytes, list(result.spans)) for result in sorted(results, key=lambda result: result.num_bytes)]
     sizes = [size for size, _ in free]
     heap, in_results = [], []

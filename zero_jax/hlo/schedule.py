@@ -101,7 +101,7 @@ def play(
     A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands.
 
     XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
-    them: what lies in between is what they overlap with.
+    them: what runs in between is what they overlap with.
 
     Args:
       program: The program, as scheduled (`is_scheduled=true`).

@@ -162,7 +162,7 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     Args:
       config: The model's shape.
       vocab: Whether the table of the vocabulary is split too, by rows: logits then are, and never whole.
-      model_size: The size of the axis, to be told here and by name what does not divide over it.
+      model_size: The size of the axis, for an error that names what does not divide over it.
 
     Raises:
       ValueError: If `model_size` does not divide the heads, the hidden features or the vocabulary.
@@ -216,7 +216,7 @@ def hidden(
       params: Its params.
       tokens_BT: The tokens.
       segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
-      place: `place(x_BTD, kind)` may say where activations lie: `residual` is what is added to the residual stream,
+      place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream,
         `gathered` what goes into the matrices of a block or of the head, which need every token.
       attend: causal attention `attend(q_BTHK, k_BTHK, v_BTHK, segments_BT)`.
     """
@@ -357,7 +357,7 @@ def generate(
             f"not negative, top_k between 1 and the vocabulary's {config.vocab_size}, or None"
         )
     prompt_T = prompt_T[-config.seq_len :].astype(jnp.int32)
-    # Whatever lies to the right of the last real token is never seen, because attention is causal.
+    # Whatever is to the right of the last real token is never seen, because attention is causal.
     window_T = jnp.zeros(config.seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)
 
     def choose(logits_V: Array, key: Array) -> Array:

@@ -167,7 +167,7 @@ def remat_policies(
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
-    """Returns the function that tells a plain setting: the least axes beside `data`, and this remat policy."""
+    """Returns the function that recognizes a plain setting: the least axes beside `data`, and this remat policy."""
     axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
     least = min(map(axes, settings))
     return lambda setting: axes(setting) == least and setting.remat == remat

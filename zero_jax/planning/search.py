@@ -118,7 +118,7 @@ def search(
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
-      is_plain: tells whether a setting is what users would take without a search, whatever its microbatches.
+      is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
       log: called with each line of progress.
 
     Raises:

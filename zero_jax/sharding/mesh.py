@@ -78,7 +78,7 @@ def axes_of(
         if mesh.axis_types[names.index(name)] != AxisType.Auto:
             raise ValueError(
                 f"the mesh axis {name!r} is of type {mesh.axis_types[names.index(name)]}, which jax.make_mesh gives "
-                "unless told: make the mesh with zero.make_mesh, or with axis_types=(jax.sharding.AxisType.Auto, ...)"
+                "by default: make the mesh with zero.make_mesh, or with axis_types=(jax.sharding.AxisType.Auto, ...)"
             )
     if not data:
         raise ValueError(

@@ -105,7 +105,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
 
 
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
-    """Places a batch with its leading dim over the batch axes; leaves that lie there already are not touched.
+    """Places a batch with its leading dim over the batch axes; leaves that are there already are not touched.
 
     Args:
       batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples.

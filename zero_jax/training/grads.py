@@ -137,7 +137,7 @@ class Accumulator:
           dims: for each param, how its gradient is sharded.
 
         Returns:
-          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` tells how large the gradients of its
+          `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` says how large the gradients of its
           parts are.
         """
         k = self.num_microbatches
@@ -158,14 +158,14 @@ class Accumulator:
             # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
             grads = lax.optimization_barrier(grads)
             squares = shard_squares(grads, dims, mesh=self.mesh)
-            sums = pin([s + _weigh(weight, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)])
+            sums = pin([_add_weighed(s, weight, g) for s, g in zip(sums, grads, strict=True)])
             return (sums, total + weight, model_state), (loss.astype(jnp.float32), weight, aux, squares)
 
         zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
         begun = zeros, jnp.float32(0), model_state
         (sums, total, model_state), (losses, weights, auxes, squares) = lax.scan(body, begun, xs)
-        grads = [s / _nonzero(total) for s in sums]
+        grads = [_divided(s, total) for s in sums]
         size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
         out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
@@ -204,7 +204,7 @@ class Accumulator:
             keys = jax.random.split(jax.random.fold_in(key, index), n)
             (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
-            sums = [s + _weigh(_outer(weights, g), g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
+            sums = [_add_weighed(s, _outer(weights, g), g) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
             return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux, squares)
 
@@ -214,7 +214,7 @@ class Accumulator:
         ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
-        grads = [self.reduce(d, s / _nonzero(total)) for d, s in zip(dims, sums, strict=True)]
+        grads = [self.reduce(d, _divided(s, total)) for d, s in zip(dims, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
@@ -301,6 +301,19 @@ def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
 def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Returns `weight * x`, nothing where the weight is nothing: the mean of an empty microbatch may be 0 / 0."""
     return jnp.where(weight == 0, 0, weight * x)
+
+
+# Inlined functions of a leaf: JAX traces them once for all leaves of a shape.
+
+
+@functools.partial(jax.jit, inline=True)
+def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
+    return x / _nonzero(total)
+
+
+@functools.partial(jax.jit, inline=True)
+def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
+    return total + _weigh(weight, x.astype(total.dtype))
 
 
 def _nonzero(total: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ batch at which both are equally large. Both follow from the squared norms of a b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,20 +56,25 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
     squares: Squares = {}
     for x, whole_dims in zip(arrays, dims, strict=True):
         cut = tuple(dim for dim in whole_dims if dim)
-        shape, entries, local = [], [], []
-        for size, dim in zip(x.shape, whole_dims, strict=True):
-            if dim:
-                shards = num_shards(mesh, (dim,))
-                shape.append(shards)
-                entries.append(dim)
-                size //= shards
-            local.append(len(shape))
-            shape.append(size)
-            entries.append(())
-        x = lax.with_sharding_constraint(x.reshape(shape), named(mesh, tuple(entries)))
-        square = squared(x).sum(local)
+        square = _squares_of_shards(x, dims=whole_dims, mesh=mesh)
         squares[cut] = squares[cut] + square if cut in squares else square
     return {cut: lax.with_sharding_constraint(x, named(mesh, cut)) for cut, x in squares.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("dims", "mesh"), inline=True)  # traced once for all leaves of a shape
+def _squares_of_shards(x: jax.Array, *, dims: Dims, mesh: Mesh) -> jax.Array:
+    """Returns the sum of squares of each shard of an array, `[shards of a dim, ...]`."""
+    shape, entries, local = [], [], []
+    for size, dim in zip(x.shape, dims, strict=True):
+        if dim:
+            shards = num_shards(mesh, (dim,))
+            shape.append(shards)
+            entries.append(dim)
+            size //= shards
+        local.append(len(shape))
+        shape.append(size)
+        entries.append(())
+    return squared(lax.with_sharding_constraint(x.reshape(shape), named(mesh, tuple(entries)))).sum(local)
 
 
 def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
@@ -167,7 +173,7 @@ class NoiseScale:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: give a number from 0 to below 1, such as 0.99")
         if min_steps < 2:
-            raise ValueError(f"min_steps={min_steps}: give at least 2, an error cannot be told from fewer")
+            raise ValueError(f"min_steps={min_steps}: give at least 2, fewer give no error")
         self.decay, self.min_steps = decay, min_steps
         self._num_steps = 0
         self._sums: dict[str, float] = dict.fromkeys(_SUMS, 0.0)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
 from zero_jax.training.noise_scale import squared
 from zero_jax.training.state.train_state import trainable
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for all leaves of a shape
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return squared(x).sum()
 
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
@@ -23,7 +30,7 @@ def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
     if not leaves:
         return jnp.float32(0), jnp.int32(-1)
     # One vector of sums of squares: one small all-reduce, and a leaf's sum is not finite where the leaf is not.
-    squares = jnp.stack([squared(g).sum() for g in leaves])
+    squares = jnp.stack([_sum_of_squares(g) for g in leaves])
     bad = ~jnp.isfinite(squares)
     first = jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1)
     return jnp.sqrt(squares.sum()), first

@@ -1,4 +1,4 @@
-"""The train step: loss, gradients, update, and where each of them lies."""
+"""The train step: loss, gradients, update, and how each of them is sharded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
-from zero_jax.sharding.precision import cast_floating, update_loss_scale
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
-from zero_jax.training.offloaded_update import OffloadedState
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.update import apply_update, update_if
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
 from zero_jax.training.state.shardings import state_shardings
@@ -37,9 +34,9 @@ from zero_jax.training.state.train_state import (
     check_optimizer,
     make_placement,
     merge,
-    strongly_typed,
     trainable,
 )
+from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
@@ -163,13 +160,10 @@ def make_train_step(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Program:
+class _Program(UpdateProgram):
     """What `make_train_step` was given; its methods are traced once per compile."""
 
     loss_fn: Callable[..., Any]
-    tx: Any
-    mesh: Mesh
-    config: ZeroConfig
 
     def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
@@ -384,87 +378,3 @@ class _Program:
                 stacklevel=2,
             )
         return results or accumulator.sharded(placed_grads, *inputs)
-
-    def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
-        """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
-
-        def finish(master: jax.Array, sharding: NamedSharding, grad: jax.Array | None) -> jax.Array | None:
-            if grad is None:
-                return None
-            grad = grad.astype(master.dtype)
-            if loss_scale is not None:
-                grad = grad / loss_scale.scale.astype(master.dtype)
-            return lax.with_sharding_constraint(grad, sharding)
-
-        return jax.tree.map(finish, masters, placement.param_shardings("master"), grads, is_leaf=lambda x: x is None)
-
-    def clip(self, grads: PyTree, norm: jax.Array) -> PyTree:
-        limit = self.config.clip_norm
-        if limit is None:
-            return grads
-        factor = jnp.where(norm > limit, limit / norm, 1.0)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
-
-    def update(
-        self, masters: PyTree, opt_state: PyTree, grads: PyTree, finite: jax.Array, offers: dict[str, Any]
-    ) -> tuple[PyTree, PyTree]:
-        """Returns new master params and optimizer state; the old ones where a gradient is not finite."""
-
-        def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, opt_state = apply_update(self.tx, grads, opt_state, params, **offers)
-            return optax.apply_updates(params, updates), strongly_typed(opt_state)
-
-        if self.config.skip_nonfinite is False:
-            new_params, opt_state = apply(trainable(masters), opt_state)
-        else:
-            in_place = self.mesh.devices.flat[0].platform == "cpu" and self.config.offload is None
-            new_params, opt_state = update_if(finite, apply, (trainable(masters), opt_state), in_place=in_place)
-        return merge(masters, new_params), opt_state
-
-    def streamed_update(
-        self,
-        offloaded: OffloadedState,
-        placement: Placement,
-        scaled_grads: PyTree,
-        scalars: tuple[jax.Array, jax.Array, jax.Array, Any],
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns what `update` does, and the new params in low precision, from a state that is partly on the host.
-
-        All that is done to a gradient is part of it: no copy of all gradients in the master params' dtype is made.
-        """
-
-        def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Any:
-            norm, finite, loss, loss_scale = scalars
-            grads = self.unscale(scaled_grads, masters, placement, loss_scale)
-            offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
-            clipped = fill_zeros(self.clip(grads, norm), masters)
-            masters, opt_state = self.update(masters, opt_state, clipped, finite, offers)
-            low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
-            return masters, low, opt_state
-
-        return offloaded.update(self.tx, function, scaled_grads, scalars)
-
-    def new_state(
-        self,
-        state: TrainState,
-        placement: Placement,
-        params: PyTree,
-        masters: PyTree,
-        opt_state: PyTree,
-        finite: jax.Array,
-    ) -> TrainState:
-        """Returns the next train state."""
-        skipped = jnp.int32(0) if self.config.skip_nonfinite is False else (~finite).astype(jnp.int32)
-        scale = state.loss_scale
-        if scale is not None:
-            assert placement.precision.loss_scale is not None
-            scale = update_loss_scale(scale, finite, placement.precision.loss_scale)
-        return TrainState(
-            step=state.step + 1,
-            params=params,
-            master=masters if placement.keeps_copy else None,
-            opt_state=opt_state,
-            key=state.key,
-            loss_scale=scale,
-            num_skipped_steps=state.num_skipped_steps + skipped,
-        )

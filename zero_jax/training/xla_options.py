@@ -232,7 +232,7 @@ def _own_device(mesh: Mesh) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiler:
-    """What a compiler is told apart by, and a device of it."""
+    """What identifies a compiler, and a device that it compiles for."""
 
     platform: str
     device_kind: str

@@ -43,7 +43,7 @@ def call_update(
     """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
 
     The functions cost nothing unless the optimizer calls them. Where one is None, a stand-in takes its place: the
-    result then tells shapes, and what depends on what. The gradients of a stand-in depend on `grads`, leaf by leaf.
+    result then shows shapes, and what depends on what. The gradients of a stand-in depend on `grads`, leaf by leaf.
 
     Args:
       tx: the optimizer.

@@ -76,7 +76,7 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
         return leaf
     if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         raise ValueError(
-            f"leaf {name!r} of the state lies as {_shown(leaf.sharding)}, "
+            f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}, "
             f"and the step was made for {_shown(sharding)}: "
             "make the state with the mesh and config that the step was made with, or move it there with "
             "jax.device_put(state, zero.state_shardings(state, mesh=mesh, config=config))"

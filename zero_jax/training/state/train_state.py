@@ -81,7 +81,7 @@ _GATHERED_AT_ONCE_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How the groups of a train state lie on a mesh: what `ZeroConfig` and the shapes of the variables decide."""
+    """How the groups of a train state are sharded: what `ZeroConfig` and the shapes of the variables decide."""
 
     mesh: Mesh
     axes: Axes
@@ -222,7 +222,7 @@ def strongly_typed(tree: PyTree) -> PyTree:
 def _build_state(
     variables: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement
 ) -> TrainState:
-    """Makes a train state from params, each leaf constrained to where it lies; params are not yet gathered."""
+    """Makes a train state from params, each leaf constrained to its sharding; params are not yet gathered."""
     variables = as_variables(variables)
     sharded = jax.tree.map(
         lax.with_sharding_constraint,
@@ -374,7 +374,7 @@ def _init_program(
         given = jax.tree.map(put_global, variables, placement.variable_shardings())
         made = joined(shapes.masters, shapes.model_state)
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
-        # share memory with the user's own, even if `device_put` is told that they may not (JAX 0.10 and 0.12).
+        # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
         donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(made)]
     return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given

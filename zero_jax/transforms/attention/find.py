@@ -26,7 +26,7 @@ def find_cores(jaxpr: Any, is_activation: Callable[[Any], bool]) -> AttentionCor
 
     Args:
       jaxpr: an open jaxpr, with calls inlined.
-      is_activation: tells for each variable whether it is made of more than params and constants.
+      is_activation: for each variable whether it is made of more than params and constants.
     """
     inner: set[Any] = set()
     results: set[Any] = set()

@@ -164,9 +164,7 @@ def _cut(sequence: EqnSequence, users: np.ndarray, period: int, start: int, stop
 
     In the middle it is cut where the fewest bytes pass, and everywhere else where it is most like there.
     """
-    least = [0]
-    for before, after in itertools.pairwise(users.tolist()):
-        least.append(before + 1 + int(np.argmin(sequence.crossing[before + 1 : after + 1])))
+    least = [0, *(sequence.cheapest_cut(*pair) for pair in itertools.pairwise(users.tolist()))]
     phase, lowest = 0, np.inf
     for offset in range(min(period, len(users) - 2 * period + 1)):
         count = (len(users) - offset) // period

@@ -52,19 +52,28 @@ class EqnSequence:
     def measure(self) -> None:
         """Works out how many bytes are made up to each place, and how many of them cross it."""
         num = len(self.eqns)
-        made, made_at, last_use = np.zeros(num + 1), {}, {}
+        made, made_at, last_use, num_bytes = np.zeros(num + 1), {}, {}, {}
         for place, i in enumerate(self.eqns):
             eqn = self.jaxpr.eqns[i]
-            made_at.update((var, place) for var in eqn.outvars)
-            made[place + 1] = sum(_num_bytes(var.aval) for var in eqn.outvars)
+            for var in eqn.outvars:
+                made_at[var], num_bytes[var] = place, _num_bytes(var.aval)
+                made[place + 1] += num_bytes[var]
             last_use.update((atom, place) for atom in eqn.invars if not jaxprs.is_literal(atom))
         last_use.update((atom, num) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
         changes = np.zeros(num + 2)
         for var, place in made_at.items():
             if var in last_use:
-                changes[place + 1] += _num_bytes(var.aval)
-                changes[last_use[var] + 1] -= _num_bytes(var.aval)
+                changes[place + 1] += num_bytes[var]
+                changes[last_use[var] + 1] -= num_bytes[var]
+        self.cheapest: dict[tuple[int, int], int] = {}
         self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[: num + 1]
+
+    def cheapest_cut(self, before: int, after: int) -> int:
+        """Returns the place between two where the fewest bytes cross, the first one past `before` and up to `after`."""
+        if (before, after) not in self.cheapest:
+            crossing = self.crossing[before + 1 : after + 1]
+            self.cheapest[before, after] = before + 1 + int(np.argmin(crossing))
+        return self.cheapest[before, after]
 
     @functools.cached_property
     def last_read(self) -> dict[Any, int]:

@@ -73,7 +73,7 @@ class GatherReport:
 
 @dataclasses.dataclass(frozen=True)
 class Notes:
-    """Where a walk notes its events, if anywhere; `gathers` tells whether the params are sharded at all."""
+    """Where a walk notes its events, if anywhere; `gathers` says whether the params are sharded at all."""
 
     events: list[GatherEvent | WideUse] | None
     gathers: bool

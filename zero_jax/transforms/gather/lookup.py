@@ -94,7 +94,7 @@ def move_rows(eqn: Any, plan: LookupPlan, table: jax.Array, indices: jax.Array, 
     start[plan.out_row] = replica
     rows = [tuple(start), *_to_rows(tuple(start), plan.out_row, data)]
     to_columns, to_rows = (tuple(named(mesh, dims) for dims in steps) for steps in (columns, rows))
-    # The first is how the table lies: without that said, XLA calls what it moves by the cast before.
+    # The first is how the table is sharded: without it, XLA calls what it moves by the cast before.
     table = reshard(
         table, forward=Chain(() if stored_whole else to_columns), backward=Chain(tuple(reversed(to_columns)))
     )

@@ -22,7 +22,7 @@ from zero_jax.transforms.passthrough import is_float, moves_elements
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Segment:
-    """A block, or what lies between two runs of blocks or after the last of them.
+    """A block, or what is between two runs of blocks or after the last of them.
 
     Attributes:
       start: The index of its first equation.
@@ -71,7 +71,7 @@ class Ordering:
         )
 
     def segments(self, blocks: Sequence[tuple[int, int]]) -> list[_Segment]:
-        """Returns the blocks and what lies between and after them, in order."""
+        """Returns the blocks and what is between and after them, in order."""
         ends = [*(start for start, _ in blocks[1:]), len(self.jaxpr.eqns)]
         bounds = []
         for (start, stop), end in zip(blocks, ends, strict=True):

@@ -3,7 +3,7 @@
 The function is traced to a jaxpr, and the jaxpr is walked with the sharded params marked. Casts, transposes and slices
 stay on the shard; at its first real use a param is gathered, inside the scan body or checkpointed region that uses it.
 The transpose of the gather moves the cotangent to the shard, which is what makes XLA emit a reduce-scatter.
-docs/gather_on_use.md tells why each rule is as it is.
+docs/gather_on_use.md gives the reason of each rule.
 """
 
 from __future__ import annotations

@@ -23,14 +23,25 @@ from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
-from zero_jax.transforms.gather.casts import pending, put_off
-from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_array, as_it_is, relative
+from zero_jax.transforms.gather.deferred import (
+    Copies,
+    Lazy,
+    Roots,
+    Value,
+    as_array,
+    as_it_is,
+    pending,
+    put_off,
+    relative,
+)
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
+from zero_jax.transforms.gather.loops import hoisted, scanned
 from zero_jax.transforms.gather.ordering import Ordering
-from zero_jax.transforms.gather.param_uses import last_use, used_whole
-from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply, only_multiplied
+from zero_jax.transforms.gather.ordinary import OrdinaryRuns
+from zero_jax.transforms.gather.param_uses import last_use
+from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.regions import GatherFrame, Options, SharedRegion
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
@@ -86,10 +97,16 @@ class GatherWalk:
                 outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        ordering = Ordering(jaxpr, ins)
+        ordering, ordinary = Ordering(jaxpr, ins), OrdinaryRuns(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
-            if index not in ordering.evaluated:
+            if index in ordering.evaluated:
+                continue
+            run = ordinary.at(index, env, ordering)
+            if len(run) > 1:
+                env.update(ordinary.evaluate(run, env, self.bind))
+                ordering.evaluated.update(run)
+            else:
                 evaluate(eqn)
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -303,8 +320,8 @@ class GatherWalk:
         jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
         num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
         carry = [self.before(v, eqn, "a carry of scan") for v in values[num_consts:num_state]]
-        xs, slices = self.scanned(eqn, values[num_state:], jaxpr.invars[num_state:])
-        consts = self.hoist(eqn, values[:num_consts], jaxpr, parts.length)
+        xs, slices = scanned(self, eqn, values[num_state:], jaxpr.invars[num_state:])
+        consts = hoisted(self, eqn, values[:num_consts], jaxpr, parts.length)
         inner_frame = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
 
         def body(carry: list[Any], x: list[Any]) -> list[Any]:
@@ -317,46 +334,6 @@ class GatherWalk:
             return [as_array(out) for out in outs]
 
         return [Value(out, pure=False) for out in run_scan(eqn, body, [c.array for c in carry], xs)]
-
-    def scanned(self, eqn: Any, values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the arrays to scan over and, for each, what its slices are in the body."""
-        arrays: list[Any] = []
-        slices: list[Lazy | Value] = []
-        for value, var in zip(values, variables, strict=True):
-            if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
-                arrays.append(value.build(*value.roots))
-                aval = var.aval.update(dtype=value.aval.dtype)
-                slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast))
-            else:
-                whole = self.before(value, eqn, "scan over its sharded dim")
-                arrays.append(whole.array)
-                slices.append(whole)
-        return arrays, slices
-
-    def hoist(self, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int) -> list[Lazy | Value]:
-        """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
-        invariant = [
-            isinstance(value, Lazy) and value.is_shard and used_whole(jaxpr, var)
-            for value, var in zip(values, jaxpr.invars, strict=False)
-        ]
-        num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
-        hoisted = length > 1 and (num_bytes <= self.options.max_hoisted_bytes or self.options.stored_whole)
-        num_blocks = axis_size(self.options.mesh, self.options.axes.batch)
-        consts: list[Lazy | Value] = []
-        for value, used, var in zip(values, invariant, jaxpr.invars, strict=False):
-            if not (used and hoisted):
-                consts.append(value)
-                continue
-            self.notes.gather(value, eqn, f"once before {length} iterations that use it", early=False)
-            if only_multiplied(jaxpr, var, self.batch_sizes, num_blocks):
-                consts.append(Copies(value.widened(self.copies(value)), pure=True))
-            elif self.options.reduce_dtype is None:
-                consts.append(Value(self.whole(value, *value.roots), pure=True))
-            else:
-                # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
-                root = self.whole(value, *value.roots)
-                consts.append(Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim))
-        return consts
 
     def copies(self, value: Lazy) -> jax.Array:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""

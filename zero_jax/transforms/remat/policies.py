@@ -1,4 +1,4 @@
-"""Remat policies by name: what a block keeps for its backward pass, and where that lies between the passes."""
+"""Remat policies by name: what a block keeps for its backward pass, and in which memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLACES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
-    """What is recomputed in the backward pass, and where the residuals lie that are not.
+    """What is recomputed in the backward pass, and where the other residuals are kept.
 
     Attributes:
       policy: `own` leaves the model's `jax.checkpoint` regions as they are; `none` removes them; `full` recomputes each

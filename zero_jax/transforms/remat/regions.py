@@ -100,7 +100,7 @@ class RematRegion:
         cores = self.cores
         if remat.residuals == "device":
             return all_values(jaxpr, self.known) - cores.inner - self.fused
-        # What lies between the products is cheap to compute again, and would have to be gathered otherwise.
+        # What is between the products is cheap to compute again, and would have to be gathered otherwise.
         return (products | cores.results) - cores.inner
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class RematRegion:
         remat = self.setting.remat
         ours = [KEPT, PLACED] if remat.residuals != "offloaded" else [KEPT]
         away = [PLACED] if remat.residuals == "offloaded" else []
-        # Names and products may also lie in loops within the region, where nothing is placed.
+        # Names and products may also be in loops within the region, where nothing is placed.
         fused = [RESIDUALS] if remat.policy in ("dots", "attention") else []
         (away if remat.residuals == "offloaded" else ours).extend([*remat.names, *fused])
         return jaxprs.keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)

@@ -46,7 +46,7 @@ def rematerialize(
       remat: the policy, or its name in `POLICIES`.
       mesh: the mesh.
       axes: the roles of its axes; None finds them by name.
-      specs: how the params lie over `model` (a spec for each leaf, or a prefix of the tree); None if they do not.
+      specs: how the params are sharded over `model` (a spec for each leaf, or a prefix of the tree), if at all.
 
     Returns:
       A function with the signature of `loss_fn`.
@@ -97,7 +97,7 @@ def remat_report(
       remat: the policy, or its name.
       mesh: the mesh.
       axes: the roles of its axes; None finds them by name.
-      specs: how the params lie over `model`.
+      specs: how the params are sharded over `model`.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     setting = RematSetting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())

@@ -193,8 +193,8 @@ class RematWalk:
         for var, moves in zip(jaxpr.invars, movable, strict=True):
             large = moves and region.known[var].kind == "value" and is_large(var.aval)
             if large and self.setting.remat.residuals == "sharded" and not region.leaves(var):
-                lies = region.known[var].dims is not None
-                reason = "already sharded over `model`" if lies else f"no dim of {var.aval.shape} divides"
+                is_sharded = region.known[var].dims is not None
+                reason = "already sharded over `model`" if is_sharded else f"no dim of {var.aval.shape} divides"
                 self.leave(eqn, f"a residual is not sharded: {reason}", frame)
         recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=prevent_cse)
         self.note(eqn, kind, region, lambda values: recomputed(*values), frame)

@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.jaxprs import bind
 from zero_jax.core.subcalls import Subcall, subcall
 from zero_jax.transforms.separable.relations import Refused, Relation
 
@@ -61,3 +65,24 @@ def without_dims(x: Relation, gone: Sequence[int]) -> Relation:
         return x
     check(x.dim not in gone)
     return x.at(x.dim - sum(i < x.dim for i in gone))
+
+
+def aval(atom: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an input or a result."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+def floating(atoms: Sequence[Any]) -> list[int]:
+    """Returns the places of the floating ones."""
+    return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+
+
+def of_some(eqn: Any, values: Sequence[Any], which: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns an equation as a function of some of its inputs, to its floating results."""
+
+    def call(*some: Any) -> list[Any]:
+        full = dict(enumerate(values)) | dict(zip(which, some, strict=True))
+        results = bind(eqn, list(full.values()))
+        return [results[i] for i in floating(eqn.outvars)]
+
+    return call

@@ -73,6 +73,11 @@ class Relation:
             return False
         return self.power == (self.kind is Kind.SUM and self.divisor is None) and self.kind in (Kind.SAME, Kind.SUM)
 
+    @property
+    def names_a_sum(self) -> bool:
+        """Tells whether it refers to one sum among all: the relation of another call's value would not."""
+        return self.root is not None or self.divisor is not None or bool(self.columns)
+
     def agrees(self, other: Relation) -> bool:
         """Tells whether another relation says the same of a value, but for what it was made of."""
         same = (self.kind, self.dim, self.power, self.divisor, self.bounded)

@@ -10,13 +10,12 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.spec import dims_of
-from zero_jax.transforms.separable.pair import Pair
+from zero_jax.transforms.separable.pair import Pair, aval, floating, of_some
 from zero_jax.transforms.separable.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
 from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 
@@ -39,6 +38,7 @@ class TraceComparison:
         self.num_parts = num_parts
         self.source = ""
         self.roots = itertools.count()
+        self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
         self.in_derivative = False
         self.batch_axes: frozenset[str] = frozenset()  # of the mesh, in a shard_map
 
@@ -136,9 +136,15 @@ class TraceComparison:
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
 
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
-        """Returns the relations of the results of a call."""
-        whole, part = pair.subcalls()
-        return self.run(whole.jaxpr, part.jaxpr, inputs)
+        """Returns the relations of the results of a call; of the calls of equal layers one is walked."""
+        whole, part = (sub.jaxpr for sub in pair.subcalls())
+        key = id(whole), id(part), tuple(inputs), self.source, self.in_derivative, self.batch_axes
+        if key not in self.calls:
+            results = self.run(whole, part, inputs)
+            if any(x.names_a_sum for x in (*inputs, *results)):
+                return results
+            self.calls[key] = whole, part, results  # the jaxprs, so that their ids stay their own
+        return self.calls[key][-1]
 
     def same_params(self, pair: Pair) -> bool:
         """Tells whether an equation does the same on the whole as on a part."""
@@ -283,21 +289,21 @@ class TraceComparison:
         if self.in_derivative or _unknown(inputs) or not any(x.of_params for x in inputs):
             return results
         tangents = [dataclasses.replace(x, number=None, root=None) for x in inputs]
-        moves = [_floating(eqn.invars) for eqn in (pair.whole, pair.part)]
+        moves = [floating(eqn.invars) for eqn in (pair.whole, pair.part)]
 
         def tangent(eqn: Any, which: Sequence[int]) -> Any:
-            avals = [_aval(x) for x in eqn.invars]
+            avals = [aval(x) for x in eqn.invars]
             free = [avals[i] for i in which]
 
             def function(values: list[Any], tangents: list[Any]) -> list[Any]:
-                call = _of_some(eqn, values, which)
+                call = of_some(eqn, values, which)
                 return jax.jvp(call, [values[i] for i in which], tangents)[1]
 
             return jax.make_jaxpr(function)(avals, free)
 
         traces = tangent(pair.whole, moves[0]), tangent(pair.part, moves[1])
         found = self.derivative(*traces, [*inputs, *(tangents[i] for i in moves[0])])
-        wanted = [results[i] for i in _floating(pair.whole.outvars)]
+        wanted = [results[i] for i in floating(pair.whole.outvars)]
         return self.if_they_agree(results, found, wanted)
 
     def custom_vjp(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
@@ -305,13 +311,13 @@ class TraceComparison:
         results = self.called(pair, inputs)
         if self.in_derivative or _unknown(inputs) or _unknown(results) or not any(x.of_params for x in inputs):
             return results
-        which, outs = _floating(pair.whole.invars), _floating(pair.whole.outvars)
+        which, outs = floating(pair.whole.invars), floating(pair.whole.outvars)
 
         def cotangents(eqn: Any) -> Any:
             def function(values: list[Any], cotangents: list[Any]) -> Any:
-                return jax.vjp(_of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
+                return jax.vjp(of_some(eqn, values, which), *(values[i] for i in which))[1](cotangents)
 
-            return jax.make_jaxpr(function)([_aval(x) for x in eqn.invars], [_aval(eqn.outvars[i]) for i in outs])
+            return jax.make_jaxpr(function)([aval(x) for x in eqn.invars], [aval(eqn.outvars[i]) for i in outs])
 
         traces = cotangents(pair.whole), cotangents(pair.part)
         found = self.derivative(*traces, [*inputs, *(dual(results[i]) for i in outs)])
@@ -370,25 +376,6 @@ def _is_same(x: Relation) -> bool:
 
 def _unknown(relations: Sequence[Relation]) -> list[Relation]:
     return [x for x in relations if x.kind is Kind.UNKNOWN]
-
-
-def _aval(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-
-
-def _floating(atoms: Sequence[Any]) -> list[int]:
-    return [i for i, atom in enumerate(atoms) if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
-
-
-def _of_some(eqn: Any, values: Sequence[Any], which: Sequence[int]) -> Callable[..., list[Any]]:
-    """Returns an equation as a function of some of its inputs, to its floating results."""
-
-    def call(*some: Any) -> list[Any]:
-        full = dict(enumerate(values)) | dict(zip(which, some, strict=True))
-        results = jaxprs.bind(eqn, list(full.values()))
-        return [results[i] for i in _floating(eqn.outvars)]
-
-    return call
 
 
 def _equal(one: Any, other: Any) -> bool:

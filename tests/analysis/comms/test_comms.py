@@ -16,7 +16,7 @@ from zero_jax.analysis.comms.rows import spanned_axes
 from zero_jax.analysis.leaves import STATE_GROUPS, argument_leaves
 from zero_jax.hlo import Program
 
-DATA = pathlib.Path(__file__).parents[1] / "fixtures" / "hlo"
+DATA = pathlib.Path(__file__).parents[2] / "fixtures" / "hlo"
 F32 = jnp.float32
 
 

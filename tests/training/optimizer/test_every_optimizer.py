@@ -149,7 +149,7 @@ def run_plain(tx, batches, params, *, loss=loss_fn, asks=()):
 
 
 def compare(tx, *, stage, asks=(), params=None, loss=loss_fn, num_steps=3, **fields):
-    """Trains with and without ZeRO and compares params and state; the state lies as before, and as is estimated."""
+    """Trains with and without ZeRO and compares params and state; the state is sharded as before and as estimated."""
     params, batches = host_params() if params is None else params, make_batches(num_steps)
     expected = run_plain(tx, batches, params, loss=loss, asks=asks)
     state, step = reference.make_trainer(loss, tx, mesh=mesh_of(MESH), stage=stage, params=params, **fields)

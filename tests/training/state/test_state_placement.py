@@ -47,10 +47,10 @@ def of_other_names(x, mesh):
 REFUSED = {
     "replicated": (
         lambda x, mesh: jax.device_put(x, NamedSharding(mesh, PartitionSpec())),
-        r"lies as P\(\)|lies as PartitionSpec\(\)",
+        r"is sharded as P\(\)|is sharded as PartitionSpec\(\)",
     ),
-    "one device": (lambda x, mesh: jax.device_put(x, jax.devices()[0]), "lies as SingleDeviceSharding"),
-    "uncommitted": (lambda x, mesh: jnp.asarray(np.asarray(x)), "lies as SingleDeviceSharding"),
+    "one device": (lambda x, mesh: jax.device_put(x, jax.devices()[0]), "is sharded as SingleDeviceSharding"),
+    "uncommitted": (lambda x, mesh: jnp.asarray(np.asarray(x)), "is sharded as SingleDeviceSharding"),
     "dtype": (lambda x, mesh: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, "is float16, .* for float32"),
 }
 

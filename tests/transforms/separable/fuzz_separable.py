@@ -1,6 +1,6 @@
 """Random losses of a batch: those that are judged to be means over examples are, by value and by gradient.
 
-`python tests/transforms/fuzz_separable.py --seconds 300` tries as many as it can.
+`python tests/transforms/separable/fuzz_separable.py --seconds 300` tries as many as it can.
 """
 
 import argparse

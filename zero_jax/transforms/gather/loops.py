@@ -1,0 +1,57 @@
+"""Params that enter a loop: slices of stacks as shards, and what every iteration uses gathered once before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Value, as_it_is
+from zero_jax.transforms.gather.param_uses import used_whole
+from zero_jax.transforms.gather.per_device import only_multiplied
+
+# `walk` is the `GatherWalk` that meets the loop.
+
+
+def scanned(walk: Any, eqn: Any, values: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays to scan over and, for each, what its slices are in the body."""
+    arrays: list[Any] = []
+    slices: list[Lazy | Value] = []
+    for value, var in zip(values, variables, strict=True):
+        if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
+            arrays.append(value.build(*value.roots))
+            aval = var.aval.update(dtype=value.aval.dtype)
+            slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast))
+        else:
+            whole = walk.before(value, eqn, "scan over its sharded dim")
+            arrays.append(whole.array)
+            slices.append(whole)
+    return arrays, slices
+
+
+def hoisted(walk: Any, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int) -> list[Lazy | Value]:
+    """Decides which loop-invariant params are gathered once before the loop rather than in every iteration."""
+    invariant = [
+        isinstance(value, Lazy) and value.is_shard and used_whole(jaxpr, var)
+        for value, var in zip(values, jaxpr.invars, strict=False)
+    ]
+    num_bytes = sum(v.aval.size * v.aval.dtype.itemsize for v, used in zip(values, invariant, strict=True) if used)
+    hoisted = length > 1 and (num_bytes <= walk.options.max_hoisted_bytes or walk.options.stored_whole)
+    num_blocks = axis_size(walk.options.mesh, walk.options.axes.batch)
+    consts: list[Lazy | Value] = []
+    for value, used, var in zip(values, invariant, jaxpr.invars, strict=False):
+        if not (used and hoisted):
+            consts.append(value)
+            continue
+        walk.notes.gather(value, eqn, f"once before {length} iterations that use it", early=False)
+        if only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
+            consts.append(Copies(value.widened(walk.copies(value)), pure=True))
+        elif walk.options.reduce_dtype is None:
+            consts.append(Value(walk.whole(value, *value.roots), pure=True))
+        else:
+            # As wide as the loop uses it: that is what its gradients are summed in over the iterations.
+            root = walk.whole(value, *value.roots)
+            consts.append(Lazy((root,), as_it_is, jax.typeof(root), value.path, ((),) * root.ndim))
+    return consts

@@ -1,0 +1,74 @@
+"""Runs of equations that use no param, evaluated together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from zero_jax.core.cached_bind import CachedBind, can_be_nested
+from zero_jax.core.jaxprs import is_literal, is_traced, name_stack, source_line
+from zero_jax.transforms.gather.deferred import Lazy, Value
+from zero_jax.transforms.gather.ordering import Ordering
+
+_COLUMN = re.compile(r"(:\d+):\d+")
+
+
+class OrdinaryRuns:
+    """The runs of a jaxpr's equations on ordinary values, each of one line and one name stack.
+
+    JAX gives all of a nested `jit` that is inlined the line and names where it is called.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.eqns = jaxpr.eqns
+        self.last_read = {atom: i for i, eqn in enumerate(self.eqns) for atom in eqn.invars if not is_literal(atom)}
+        self.last_read.update((atom, len(self.eqns)) for atom in jaxpr.outvars if not is_literal(atom))
+
+    def at(self, start: int, env: dict[Any, Lazy | Value], ordering: Ordering) -> list[int]:
+        """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
+        made: set[Any] = set()
+        run: list[int] = []
+        place = None
+        for i in range(start, len(self.eqns)):
+            eqn = self.eqns[i]
+            if i in ordering.evaluated:
+                continue
+            if (run and i in ordering.places) or not _is_ordinary(eqn, env, made):
+                break
+            here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
+            if run and here != place:
+                break
+            place = here
+            made.update(eqn.outvars)
+            run.append(i)
+        return run
+
+    def evaluate(self, run: list[int], env: dict[Any, Lazy | Value], bind: CachedBind) -> dict[Any, Value]:
+        """Returns the values that the equations of a run make, those that are read after it."""
+        eqns = [self.eqns[i] for i in run]
+        pure: dict[Any, bool] = {}
+        for eqn in eqns:
+            inputs = [atom for atom in eqn.invars if not is_literal(atom)]
+            is_pure = all(pure[atom] if atom in pure else env[atom].pure for atom in inputs)  # type: ignore[union-attr]
+            pure.update(dict.fromkeys(eqn.outvars, is_pure))
+        wanted = [var for var in pure if self.last_read.get(var, -1) > run[-1]]
+        read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # type: ignore[union-attr]  # noqa: E731
+        return {
+            var: Value(array, pure[var]) for var, array in zip(wanted, bind.evaluate(eqns, read, wanted), strict=True)
+        }
+
+
+def _is_ordinary(eqn: Any, env: dict[Any, Lazy | Value], made: Collection[Any]) -> bool:
+    """Tells whether all inputs are ordinary values, some of them traced."""
+    is_any_traced = False
+    for atom in eqn.invars:
+        if is_literal(atom):
+            continue
+        if atom in made:
+            is_any_traced = True
+        elif type(value := env.get(atom)) is Value:
+            is_any_traced = is_any_traced or is_traced(value.array)
+        else:
+            return False
+    return is_any_traced and can_be_nested(eqn)

@@ -344,7 +344,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 def is_on_host(aval: Any) -> bool:
     """Tells whether a traced value is in host memory."""
-    return "host" in str(getattr(aval, "memory_space", "")).lower()
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def to_device(x: Any, *, after: Any = None) -> Any:

@@ -194,7 +194,10 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
 
 def _without_memory(x: Any) -> Any:
     """Returns the shape of an array that is in host memory, and anything else as it is."""
-    is_away = is_on_host(getattr(x, "aval", x)) or getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
+    if isinstance(x, jax.ShapeDtypeStruct):
+        is_away = x.sharding is not None and x.sharding.memory_kind == HOST
+    else:
+        is_away = is_on_host(getattr(x, "aval", None))
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_away else x
 
 

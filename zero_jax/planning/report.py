@@ -236,7 +236,7 @@ def make_report(
         "stage": job.config.stage,
         "precision": precision,
         "remat": str(resolve_remat(job.config.remat)),
-        "attention": _attention(job, state, mesh) if job.config.attention == "fused" else None,
+        "attention": attentions_of(job, state, mesh) if job.config.attention == "fused" else None,
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
@@ -288,7 +288,7 @@ def make_report(
     )
 
 
-def _attention(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
+def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     """Reports the attentions of the loss function as the train step has it."""
     axes = job.config.axes_of(mesh)
     return attention_report(*_loss_and_arguments(job, state, mesh), mesh=mesh, axes=axes)

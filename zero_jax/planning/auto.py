@@ -179,7 +179,7 @@ def remat_policies(
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
-    """Returns the function that tells a plain setting: the least axes beside `data`, this remat, the first of others."""
+    """Returns the function that tells a plain setting: the fewest axes, this remat, the first of others."""
     axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
     others = lambda setting: (setting.remat, setting.attention, setting.overlap)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, settings[0].attention, settings[0].overlap)

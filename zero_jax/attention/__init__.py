@@ -9,5 +9,14 @@ from zero_jax.attention.choice import Choice
 from zero_jax.attention.function import attention_choice, dot_product_attention
 from zero_jax.attention.placement import mesh_context
 from zero_jax.attention.primitive import RESIDUALS
+from zero_jax.attention.work import AttentionWork, attention_work
 
-__all__ = ["RESIDUALS", "Choice", "attention_choice", "dot_product_attention", "mesh_context"]
+__all__ = [
+    "RESIDUALS",
+    "AttentionWork",
+    "Choice",
+    "attention_choice",
+    "attention_work",
+    "dot_product_attention",
+    "mesh_context",
+]

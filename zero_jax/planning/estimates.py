@@ -194,10 +194,7 @@ class Estimator:
         """Returns bytes per device of gradients, and of their float32 sums over microbatches."""
         (sizes, num_params), share = self.sizes(setting.model), 1 / setting.data
         accumulates = setting.num_microbatches > 1
-        is_sharded = "grads" in sharded_groups(setting.stage) or (
-            "opt_state" in sharded_groups(setting.stage) and not accumulates
-        )
-        return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if is_sharded else 1)
+        return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if self.scatters_grads(setting) else 1)
 
     def other_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of activations and gathered params."""
@@ -215,6 +212,7 @@ class Estimator:
         parts = self.num_parts(setting)
         compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
         compute += roofline.moved_seconds(self.update_bytes(setting))
+        compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
         return max(compute + waits, roofline.host_seconds(traced, parts))
 
@@ -227,6 +225,17 @@ class Estimator:
         k = setting.num_microbatches
         sums = k * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if k > 1 else 0.0
         return num_params * (update + casts + sums)
+
+    def cleared_bytes(self, setting: Candidate) -> float:
+        """Returns the bytes per device of gradients that are set to 0 before a loop over layers writes them."""
+        (sizes, num_params), k = self.sizes(setting.model), setting.num_microbatches
+        share = 1 / setting.data if self.scatters_grads(setting) else 1
+        return k * num_params * share * sizes.grad_bytes
+
+    def scatters_grads(self, setting: Candidate) -> bool:
+        """Returns whether gradients are sharded as soon as they are made, not only when all are summed."""
+        groups = sharded_groups(setting.stage)
+        return "grads" in groups or ("opt_state" in groups and setting.num_microbatches == 1)
 
     def data_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""

@@ -24,7 +24,7 @@ from zero_jax.transforms import resolve_remat
 
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
-_REMATS = ("none", "full", "full_sharded", "full_offloaded", "own")
+_REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def plan_auto(
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
         params have specs for that axis.
-      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `full`, `full_sharded` where
-        `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
+      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `dots`, `full`,
+        `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
       attentions: of `own` and `fused`, those to try, the plain one first; None tries `fused`, too, where the model
         computes attention by itself that the hardware has a kernel for.
       overlaps: whether to compile with the options of `overlap`: those to try, the plain one first; None tries both

@@ -134,8 +134,11 @@ class Estimator:
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
         for policy in self.policies.values():
             job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
-            if attentions_of(job, job.state(mesh), mesh).num_fused:
-                return True
+            try:
+                if attentions_of(job, job.state(mesh), mesh).num_fused:
+                    return True
+            except ValueError:  # the settings of this loss function are rejected with that reason
+                continue
         return False
 
     def refusal(self, model: int) -> str:

@@ -1,7 +1,9 @@
 """Times zero_jax's train step against a hand-written one and against plain `in_shardings`, on simulated CPU devices.
 
-Every variant runs the same model on the same 8 devices; rounds are interleaved and medians compared, because a
-single run on a busy machine says nothing.
+Every variant runs the same model on the same devices; rounds are interleaved and medians compared, because a single
+run on a busy machine says nothing. On one device (`--devices 1`) the last variant is a plain `jax.jit`. Two processes:
+
+    zero-jax launch -n 2 --devices-per-process 1 -- python scripts/bench_step.py --stages 0
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ import optax
 from hand_written import loss_with_gathers, make_step
 
 import zero_jax as zero
+from zero_jax.cluster import join
 from zero_jax.models import gpt
 
 CONFIG = gpt.GPTConfig(num_layers=4, d_model=256, num_heads=4, vocab_size=512, seq_len=128)
@@ -91,16 +93,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=3, help="steps a round")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--devices", type=int, default=8, help="simulated devices, where this is the only process")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    mesh = zero.make_mesh(data=8)
-    tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(16, CONFIG.seq_len + 1), dtype=np.int32)
+    if join().num_processes == 1:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    mesh = zero.make_mesh()
+    shape = (16 // jax.process_count(), CONFIG.seq_len + 1)  # the part of this process
+    tokens = np.random.default_rng(jax.process_index()).integers(CONFIG.vocab_size, size=shape, dtype=np.int32)
     batch = zero.shard_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh=mesh)
     rows = []
     for stage in args.stages:
         print(f"stage {stage}: compiling and timing", file=sys.stderr, flush=True)
         medians = measure(variants(stage, mesh, batch), args.rounds, args.steps)
         rows.append({"stage": stage, "step_seconds": medians})
+    if jax.process_index():
+        return
     if args.json:
         print(json.dumps({"model": str(CONFIG), "jax": jax.__version__, "rows": rows}))
         return

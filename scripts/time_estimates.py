@@ -83,6 +83,7 @@ def main() -> int:
             batch_size=options.batch_size,
             num_microbatches=k,
             remat=remat,
+            overlap=not options.no_overlap,
         )
         seconds = estimator.seconds(setting)
         report = compile_plan(apply_setting(setting, job, policies), CompileOptions(name=f"{setting}"))

@@ -227,8 +227,10 @@ backend_config={"cudnn_fmha_backend_config":{"fmha_scale":0.17,"intermediate_ten
         ("fmhaSoftmax", "PADDING", "", 2, 128, False),
     ],
 )
-def test_attention_of_cudnn_counts_by_its_scores(target, mask, window, products, width, exact):
-    loaded = Program(CUDNN.replace("TARGET", target).replace("MASK", mask).replace("WINDOW", window))
+@pytest.mark.parametrize("colon", [":", ": "], ids=["as XLA writes it", "as JAX writes it"])
+def test_attention_of_cudnn_counts_by_its_scores(target, mask, window, products, width, exact, colon):
+    text = CUDNN.replace("TARGET", target).replace("MASK", mask).replace("WINDOW", window)
+    loaded = Program(text.replace('":', f'"{colon}'))
     work = roofline(loaded, "main", loaded.computations["main"]["a"])
     assert work.flops == products * 2 * 2 * 4 * 64 * 32 * width
     assert work.engine == ("cudnn attention backward" if products == 5 else "cudnn attention")

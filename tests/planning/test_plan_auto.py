@@ -85,7 +85,8 @@ def test_more_traffic_takes_longer():
 
 def auto(**options):
     settings = {"batch": planned.batch(16), "topology": TOPOLOGY, "config": CONFIG, "own_process": False, "cache": None}
-    return zero.plan_auto(planned.loss_fn, planned.init_fn, optax.adamw(1e-3), **{**settings, **options})
+    model = {"loss_fn": planned.loss_fn, "init_fn": planned.init_fn, "tx": optax.adamw(1e-3)}
+    return zero.plan_auto(**{**model, **settings, **options})
 
 
 def test_the_best_setting_is_one_that_compiled():
@@ -129,7 +130,7 @@ def test_a_share_of_the_model_holds_and_moves_less():
     found = estimator(config=dataclasses.replace(CONFIG, param_specs=SPECS))
     for of in (found.state_bytes, found.grad_bytes):
         assert of(setting(0, data=2, model=2)) == pytest.approx(of(setting(0)) / 2)
-    (forward,) = found.trace("own", 2).moves  # the products' sum; the batch has no gradient
+    (forward,) = found.trace("own", 2, "own").moves  # the products' sum; the batch has no gradient
     assert forward.sent_bytes == 2 * 16 * planned.WIDTH * 2 / 2  # in bfloat16, as the batch is cast
     assert found.seconds(setting(3, data=2, model=2)) > 0
 
@@ -141,6 +142,59 @@ def by_estimate(loss_fn=planned.loss_fn, init_fn=planned.init_fn, **options):
 
 def tried(ranking, field):
     return {getattr(entry.setting, field) for entry in (*ranking.ranked, *ranking.rejected)}
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+def attention_loss(params, batch):
+    """A plain attention of 4 heads of 64."""
+    heads = lambda x: x.reshape(*x.shape[:-1], 4, 64)  # noqa: E731
+    q, k, v = (heads(batch["x"] @ params[name]) for name in "qkv")
+    return (attend(q, k, v).astype(jnp.float32) ** 2).mean()
+
+
+ATTENTION = {
+    "loss_fn": attention_loss,
+    "init_fn": lambda key: {name: jax.random.normal(key, (256, 256)) for name in "qkv"},
+    "batch": {"x": jax.ShapeDtypeStruct((16, 1024, 256), jnp.bfloat16)},
+    "stages": (3,),
+    "remats": ("own",),
+    "max_num_microbatches": 1,
+}
+
+
+def test_fused_attention_and_overlap_are_searched_where_they_matter():
+    """The model's own attention is plain; v5p has options of `overlap`, and v5e has none."""
+    found = by_estimate(**ATTENTION, topology="v5p:2x2x1")
+    assert tried(found, "attention") == {"own", "fused"} and tried(found, "overlap") == {True, False}
+    assert found.best.attention == "fused" and found.best.overlap  # no scores are written, and collectives are hidden
+    seconds = {entry.setting: entry.seconds for entry in found.ranked}
+    own = dataclasses.replace(found.best, attention="own")
+    assert seconds[found.best] < 0.8 * seconds[own] and "attention=fused" in str(found.best)
+    assert seconds[found.best] <= seconds[dataclasses.replace(found.best, overlap=False)]
+    found = by_estimate(**ATTENTION)
+    assert tried(found, "attention") == {"own", "fused"} and tried(found, "overlap") == {True}
+    fixed = by_estimate(**ATTENTION, topology="v5p:2x2x1", attentions=("own",), overlaps=(False,))
+    assert (tried(fixed, "attention"), tried(fixed, "overlap")) == ({"own"}, {False})
+    config = dataclasses.replace(CONFIG, attention="fused", overlap=False)
+    fixed = by_estimate(**ATTENTION, topology="v5p:2x2x1", config=config)
+    assert (tried(fixed, "attention"), tried(fixed, "overlap")) == ({"fused"}, {False})
+    assert tried(by_estimate(stages=(3,)), "attention") == {"own"}  # there is none
+
+
+@pytest.mark.slow
+def test_the_control_has_the_models_own_attention():
+    found = auto(**ATTENTION, topology="v5p:2x2x1", max_compiles=2)
+    control, other = found.reports
+    assert (control.attention, control.overlap) == ("own", True) and other.attention == "fused"
+    assert found.reports[other].attention.num_fused == 1 and found.reports[control].attention is None
+    assert found.config.attention == found.ranking.best.attention
+    times = {setting: report.time.step_seconds for setting, report in found.reports.items()}
+    assert times[found.ranking.best] == min(times.values())
 
 
 def test_the_model_axis_is_searched_where_params_have_specs():
@@ -173,7 +227,7 @@ def stack(key):
 def test_remat_policies_are_searched_for_a_model_that_knows_of_none():
     said = []
     found = by_estimate(scanned, stack, stages=(3,), max_num_microbatches=1, log=said.append)
-    assert tried(found, "remat") == {"none", "full", "full_offloaded"}
+    assert tried(found, "remat") == {"none", "dots", "full", "full_offloaded"}
     assert "remat=own is left out: it is none for this model" in said
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
     config = dataclasses.replace(CONFIG, param_specs=specs)

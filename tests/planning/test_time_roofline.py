@@ -32,8 +32,16 @@ def test_hand_written_kernels_compute_at_their_own_share_and_copy_what_they_take
     seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
     products = seconds([kernel(flops=FLOPS, engine="attention")], 1)
     assert products > 1
-    found = seconds([kernel(flops=FLOPS, split_bytes=MEMORY / 8, engine="attention")], 1)
-    assert found == pytest.approx(products + 2 / 8)
+    found = seconds([kernel(flops=FLOPS, split_bytes=2765e9 / 8, engine="attention")], 1)
+    assert found == pytest.approx(products + 2 / 8 / 0.36)
+
+
+def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their_own():
+    seconds = roofline.Roofline(V5P, overlaps=False).compute_seconds
+    assert seconds([kernel(split_bytes=2765e9, engine="layout")], 1) == pytest.approx(1 / 0.36)
+    assert seconds([kernel(split_bytes=2765e9, engine="sum")], 1) == pytest.approx(1 / 0.1)
+    of_gpu = roofline.Roofline(topology.parse("h100:1x8"), overlaps=False).compute_seconds
+    assert of_gpu([kernel(split_bytes=2765e9, engine="layout")], 1) == 0  # it has no tiles
 
 
 def test_collectives_go_one_axis_at_a_time():
@@ -50,4 +58,4 @@ def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():
     synchronous, overlapping = (roofline.Roofline(V5P, overlaps=overlaps) for overlaps in (False, True))
     assert synchronous.exposed_seconds(1.0, 10.0) == 1.0
     assert overlapping.exposed_seconds(1.0, 10.0) == pytest.approx(0.15)
-    assert overlapping.exposed_seconds(20.0, 10.0) == pytest.approx(20 - 8.5)
+    assert overlapping.exposed_seconds(20.0, 10.0) == pytest.approx(20 - 5)

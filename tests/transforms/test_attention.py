@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import zero_jax as zero
+from zero_jax.attention.placement import Placement
 from zero_jax.core.subcalls import equations
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
@@ -60,7 +61,7 @@ def test_the_same_function_is_replaced(name):
     loss = functools.partial(loss_of, case)
     fused = zero.fuse_attention(loss, mesh=MESH)
     report = zero.attention_report(loss, params, batch)
-    assert report.num_fused and not report.num_left, report
+    assert report.num_by_xla and not report.num_left, report  # there is no kernel for CPUs
     assert case.says in str(report)
     kernel = zero.fuse_attention(loss, mesh=MESH, implementation="splash")
     assert name == "softmax_over_two_dims_of_keys" or has_scores(jax.value_and_grad(loss), params, batch, case)
@@ -77,8 +78,41 @@ def test_another_function_is_left(name):
     if name == "weights_returned":
         loss = functools.partial(attend, case)
     report = zero.attention_report(loss, params, batch)
-    assert not report.num_fused, report
+    assert not report.num_fused + report.num_by_xla, report
     assert report.num_left == 1 and case.reason in report.rows[0].reason, report
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "shape", "says"),
+    [
+        ("tpu", "", {}, "fused by splash: batch 2, 256 x 256, 4 heads, causal"),
+        ("cuda", "9.0", {}, "fused by cudnn: batch 2, 256 x 256, 4 heads, causal"),
+        ("cuda", "7.5", {}, "XLA computes it: it needs compute capability 8.0, and the devices have 7.5 (batch 2"),
+        ("cuda", "9.0", {"h": 12}, "XLA computes it: heads are 12 and 12 wide: it takes equal multiples of 8"),
+        ("cuda", "9.0", {"dtype": jnp.float32}, "XLA computes it: it takes bfloat16 and float16, not float32"),
+        ("tpu", "", {"t": 64}, "XLA computes it: sequences of less than 128 places"),
+        ("cpu", "", {}, "XLA computes it: there is no kernel for the platform 'cpu'"),
+    ],
+)
+def test_the_report_says_which_kernel_the_devices_take(platform, capability, shape, says, monkeypatch):
+    placement = Placement(platform=platform, compute_capability=capability)
+    monkeypatch.setattr("zero_jax.attention.function.current_placement", lambda mesh: placement)
+    monkeypatch.setattr("zero_jax.attention.cudnn.is_installed", lambda: True)
+    sizes = {"t": 256, "h": 16, "dtype": jnp.bfloat16} | shape
+    x = jax.ShapeDtypeStruct((3, 2, sizes["t"], 4, sizes["h"]), sizes["dtype"])
+
+    def loss(params, batch):
+        def block(carry, _):
+            q, k, v = batch * params
+            return carry + jax.nn.dot_product_attention(q, k, v, is_causal=True).sum().astype(jnp.float32), None
+
+        return jax.lax.scan(block, jnp.float32(0), length=5)[0]
+
+    report = zero.attention_report(loss, jax.ShapeDtypeStruct((), sizes["dtype"]), x)
+    is_fused = "fused by" in says
+    assert says in str(report)
+    assert (report.num_fused, report.num_by_xla, report.num_left) == (5 * is_fused, 5 * (not is_fused), 0)
+    assert report.summary().startswith(f"5 fused ({report.rows[0].kernel})" if is_fused else "0 fused, 5 by XLA")
 
 
 @pytest.mark.parametrize(

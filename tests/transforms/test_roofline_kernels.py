@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import zero_jax as zero
+from zero_jax.attention import attention_work, primitive
+from zero_jax.attention.case import Band
+from zero_jax.attention.placement import Placement
 from zero_jax.transforms import Kernel, ValueSharding, kernels, propagate_shardings
 
 SIZES = {"data": 1, "model": 4}
@@ -125,7 +128,7 @@ def test_the_branch_that_moves_most_counts():
 
 
 @pytest.mark.tpu_compiler
-def test_fused_attention_counts_the_keys_that_queries_see():
+def test_fused_attention_counts_the_blocks_that_it_visits():
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 
     def fn(q, k, v):
@@ -135,8 +138,29 @@ def test_fused_attention_counts_the_keys_that_queries_see():
     q = examples(B, tokens, heads, 128)
     found = [x for x in kernels_of(fn, q, q, q) if x.engine]
     assert [x.engine for x in found] == ["attention"]
-    seen = tokens * (tokens + 1) / 2
+    seen = tokens * tokens * 3 / 4  # three of four blocks of 512 x 512
     assert found[0].flops == 2 * 2 * B * heads * 128 * seen and found[0].is_split
     gradient = jax.grad(lambda *arrays: fn(*arrays).sum().astype(F32), argnums=(0, 1, 2))
     backward = [x for x in kernels_of(gradient, q, q, q) if x.engine == "attention backward"]
     assert [x.flops for x in backward] == [2 * 5 * B * heads * 128 * seen]
+    sums = [x for x in kernels_of(gradient, q, q, q) if x.engine == "sum"]
+    assert [x.split_bytes for x in sums] == [3 * 2 * B * tokens * heads * 128]  # two parts of dq, one for each 512 keys
+
+
+def test_attention_of_gpus_counts_the_keys_that_queries_see():
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16)
+    call = primitive.Call(
+        kernel="cudnn", scale=1.0, band=Band(None, 0), soft_cap=None, placement=Placement(platform="cuda")
+    )
+    seen = 2 * 4 * 64 * 1024 * 1025 / 2
+    assert attention_work(q, q, q, call=call, backward=False).flops == 2 * 2 * seen
+    assert attention_work(q, q, q, call=call, backward=True).flops == 2 * 5 * seen
+
+
+def test_splitting_the_minor_dim_of_activations_is_a_copy():
+    def fn(x, w):
+        y = (x @ w).reshape(B, 4, D // 4)
+        return jnp.tanh(y).reshape(B, D), w.reshape(D, 2, D // 2)
+
+    found = kernels_of(fn, examples(B, D), params(D, D))
+    assert [x.split_bytes for x in found if x.engine == "layout"] == [2 * 2 * B * D] * 2

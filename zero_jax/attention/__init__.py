@@ -5,8 +5,18 @@ the plain form by XLA (`xla`), which can do everything. The platform is that of 
 the step is traced for (`mesh_context`).
 """
 
-from zero_jax.attention.function import dot_product_attention
+from zero_jax.attention.choice import Choice
+from zero_jax.attention.function import attention_choice, dot_product_attention
 from zero_jax.attention.placement import mesh_context
 from zero_jax.attention.primitive import RESIDUALS
+from zero_jax.attention.work import AttentionWork, attention_work
 
-__all__ = ["RESIDUALS", "dot_product_attention", "mesh_context"]
+__all__ = [
+    "RESIDUALS",
+    "AttentionWork",
+    "Choice",
+    "attention_choice",
+    "attention_work",
+    "dot_product_attention",
+    "mesh_context",
+]

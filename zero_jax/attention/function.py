@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from jax.typing import ArrayLike
 
 from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
-from zero_jax.attention.choice import choose
-from zero_jax.attention.placement import current_placement
+from zero_jax.attention.choice import Choice, choose
+from zero_jax.attention.placement import Placement, current_placement
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import shown
@@ -72,36 +73,111 @@ def dot_product_attention(
     Raises:
       ValueError: shapes that do not fit, or a kernel by name that cannot do the case.
     """
-    arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
-    is_batched = arrays["query"].ndim == 4
-    q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
-    _check_shapes(q, k, v)
-    _check_numbers(scale, is_causal, logits_soft_cap)
-    if mesh is not None:
-        check_arguments(mesh=mesh)
-    case = Case(
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else _as_float(scale),
+    arguments = _Arguments.of(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        mesh=mesh,
+        scale=scale,
         is_causal=is_causal,
-        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, q),
-        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, k),
-        local_window_size=_window(local_window_size),
-        segment_ids=_segments(segment_ids, q, k),
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        logits_soft_cap=logits_soft_cap,
     )
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    full_bias = None if bias is None else _of_logits("bias", bias, wanted)
-    full_mask = None if mask is None else _of_logits("mask", mask, wanted)
-    if full_mask is not None and full_mask.dtype != bool:
-        raise ValueError(f"mask is {full_mask.dtype}: give bool, False where a query does not see a key")
-    placement = current_placement(mesh)
-    choice = choose(
-        q, k, v, case, wanted=implementation, placement=placement, has_bias=bias is not None, has_mask=mask is not None
-    )
+    q, k, v, case = arguments.query, arguments.key, arguments.value, arguments.case
+    choice = arguments.choice(implementation)
     if choice.implementation == "xla":
-        out = xla.attention(q, k, v, full_bias, full_mask, case)
+        out = xla.attention(q, k, v, arguments.bias, arguments.mask, case)
     else:
-        out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=placement)
-    return out if is_batched else out[0]
+        out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=arguments.placement)
+    return out if np.ndim(query) == 4 else out[0]
+
+
+def attention_choice(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, mesh: Mesh | None = None, **arguments: Any
+) -> Choice:
+    """Returns which implementation `dot_product_attention` takes, and why it is no kernel.
+
+    Args:
+      query: as for `dot_product_attention`.
+      key: likewise.
+      value: likewise.
+      mesh: likewise.
+      **arguments: the others, but for `implementation`.
+    """
+    return _Arguments.of(query, key, value, mesh=mesh, **arguments).choice(None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """The arguments of an attention, checked, with a batch dim."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    mask: Array | None
+    case: Case
+    placement: Placement
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        scale: Any = None,
+        is_causal: Any = False,
+        query_seq_lengths: Any = None,
+        key_value_seq_lengths: Any = None,
+        local_window_size: Any = None,
+        segment_ids: Any = None,
+        logits_soft_cap: Any = None,
+    ) -> _Arguments:
+        """Checks the arguments of `dot_product_attention`."""
+        arrays = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+        q, k, v = (_with_dims(name, x, 4) for name, x in arrays.items())
+        _check_shapes(q, k, v)
+        _check_numbers(scale, is_causal, logits_soft_cap)
+        if mesh is not None:
+            check_arguments(mesh=mesh)
+        case = Case(
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else _as_float(scale),
+            is_causal=is_causal,
+            query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, q),
+            key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, k),
+            local_window_size=_window(local_window_size),
+            segment_ids=_segments(segment_ids, q, k),
+            logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        )
+        wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        full_bias = None if bias is None else _of_logits("bias", bias, wanted)
+        full_mask = None if mask is None else _of_logits("mask", mask, wanted)
+        if full_mask is not None and full_mask.dtype != bool:
+            raise ValueError(f"mask is {full_mask.dtype}: give bool, False where a query does not see a key")
+        placement = current_placement(mesh)
+        return cls(query=q, key=k, value=v, bias=full_bias, mask=full_mask, case=case, placement=placement)
+
+    def choice(self, wanted: str | None) -> Choice:
+        """Returns the implementation; `wanted` is as for `dot_product_attention`."""
+        return choose(
+            self.query,
+            self.key,
+            self.value,
+            self.case,
+            wanted=wanted,
+            placement=self.placement,
+            has_bias=self.bias is not None,
+            has_mask=self.mask is not None,
+        )
 
 
 def _array(name: str, x: Any) -> Array:

@@ -129,7 +129,7 @@ class _Plan:
         """Returns what the kernels do on an example: products of the blocks visited, of which the backward has five."""
         query, _, value = operands[:3]
         logits = int(query.shape[1] * self.queries * self.keys * self.share)
-        per_logit = query.shape[-1] + value.shape[-1] if not backward else 3 * query.shape[-1] + 2 * value.shape[-1]
+        per_logit = _flops_per_logit(query.shape[-1], value.shape[-1], backward=backward)
         num_bytes = sum(x.size * x.dtype.itemsize for x in operands) // query.shape[0]
         return pl.CostEstimate(flops=2 * logits * per_logit, transcendentals=logits, bytes_accessed=2 * num_bytes)
 
@@ -159,6 +159,32 @@ def _plan(query: Any, key: Any, value: Any, call: Any) -> _Plan:
         backward_query=as_arrays(backward_query),
         options=options,
     )
+
+
+def work(query: Any, key: Any, value: Any, band: Band, *, backward: bool) -> tuple[float, float]:
+    """Returns the operations of the kernels' products, and the bytes of adding the parts of the queries' cotangents.
+
+    Args:
+      query: `[B, T, N, H]`, or its shape and dtype.
+      key: `[B, S, K, H]`.
+      value: `[B, S, K, V]`.
+      band: which keys a query sees.
+      backward: whether the work is that of the cotangents.
+    """
+    (b, t, n, h), width = query.shape, value.shape[-1]
+    blocks = block_sizes(t, key.shape[1], max(h, width))
+    queries, keys = _round_up(t, blocks.block_q), _round_up(key.shape[1], blocks.block_kv)
+    (visited, _, _), _ = _visited(t, key.shape[1], band, blocks)
+    share = _share(visited, (queries // blocks.block_q) * (keys // blocks.block_kv))
+    flops = 2.0 * b * n * queries * keys * share * _flops_per_logit(h, width, backward=backward)
+    num_parts = keys // blocks.block_kv if backward and blocks.use_fused_bwd_kernel else 0
+    part_bytes = b * n * queries * h * query.dtype.itemsize
+    return flops, float((num_parts + 1) * part_bytes) if num_parts > 1 else 0.0
+
+
+def _flops_per_logit(head_size: int, value_size: int, *, backward: bool) -> int:
+    """Returns the multiply-adds of the products for a logit: two, in the backward pass five."""
+    return 3 * head_size + 2 * value_size if backward else head_size + value_size
 
 
 def block_sizes(num_queries: int, num_keys: int, head_size: int) -> kernel.BlockSizes:

@@ -48,7 +48,8 @@ def add_commands(commands: Any) -> None:
     auto.add_argument(
         "--auto",
         action="store_true",
-        help="choose stage, replica, model axis, microbatches, remat and batch size, except those set by options",
+        help="choose stage, replica, model axis, microbatches, remat, attention, overlap and batch size, except those "
+        "set by options",
     )
     auto.add_argument(
         "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
@@ -165,6 +166,8 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         replicas=(request.config.replica,) if "PlanConfig.replica" in fixed else None,
         models=(request.config.model_axis,) if "PlanConfig.model_axis" in fixed else sizes,
         remats=(resolve_remat(zero.remat).name,) if "ZeroConfig.remat" in fixed else None,
+        attentions=(zero.attention,) if "ZeroConfig.attention" in fixed else None,
+        overlaps=(zero.overlap,) if "ZeroConfig.overlap" in fixed else None,
         max_compiles=options.max_compiles,
         **vars(request.compiling),
     )
@@ -212,6 +215,7 @@ def _write_config(
         "keep_gathered",
         "min_shard_size",
         "combine_bytes",
+        "attention",
         "overlap",
         "compiler_options",
     )

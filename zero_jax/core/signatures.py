@@ -133,6 +133,7 @@ def _some(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _AXES = "give names of the mesh's axes, such as ('model',)"
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "attentions": (_optional(_some(lambda name: name in ("own", "fused"))), "give some of 'own' and 'fused'"),
     "axes": (
         _optional(_has("data", "replica", "model", "batch")),
         "leave it out, or give what `axes_of(mesh)` returns",
@@ -159,6 +160,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model_axes": (_optional(_are(_is(str))), _AXES),
     "models": (_optional(_some(_is_count(1))), "give sizes of the axis `model`, such as (1, 2, 4)"),
     "name": (_is(str), "give a text"),
+    "overlaps": (_optional(_some(_is(bool))), "give some of True and False"),
     "own_process": (_is(bool), "give True or False"),
     "param_shapes": (_are_shapes, "give arrays or jax.ShapeDtypeStructs"),
     "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),

@@ -113,7 +113,8 @@ def _literal(program: Program, computation: str, name: str) -> np.ndarray | None
 
 def _cudnn(program: Program, computation: str, instruction: Instruction, *, is_backward: bool) -> KernelCall | None:
     """Fused attention: its scores are `[batch, heads, queries, keys]`, and each product has them on one side."""
-    line, operands = instruction.line, instruction.operands
+    operands = instruction.operands
+    line = instruction.line.replace('": ', '":')  # JSON as Python writes it, or as XLA does
     scores = _SCORES.search(line)
     query = program.computations[computation].get(operands[0]) if operands else None
     if not scores or query is None:

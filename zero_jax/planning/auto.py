@@ -24,7 +24,7 @@ from zero_jax.transforms import resolve_remat
 
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
-_REMATS = ("none", "full", "full_sharded", "full_offloaded", "own")
+_REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +63,19 @@ def plan_auto(
     replicas: Sequence[int] | None = None,
     models: Sequence[int] | None = None,
     remats: Sequence[str] | None = None,
+    attentions: Sequence[str] | None = None,
+    overlaps: Sequence[bool] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
     max_compiles: int = 4,
     **compiling: Any,
 ) -> AutoPlan:
-    """Searches stage, replica x data x model, microbatches and remat policy for a model, a topology and a batch.
+    """Searches stage, mesh axes, microbatches, remat, attention and overlap for a model, a topology and a batch.
 
     All settings are estimated and ranked; those with the least estimated time are compiled, and only compiled settings
     can be the best. One of the compiled settings is plain: the fastest stage over `data` alone, with the model's own
-    remat and the fewest microbatches that fit.
+    remat and attention and the fewest microbatches that fit.
 
     Args:
       loss_fn: the loss function, or several by name, such as the same with remat policies of its own.
@@ -81,13 +83,18 @@ def plan_auto(
       tx: the optimizer.
       batch: the global batch of a step: arrays or `ShapeDtypeStruct`s.
       topology: as for `plan`.
-      config: all that is not searched: precision, clipping, specs. A `remat` other than `own` is kept.
+      config: all that is not searched: precision, clipping, specs. A `remat` other than `own`, `attention="fused"` and
+        `overlap=False` are kept.
       stages: the stages to try.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
         params have specs for that axis.
-      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `full`, `full_sharded` where
-        `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
+      remats: names of remat policies to try, as for `ZeroConfig.remat`; None tries `none`, `dots`, `full`,
+        `full_sharded` where `model` is more than 1, `full_offloaded`, and the model's own where it is none of them.
+      attentions: of `own` and `fused`, those to try, the plain one first; None tries `fused`, too, where the model
+        computes attention by itself that the hardware has a kernel for.
+      overlaps: whether to compile with the options of `overlap`: those to try, the plain one first; None tries both
+        where the hardware has such options.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
@@ -100,13 +107,16 @@ def plan_auto(
       ValueError: an unknown topology, or a batch that no setting divides.
     """
     check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
+    check_arguments(attentions=attentions, overlaps=overlaps)
     check_arguments(batch_sizes=batch_sizes, max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     sizes = _model_sizes(estimator, models)
-    same = estimator.same_policies(max(sizes))
+    attentions = tuple(attentions or _attentions(estimator, config))
+    overlaps = tuple(overlaps or ((True, False) if config.overlap and estimator.has_overlap else (config.overlap,)))
+    same = estimator.same_policies(max(sizes), attentions)
     for name, other in same.items():
         options.log(f"remat={name} is left out: it is {other} for this model")
     names = tuple(name for name in policies if name not in same)
@@ -119,6 +129,8 @@ def plan_auto(
         models=sizes,
         replicas=replicas,
         keep_gathered=config.keep_gathered,
+        attentions=attentions,
+        overlaps=overlaps,
         max_num_microbatches=max_num_microbatches,
     )
     settings = [x for size in batch_sizes or (estimator.batch_size,) for x in tried(batch_size=size)]
@@ -167,10 +179,16 @@ def remat_policies(
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
-    """Returns the function that recognizes a plain setting: the least axes beside `data`, and this remat policy."""
+    """Returns the function that recognizes a plain setting: the fewest axes, this remat, the first of the others."""
     axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
-    least = min(map(axes, settings))
-    return lambda setting: axes(setting) == least and setting.remat == remat
+    others = lambda setting: (setting.remat, setting.attention, setting.overlap)  # noqa: E731
+    least, plain = min(map(axes, settings)), (remat, settings[0].attention, settings[0].overlap)
+    return lambda setting: axes(setting) == least and others(setting) == plain
+
+
+def _attentions(estimator: Estimator, config: ZeroConfig) -> tuple[str, ...]:
+    """Returns who may compute attention, the plain one first."""
+    return ("own", "fused") if config.attention == "own" and estimator.has_attention_to_fuse() else (config.attention,)
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:
@@ -193,6 +211,8 @@ def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) 
         num_microbatches=setting.num_microbatches,
         keep_gathered=setting.keep_gathered,
         remat=policy.remat,
+        attention=setting.attention,
+        overlap=setting.overlap,
     )
     is_same = setting.batch_size == max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
     batch = job.batch if is_same else batch_of(job.batch, setting.batch_size)

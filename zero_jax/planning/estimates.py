@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from zero_jax.analysis import LossTrace, memory, trace_loss
 from zero_jax.planning.job import Job
 from zero_jax.planning.ranking import Candidate, Estimated
+from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
 from zero_jax.sharding import topology
@@ -79,8 +80,12 @@ class Estimator:
         self.topology, self.hardware = parsed, parsed.hardware
         self.devices = topology.devices(job.topology)
         self.num_devices = len(self.devices)
-        overlaps = job.config.overlap and bool(step_options(self.mesh(1), job.config).options)
-        self.roofline = Roofline(parsed, overlaps=overlaps)
+        with_options, without = (
+            step_options(self.mesh(1), dataclasses.replace(job.config, overlap=overlap)).options
+            for overlap in (True, False)
+        )
+        self.has_overlap = with_options != without
+        self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
         self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
         self.precision = resolve_precision(self.config.precision)
@@ -104,13 +109,13 @@ class Estimator:
         sizes = memory.estimate(state, mesh=mesh, config=self.config, tx=self.job.tx)
         return sizes, sizes.by_group["params"] / sizes.param_bytes
 
-    def _trace(self, remat: str, model: int) -> LossTrace:
+    def _trace(self, remat: str, model: int, attention: str) -> LossTrace:
         """Traces the loss of the global batch on `model` devices."""
         if time.monotonic() > self.logged_at + _SECONDS_BETWEEN_LINES:
-            self.log(f"tracing the loss with remat={remat}, model={model}")
+            self.log(f"tracing the loss with remat={remat}, model={model}, attention={attention}")
             self.logged_at = time.monotonic()
         policy, mesh = self.policies[remat], self.mesh(model)
-        config = dataclasses.replace(self.config, remat=policy.remat)
+        config = dataclasses.replace(self.config, remat=policy.remat, attention=attention)
         params = jax.eval_shape(self.job.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
         return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
 
@@ -124,6 +129,18 @@ class Estimator:
             return True
         return num_sharded < num_params
 
+    def has_attention_to_fuse(self) -> bool:
+        """Returns whether the model computes attention by itself that the hardware has a fused kernel for."""
+        mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
+        for policy in self.policies.values():
+            job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
+            try:
+                if attentions_of(job, job.state(mesh), mesh).num_fused:
+                    return True
+            except ValueError:  # the settings of this loss function are rejected with that reason
+                continue
+        return False
+
     def refusal(self, model: int) -> str:
         """Returns why the params cannot be sharded over an axis `model` of this size; empty if they can."""
         try:
@@ -132,25 +149,26 @@ class Estimator:
             return str(error)
         return ""
 
-    def same_policies(self, model: int) -> dict[str, str]:
+    def same_policies(self, model: int, attentions: Sequence[str]) -> dict[str, str]:
         """Returns the policies whose memory and traffic equal those of an earlier one, each with that one's name."""
         figures: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
         for name in self.policies:
             try:
-                traced = self.trace(name, model)
+                traces = [self.trace(name, model, attention) for attention in attentions]
             except ValueError:
                 continue
-            sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
-            residuals = traced.residuals
-            sizes = (residuals.device_bytes, residuals.host_bytes, traced.peak_bytes)
-            own = tuple(map(float, (sent_bytes, traced.flops, *sizes)))  # integers may be too large for numpy
+            own = tuple(float(figure) for traced in traces for figure in _figures(traced))  # too large for numpy
             equal = [other for other in figures if np.allclose(own, figures[other], rtol=_SAME_TOLERANCE, atol=0)]
             if equal:
                 same[name] = equal[0]
             else:
                 figures[name] = own
         return same
+
+    def trace_of(self, setting: Candidate) -> LossTrace:
+        """Returns the trace of the loss that serves a setting."""
+        return self.trace(setting.remat, setting.model, setting.attention)
 
     def estimate(self, setting: Candidate) -> Estimated:
         """Estimates bytes per device and seconds of a step.
@@ -179,26 +197,25 @@ class Estimator:
         """Returns bytes per device of gradients, and of their float32 sums over microbatches."""
         (sizes, num_params), share = self.sizes(setting.model), 1 / setting.data
         accumulates = setting.num_microbatches > 1
-        is_sharded = "grads" in sharded_groups(setting.stage) or (
-            "opt_state" in sharded_groups(setting.stage) and not accumulates
-        )
-        return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if is_sharded else 1)
+        return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if self.scatters_grads(setting) else 1)
 
     def other_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of activations and gathered params."""
         if self.temporaries is not None:
             return self.temporaries(setting)
-        traced = self.trace(setting.remat, setting.model)
+        traced = self.trace_of(setting)
         parts = self.num_parts(setting) * setting.num_microbatches
         gathered = traced.param_bytes if "params" in sharded_groups(setting.stage) else 0.0
+        gathered *= 2 if setting.overlap and self.has_overlap else 1  # those of the next layer arrive beside them
         return traced.peak_bytes / parts + gathered
 
     def seconds(self, setting: Candidate) -> float:
         """Returns the approximate seconds of a step."""
-        traced, roofline = self.trace(setting.remat, setting.model), self.roofline
+        traced, roofline = self.trace_of(setting), self.rooflines[setting.overlap]
         parts = self.num_parts(setting)
         compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
         compute += roofline.moved_seconds(self.update_bytes(setting))
+        compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
         return max(compute + waits, roofline.host_seconds(traced, parts))
 
@@ -211,6 +228,17 @@ class Estimator:
         k = setting.num_microbatches
         sums = k * share["grads"] * (2 * _SUM_BYTES + sizes.grad_bytes) if k > 1 else 0.0
         return num_params * (update + casts + sums)
+
+    def cleared_bytes(self, setting: Candidate) -> float:
+        """Returns the bytes per device of gradients that are set to 0 before a loop over layers writes them."""
+        (sizes, num_params), k = self.sizes(setting.model), setting.num_microbatches
+        share = 1 / setting.data if self.scatters_grads(setting) else 1
+        return k * num_params * share * sizes.grad_bytes
+
+    def scatters_grads(self, setting: Candidate) -> bool:
+        """Returns whether gradients are sharded as soon as they are made, not only when all are summed."""
+        groups = sharded_groups(setting.stage)
+        return "grads" in groups or ("opt_state" in groups and setting.num_microbatches == 1)
 
     def data_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""
@@ -231,10 +259,17 @@ class Estimator:
 
     def model_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
-        traced = self.trace(setting.remat, setting.model)
+        traced = self.trace_of(setting)
         parts = self.num_parts(setting)
         links, seconds = self.links(setting.replica, setting.model), 0.0
         for move in traced.moves:
             each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
             seconds += setting.num_microbatches * move.times * each
         return seconds
+
+
+def _figures(traced: LossTrace) -> tuple[float, ...]:
+    """Returns what tells remat policies apart."""
+    sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
+    residuals = traced.residuals
+    return sent_bytes, traced.flops, residuals.device_bytes, residuals.host_bytes, traced.peak_bytes

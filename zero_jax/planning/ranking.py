@@ -13,7 +13,7 @@ _MAX_LINES = 15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings of a train step that a search may choose: stage, mesh axes, microbatches, remat policy.
+    """Settings of a train step that a search may choose: stage, mesh axes, microbatches, remat, attention, overlap.
 
     Attributes:
       stage: the ZeRO stage.
@@ -24,6 +24,8 @@ class Candidate:
       num_microbatches: microbatches of a step.
       remat: name of the remat policy.
       keep_gathered: whether gathered params are kept for the backward pass.
+      attention: `own` or `fused`, as of `ZeroConfig`.
+      overlap: whether it is compiled with the options that let collectives run beside computation.
     """
 
     stage: int
@@ -34,6 +36,8 @@ class Candidate:
     num_microbatches: int = 1
     remat: str = "full"
     keep_gathered: bool = False
+    attention: str = "own"
+    overlap: bool = True
 
     @property
     def num_devices(self) -> int:
@@ -43,7 +47,8 @@ class Candidate:
     @property
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
-        return self.stage, self.remat, self.num_microbatches > 1, self.replica > 1, self.model > 1
+        several = self.num_microbatches > 1, self.replica > 1, self.model > 1
+        return self.stage, self.remat, *several, self.attention, self.overlap
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
@@ -54,6 +59,8 @@ class Candidate:
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
         parts += ["keep_gathered"] if self.keep_gathered else []
+        parts += [f"attention={self.attention}"] if self.attention != "own" else []
+        parts += [] if self.overlap else ["no_overlap"]
         return f"stage {self.stage} {' '.join(parts)}"
 
 

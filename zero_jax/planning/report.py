@@ -47,8 +47,8 @@ class PlanReport:
       stage: the ZeRO stage.
       precision: name of the precision policy, or `custom`.
       remat: the remat policy, what it keeps and where.
-      attention: the attentions of the loss function: which ones a fused kernel computes, and why not the others; None
-        with `attention="own"`.
+      attention: the attentions of the loss function: which ones a fused kernel computes on this hardware, and why not
+        the others; None with `attention="own"`.
       num_params: parameters.
       batch_size: examples of a step, over all devices and microbatches.
       num_microbatches: forward passes of a step.
@@ -162,7 +162,7 @@ class PlanReport:
             "verdict": verdict,
         }
         if self.attention is not None:
-            rows["attention"] = f"{self.attention.num_fused} fused, {self.attention.num_left} left as they are"
+            rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
         if self.time:
@@ -236,7 +236,7 @@ def make_report(
         "stage": job.config.stage,
         "precision": precision,
         "remat": str(resolve_remat(job.config.remat)),
-        "attention": _attention(job, state, mesh) if job.config.attention == "fused" else None,
+        "attention": attentions_of(job, state, mesh) if job.config.attention == "fused" else None,
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
@@ -288,9 +288,10 @@ def make_report(
     )
 
 
-def _attention(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
+def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     """Reports the attentions of the loss function as the train step has it."""
-    return attention_report(*_loss_and_arguments(job, state, mesh))
+    axes = job.config.axes_of(mesh)
+    return attention_report(*_loss_and_arguments(job, state, mesh), mesh=mesh, axes=axes)
 
 
 def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:

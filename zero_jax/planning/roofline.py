@@ -16,6 +16,9 @@ from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND, KERNEL_SECONDS, K
 from zero_jax.sharding.topology import Topology
 from zero_jax.transforms import Kernel
 
+# The share of computation that can be beside collectives, where these take as long: 0.49 of gpt-7b's on v6e:16x16.
+_HIDING = 0.5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -25,31 +28,40 @@ class Efficiency:
       products: share of the peak FLOPs that large matrix products reach.
       memory: share of the memory bandwidth that fused elementwise work reaches.
       vector: the peak of elementwise operations, as a share of the peak FLOPs.
+      layout: share of the memory bandwidth that copies to another layout reach.
+      unfused: share of the memory bandwidth that sums and constants of a kernel of their own reach.
       hidden: share of the collectives over `data` that computation hides, without the options of `overlap` and with.
     """
 
     products: float
     memory: float
     vector: float
+    layout: float
+    unfused: float
     hidden: tuple[float, float]
 
 
-def _tpu(products: float, memory: float, hidden: float = 0.0) -> Efficiency:
-    return Efficiency(products=products, memory=memory, vector=1 / 32, hidden=(0.0, hidden))
+def _tpu(
+    products: float, memory: float, *, layout: float = 0.38, unfused: float = 0.14, hidden: tuple[float, float] = (0, 0)
+) -> Efficiency:
+    shares = {"products": products, "memory": memory, "layout": layout, "unfused": unfused}
+    return Efficiency(**shares, vector=1 / 32, hidden=hidden)
 
 
 # By hardware: fitted to XLA:TPU's cycles of large products and of attention by XLA (docs/planning.md has the figures;
-# above 1 where it fuses more than is assumed, or keeps values in VMEM). The times of GPU programs are rooflines at the
-# nominal figures.
+# above 1 where it fuses more than is assumed, or keeps values in VMEM); layouts and what is not fused are its cycles of
+# a transposition and of a sum over the first dim, bf16, on v4 to v6e, their means on the others; on v5e XLA hides
+# gathers without options (0.45 of gpt-7b and of two programs of MaxText). The times of GPU
+# programs are rooflines at the nominal figures, and their layouts are those of the kernels.
 _EFFICIENCIES = {
     "v3": _tpu(0.9, 0.8),
-    "v4": _tpu(0.93, 0.85),
-    "v5e": _tpu(0.93, 0.9),
-    "v5p": _tpu(0.88, 0.5, hidden=0.85),
-    "v6e": _tpu(0.75, 1.6, hidden=0.85),
+    "v4": _tpu(0.93, 0.85, layout=0.38, unfused=0.22),
+    "v5e": _tpu(0.93, 0.9, layout=0.41, unfused=0.16, hidden=(0.45, 0.45)),
+    "v5p": _tpu(0.88, 0.5, layout=0.36, unfused=0.10, hidden=(0, 0.85)),
+    "v6e": _tpu(0.75, 1.6, layout=0.40, unfused=0.08, hidden=(0, 0.85)),
     "tpu7x": _tpu(0.81, 1.0),
 }
-_GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, hidden=(0.4, 0.7))
+_GPU = Efficiency(products=1.0, memory=1.0, vector=1 / 15, layout=math.inf, unfused=1.0, hidden=(0.4, 0.7))
 # The kernels of attention by platform, as the times of compiled programs have them.
 _ATTENTION = {
     "tpu": {"attention": "pallas", "attention backward": "pallas", "pallas": "pallas"},
@@ -75,28 +87,26 @@ class Roofline:
         kernel = _ATTENTION[self.hardware.platform].get(engine, "")
         return self.hardware.flops_per_second * KERNEL_SHARES.get(kernel, self.efficiency.products)
 
-    @property
-    def memory_bytes_per_second(self) -> float:
-        """The memory bandwidth that elementwise work reaches."""
-        return self.hardware.memory_bytes_per_second * self.efficiency.memory
-
     def compute_seconds(self, kernels: Iterable[Kernel], num_parts: float) -> float:
         """Returns the seconds of kernels of all examples, on the share of one of `num_parts` parts of the batch."""
         vector_per_second = self.hardware.flops_per_second * self.efficiency.vector
         launch = KERNEL_SECONDS if self.hardware.platform == "cuda" else 0.0
+        shares = {"layout": self.efficiency.layout, "sum": self.efficiency.unfused}
         total = 0.0
         for kernel in kernels:
             parts = num_parts if kernel.is_split else 1
-            moved = (kernel.split_bytes / num_parts + kernel.other_bytes) / self.memory_bytes_per_second
+            num_bytes = kernel.split_bytes / num_parts + kernel.other_bytes
+            moved = self.moved_seconds(num_bytes, shares.get(kernel.engine))
             products = kernel.flops / parts / self.flops_per_second(kernel.engine)
             busy = max(products, kernel.vector_ops / parts / vector_per_second, moved)
             # A kernel that is written by hand has layouts of its own: what it takes and makes is copied.
-            total += kernel.times * (busy + launch + (2 * moved if kernel.engine else 0.0))
+            copied = 2 * self.moved_seconds(num_bytes, shares["layout"]) if kernel.flops and kernel.engine else 0.0
+            total += kernel.times * (busy + (launch if busy else 0.0) + copied)
         return total
 
-    def moved_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds of reading and writing memory."""
-        return num_bytes / self.memory_bytes_per_second
+    def moved_seconds(self, num_bytes: float, share: float | None = None) -> float:
+        """Returns the seconds of moving bytes at a share of the memory bandwidth, None for that of fused work."""
+        return num_bytes / (self.hardware.memory_bytes_per_second * (share or self.efficiency.memory))
 
     def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
@@ -104,7 +114,7 @@ class Roofline:
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""
-        return max(comms - self.hidden * compute, comms * (1 - self.hidden))
+        return max(comms - min(self.hidden, _HIDING) * compute, comms * (1 - self.hidden))
 
 
 class MeshLinks:

@@ -33,6 +33,8 @@ def candidates(
     models: Sequence[int] = (1,),
     replicas: Sequence[int] | None = None,
     keep_gathered: bool = False,
+    attentions: Sequence[str] = ("own",),
+    overlaps: Sequence[bool] = (True,),
     max_num_microbatches: int = 64,
 ) -> tuple[Candidate, ...]:
     """Returns all valid settings for a number of devices and a batch size.
@@ -49,6 +51,8 @@ def candidates(
       models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
+      attentions: who computes attention: `own`, `fused`.
+      overlaps: whether to compile with the options that let collectives run beside computation.
       max_num_microbatches: the most microbatches.
 
     Raises:
@@ -80,8 +84,10 @@ def candidates(
                     num_microbatches=k,
                     remat=remat,
                     keep_gathered=keep_gathered and "params" in groups,
+                    attention=attention,
+                    overlap=overlap,
                 )
-                for k, remat in itertools.product(counts, policies)
+                for k, remat, attention, overlap in itertools.product(counts, policies, attentions, overlaps)
             ]
     if not settings:
         ways = sorted({num_devices // model for model in fitting})

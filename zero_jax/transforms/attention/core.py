@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.attention import dot_product_attention
+from zero_jax.attention import Choice, attention_choice, dot_product_attention
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.follow import number
 from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
@@ -84,38 +84,45 @@ class AttentionCore:
     cap: float | None
     mask: Mask
 
-    def __call__(self, read: Callable[[Any], jax.Array], *, aval: Any, **options: Any) -> jax.Array:
+    def __call__(self, read: Callable[[Any], jax.Array], *, aval: Any, implementation: Any = None) -> jax.Array:
         """Calls the kernel.
 
         Args:
           read: returns the array of a variable.
           aval: shape and dtype of the result.
-          **options: of `dot_product_attention`.
+          implementation: as for `dot_product_attention`.
         """
+        arrays, arguments = self.arguments(read)
+        out = dot_product_attention(*arrays, **arguments, implementation=implementation)
+        order = self.batch + self.queries + self.heads + self.groups + self.results
+        out = _arranged(out.reshape([i.size for i in order]), tuple((i,) for i in order), list(self.indices))
+        return out.reshape(aval.shape).astype(aval.dtype)
+
+    def choice(self, read: Callable[[Any], jax.Array]) -> Choice:
+        """Returns which implementation the devices take; `read` is as for a call."""
+        arrays, arguments = self.arguments(read)
+        return attention_choice(*arrays, **arguments)
+
+    def arguments(self, read: Callable[[Any], jax.Array]) -> tuple[list[jax.Array], dict[str, Any]]:
+        """Returns queries, keys and values, and the other arguments of `dot_product_attention`."""
         (query, q_dims), (key, k_dims), (value, v_dims) = self.operands
         q, k, v = read(query), read(key), read(value)
         dtype = jnp.result_type(q, k, v)
         q = _arranged(q, q_dims, [self.batch, self.queries, self.heads + self.groups, self.features])
         k = _arranged(k, k_dims, [self.batch, self.keys, self.heads, self.features])
         v = _arranged(v, v_dims, [self.batch, self.keys, self.heads, self.results])
+        arguments: dict[str, Any] = {
+            "scale": self.scale,
+            "is_causal": self.mask.is_causal,
+            "local_window_size": self.mask.window(q.shape[1], k.shape[1]),
+            "logits_soft_cap": self.cap,
+        }
         if self.mask.segments is not None:
             leaf, indices = self.mask.segments
             ids = leaf.array.reshape([index.size for index in indices])
             dims = tuple((index,) for index in indices)
-            options["segment_ids"] = _arranged(ids, dims, [self.batch, self.queries]).astype(jnp.int32)
-        out = dot_product_attention(
-            q.astype(dtype),
-            k.astype(dtype),
-            v.astype(dtype),
-            scale=self.scale,
-            is_causal=self.mask.is_causal,
-            local_window_size=self.mask.window(q.shape[1], k.shape[1]),
-            logits_soft_cap=self.cap,
-            **options,
-        )
-        order = self.batch + self.queries + self.heads + self.groups + self.results
-        out = _arranged(out.reshape([i.size for i in order]), tuple((i,) for i in order), list(self.indices))
-        return out.reshape(aval.shape).astype(aval.dtype)
+            arguments["segment_ids"] = _arranged(ids, dims, [self.batch, self.queries]).astype(jnp.int32)
+        return [x.astype(dtype) for x in (q, k, v)], arguments
 
     def __str__(self) -> str:
         sizes = [math.prod(index.size for index in part) for part in (self.batch, self.queries, self.keys)]

@@ -12,23 +12,31 @@ class AttentionRow:
 
     Attributes:
       where: the line of the model.
-      what: sizes and mask, if it is computed by the kernel.
+      what: sizes and mask, if it is the function of the kernels.
       times: how often it runs in a forward pass.
       reason: why it is left as it is, or ''.
+      kernel: what computes it on the devices: `splash`, `cudnn` or `xla`; '' if it is left as it is.
+      fallback: why it is `xla`, or ''.
     """
 
     where: str
     what: str
     times: int
     reason: str = ""
+    kernel: str = ""
+    fallback: str = ""
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel computes it."""
-        return not self.reason
+        """Whether a fused kernel computes it."""
+        return self.kernel not in ("", "xla")
 
     def __str__(self) -> str:
-        action = f"fused: {self.what}" if self.is_fused else f"left as it is: {self.reason}"
+        action = f"fused by {self.kernel}: {self.what}"
+        if self.reason:
+            action = f"left as it is: {self.reason}"
+        elif not self.is_fused:
+            action = f"no kernel, XLA computes it: {self.fallback} ({self.what})"
         return f"{self.times} x {self.where}: {action}"
 
 
@@ -40,18 +48,30 @@ class AttentionReport:
 
     @property
     def num_fused(self) -> int:
-        """How many attentions of a forward pass the kernel computes."""
+        """How many attentions of a forward pass a fused kernel computes."""
         return sum(row.times for row in self.rows if row.is_fused)
+
+    @property
+    def num_by_xla(self) -> int:
+        """How many a kernel could compute, but not on these devices, or not of this size: XLA does."""
+        return sum(row.times for row in self.rows if not row.is_fused and not row.reason)
 
     @property
     def num_left(self) -> int:
         """How many are left as they are."""
-        return sum(row.times for row in self.rows if not row.is_fused)
+        return sum(row.times for row in self.rows if row.reason)
+
+    def summary(self) -> str:
+        """Returns the numbers as a line."""
+        kernels = " and ".join(sorted({row.kernel for row in self.rows if row.is_fused}))
+        by_xla = f", {self.num_by_xla} by XLA" if self.num_by_xla else ""
+        return f"{self.num_fused} fused{f' ({kernels})' if kernels else ''}{by_xla}, {self.num_left} left as they are"
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain data."""
         rows = [{**dataclasses.asdict(row), "is_fused": row.is_fused} for row in self.rows]
-        return {"num_fused": self.num_fused, "num_left": self.num_left, "rows": rows}
+        numbers = {"num_fused": self.num_fused, "num_by_xla": self.num_by_xla, "num_left": self.num_left}
+        return {**numbers, "rows": rows}
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no attention found"

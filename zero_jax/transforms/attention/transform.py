@@ -7,6 +7,8 @@ that is not known to be the same function is left as it is, and the report says 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zero_jax.attention import mesh_context
+from zero_jax.attention import Choice, mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, inlining, trace_call
@@ -23,7 +25,7 @@ from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.transforms.attention.core import AttentionCore
-from zero_jax.transforms.attention.report import AttentionReport, merged
+from zero_jax.transforms.attention.report import AttentionReport, AttentionRow, merged
 from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
 
 _FUNCTION = "give a function of params and further arguments"
@@ -82,20 +84,35 @@ def fuse_attention(
     return transformed
 
 
-def attention_report(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> AttentionReport:
-    """Reports the attention cores of a function: which ones a fused kernel can compute, and why not the others.
+def attention_report(
+    loss_fn: Callable[..., Any], params: PyTree, *args: Any, mesh: Mesh | None = None, axes: Axes | None = None
+) -> AttentionReport:
+    """Reports the attention cores of a function: which ones a fused kernel computes, by what, and why not the others.
 
     Args:
       loss_fn: the function, as for `fuse_attention`.
       params: arrays or `ShapeDtypeStruct`s.
       *args: its further arguments, likewise.
+      mesh: the devices that it is to run on; None takes those of `dot_product_attention` without a mesh.
+      axes: the roles of the mesh's axes; None finds them by name.
     """
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
-    rows: list[Any] = []
+    check_arguments(axes=axes, **({} if mesh is None else {"mesh": mesh}))
+    rows: list[AttentionRow] = []
 
     def search(params: PyTree, *args: Any) -> Any:
-        _, _, arrays, found = _search(loss_fn, params, args, {})
-        rows.extend(found.rows)
+        body, _, arrays, found = _search(loss_fn, params, args, {})
+        choices: dict[int, Choice] = {}
+
+        def note(core: AttentionCore, read: Callable[[Any], jax.Array], aval: Any) -> jax.Array:
+            with contextlib.nullcontext() if mesh is None else mesh_context(mesh, axes or axes_of(mesh)):
+                choices[id(core)] = core.choice(read)
+            return jnp.zeros(aval.shape, aval.dtype)
+
+        run(body, arrays, note)
+        for i, row in enumerate(found.rows):
+            choice = choices[id(found.cores[i])] if i in found.cores else Choice(implementation="")
+            rows.append(dataclasses.replace(row, kernel=choice.implementation, fallback=choice.reason))
         return arrays
 
     eval_shapes(search, params, *args)

@@ -65,6 +65,7 @@ class AttentionSearch:
 
     def __init__(self) -> None:
         self.rows: list[AttentionRow] = []
+        self.cores: dict[int, AttentionCore] = {}  # of `rows`, by their index
 
     def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Place) -> Body:
         """Returns a jaxpr with its cores.
@@ -114,6 +115,7 @@ class AttentionSearch:
                 found = prover.found.get(var)
                 where = at.inside(eqn if found is None else producers[found.result]).line
                 if var in cores:
+                    self.cores[len(self.rows)] = cores[var]
                     self.rows.append(AttentionRow(where=where, what=str(cores[var]), times=at.times))
                 elif var in reasons:
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reasons[var]))

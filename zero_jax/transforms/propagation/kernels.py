@@ -12,8 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from zero_jax.attention import AttentionWork, attention_work
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.transforms.flops import equation_flops
@@ -37,8 +36,6 @@ _ENGINES = {
     **dict.fromkeys(("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"), "attention"),  # cuDNN's
     **dict.fromkeys(("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"), "attention backward"),
 }
-# The products of fused attention: scores and result; in the backward pass the scores again, and four gradients.
-_ATTENTION_PRODUCTS = {"attention": 2, "attention backward": 5}
 _REDUCTIONS = ("reduce_", "arg", "cum")
 _IN_MEMORY = HEAVY | _ENGINES.keys() | {"dynamic_update_slice", "fft", "random_bits", "select_and_scatter_add"}
 
@@ -54,8 +51,8 @@ class Kernel:
       other_bytes: bytes moved of other values, such as params and their gradients.
       is_split: whether `flops` and `vector_ops` grow with the batch.
       times: how often it runs.
-      engine: "attention", "attention backward" or "pallas" for a kernel that is written by hand; empty for the
-        compiler's own.
+      engine: "attention", "attention backward" or "pallas" for a kernel that is written by hand, "layout" for a copy to
+        another layout, "sum" for a sum that is not fused; empty for the compiler's other kernels.
     """
 
     flops: float
@@ -147,6 +144,7 @@ class _Body:
     def __init__(self, shardings: Mapping[Any, ValueSharding], sizes: Mapping[str, int], batch_axes: frozenset[str]):
         self.shardings, self.sizes, self.batch_axes = shardings, sizes, batch_axes
         self.operations: list[_Operation] = []
+        self.copies: list[Kernel] = []
 
     def kernels(self, jaxpr: Any, *, splits: bool, consts: Sequence[_Value] = ()) -> tuple[Kernel, ...]:
         """Returns the kernels of a jaxpr.
@@ -165,7 +163,7 @@ class _Body:
         self.fuse({*outputs, *(x for op in self.operations if op.sub for x in _needed(op))})
         made = [kernel for operation in self.operations for kernel in self.kernels_of(operation)]
         copied = [_kernel({x: x.num_bytes}, [x]) for i, x in enumerate(outputs) if x in inputs and inputs.index(x) != i]
-        return (*made, *copied)
+        return (*made, *copied, *self.copies)
 
     def value(self, var: Any, splits: bool, *, is_stored: bool = False) -> _Value:
         """Returns a new value of the size of a variable."""
@@ -188,6 +186,10 @@ class _Body:
             splits = any(value.is_split for value in reads)
             if eqn.primitive.name in _SAME_VALUE:
                 made = reads
+                if reads[0].is_split and _changes_tiles(eqn):
+                    self.copies.append(
+                        dataclasses.replace(_kernel({reads[0]: reads[0].num_bytes}, reads), engine="layout")
+                    )
             elif sub is not None and sub.kind in _FLATTENED:
                 inner, _ = open_jaxpr(sub.jaxpr)
                 made = self.flatten(inner, reads[len(reads) - len(inner.invars) :])
@@ -254,15 +256,16 @@ class _Body:
             ops, written = ops + end.vector_ops, [end]
         if operation.is_reduction:
             ops += operation.reads[0].num_elements
-        kernel = _kernel(sources, written, vector_ops=ops, flops=self.flops(operation), reads=operation.reads)
-        return [dataclasses.replace(kernel, engine=_ENGINES.get(operation.name, ""))]
-
-    def flops(self, operation: _Operation) -> float:
-        """Returns the FLOPs of an operation on a device."""
         axes = frozenset().union(*(value.axes for value in (*operation.reads, *operation.makes)))
-        has_band = operation.name.startswith("zero_attention")
-        count = (_attention_flops if has_band else equation_flops)(operation.eqn)
-        return count / math.prod(self.sizes[axis] for axis in axes)
+        num_parts = math.prod(self.sizes[axis] for axis in axes)
+        work = _work(operation)
+        kernel = _kernel(sources, written, vector_ops=ops, flops=work.flops / num_parts, reads=operation.reads)
+        kernel = dataclasses.replace(kernel, engine=_ENGINES.get(operation.name, ""))
+        if not work.summed_bytes:
+            return [kernel]
+        moved = {"split_bytes" if kernel.is_split else "other_bytes": work.summed_bytes / num_parts}
+        nothing = Kernel(flops=0, vector_ops=0, split_bytes=0, other_bytes=0, is_split=kernel.is_split, engine="sum")
+        return [kernel, dataclasses.replace(nothing, **moved)]
 
     def inner(self, operation: _Operation, sub: Subcall) -> Iterable[Kernel]:
         """Returns the kernels of all iterations of a loop, or of the branch that moves most."""
@@ -275,12 +278,21 @@ class _Body:
         return max(branches, key=lambda found: sum(x.split_bytes + x.other_bytes for x in found), default=())
 
 
-def _attention_flops(eqn: Any) -> float:
-    """Returns the operations of fused attention: its products for the keys that each query sees by its place."""
-    (b, t, n, h), (_, keys, _, _) = (atom.aval.shape for atom in eqn.invars[:2])
-    band = eqn.params["call"].band
-    seen = np.maximum(band.last(t, keys) - band.first(t) + 1, 0).sum()
-    return 2.0 * _ATTENTION_PRODUCTS[_ENGINES[eqn.primitive.name]] * b * n * h * float(seen)
+def _work(operation: _Operation) -> AttentionWork:
+    """Returns the work of an operation, over all devices."""
+    if not operation.name.startswith("zero_attention"):
+        return AttentionWork(flops=equation_flops(operation.eqn))
+    operands = [atom.aval for atom in operation.eqn.invars[:3]]
+    is_backward = _ENGINES[operation.name] == "attention backward"
+    return attention_work(*operands, call=operation.eqn.params["call"], backward=is_backward)
+
+
+def _changes_tiles(eqn: Any) -> bool:
+    """Tells whether a reshape splits or merges the minor dim: an array is stored in tiles of its two minor dims."""
+    if eqn.primitive.name != "reshape":
+        return False
+    before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
+    return bool(before and after) and before[-1] != after[-1] and 1 not in (before[-1], after[-1])
 
 
 def _needed(operation: _Operation) -> Iterable[_Value]:

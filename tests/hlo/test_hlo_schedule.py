@@ -446,6 +446,33 @@ def test_a_collective_on_a_sparse_core_begins_where_it_gets_its_operand(release)
     assert found.num_executions == 1
 
 
+def test_the_sparse_cores_run_one_collective_at_a_time():
+    def call(name):
+        return (
+            f"%{name} = ((f32[4], token[]), f32[16]) call-start(%p, %prepare), "
+            f'async_execution_thread="sparsecore", to_apply=%{name}.on\n'
+        )
+
+    def computation(name, channel, groups, thread):
+        return f"""%{name}.on (y: f32[4]) -> f32[16] {{
+  %y = f32[4] parameter(0)
+  ROOT %{name}.g = f32[16] all-gather(%y), channel_id={channel}, replica_groups={groups}, dimensions={{0}}
+}}, execution_thread="{thread}"
+
+"""
+
+    def entry(thread):
+        start = call("one") + "  " + call("two")
+        start = start if thread == "sparsecore" else start.replace(', async_execution_thread="sparsecore"', "")
+        done = "call-done(%one)\n  %done.2 = f32[16] call-done(%two)"
+        text = ON_SPARSE_CORE[ON_SPARSE_CORE.index("ENTRY") :].replace("START", start).replace("DONE", done)
+        return computation("one", 1, "{{0,1,2,3}}", thread) + computation("two", 2, "{{0,1},{2,3}}", thread) + text
+
+    links = {"one.g": 3.0, "two.g": 4.0}
+    assert play(entry("sparsecore"), {}, links).total_seconds == 7
+    assert play(entry("main"), {}, links).total_seconds == 4
+
+
 def megascale(kind, key):
     return (
         f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="{key}",'

@@ -24,6 +24,7 @@ _FREE = re.compile(
     r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|(send|recv)(-done)?|[a-z-]+-update|parameter|constant"
 )
 _COPY_DONE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-done")
+_THREAD = re.compile(r'async_execution_thread="(sparsecore)"')
 _NUM_NAMES = 3
 _NETWORK = "network"  # between slices
 _HOST = {False: "from the host", True: "to the host"}
@@ -99,7 +100,8 @@ def play(
     collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies between HBM and VMEM
     (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
 
-    A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands.
+    A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands. The
+    SparseCores run one call at a time, whatever its links: XLA:TPU gives all of them the same core.
 
     XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
     them: what runs in between is what they overlap with.
@@ -287,8 +289,9 @@ class _Player:
         if inside:
             drives = self.program.starts_asynchronously(called)
             handle = self.chain(called) if drives else (computation, instruction.name)
+            engine = _THREAD.search(instruction.line)
             for collective in inside:
-                self.collective(run, collective, handle=handle)
+                self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
         elif instruction.opcode == "fusion" and self.ends(called):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
@@ -313,10 +316,17 @@ class _Player:
                     inside += self.inside(called)
         return inside
 
-    def collective(self, run: _Run, collective: Collective, *, handle: Hashable) -> None:
-        """Starts a collective; a synchronous one ends at once."""
+    def collective(
+        self,
+        run: _Run,
+        collective: Collective,
+        *,
+        handle: Hashable,
+        engine: frozenset[Hashable] = frozenset(),
+    ) -> None:
+        """Starts a collective; a synchronous one ends at once. What runs on an engine of its own takes that, too."""
         key = collective.computation, collective.name
-        flight = run.enqueue(key, self.links_of(collective), handle, self.link_seconds(collective))
+        flight = run.enqueue(key, self.links_of(collective) | engine, handle, self.link_seconds(collective))
         if collective.is_async:
             run.in_flight.append(flight)
         else:

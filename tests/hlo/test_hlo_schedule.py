@@ -15,7 +15,7 @@ HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
 GROUPS = "replica_groups={{0,1,2,3}}"
 
 
-def play(body, seconds, links, **options):
+def play(body, seconds, links, *, links_of=None, **options):
     """Plays a program whose instructions take `seconds` by name, its collectives `links` by name, all else nothing."""
     text = HEADER + body
     found = hlo.collectives(text, **options)
@@ -24,6 +24,7 @@ def play(body, seconds, links, **options):
         found,
         seconds_of=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
         link_seconds=lambda one: links[one.name],
+        links_of=links_of,
         **options,
     )
 
@@ -72,6 +73,35 @@ def test_collectives_of_the_same_devices_queue_up_and_others_do_not():
     # One queue: `two` is on the wire from 3 to 7. Two queues: from 0 to 4, so that only 2 seconds stay exposed.
     assert play(entry("{{0,1,2,3}}"), seconds, links).exposed_seconds == 5
     assert play(entry("{{0,1},{2,3}}"), seconds, links).exposed_seconds == 2
+    # Whoever knows the network says which links they take.
+    sharing = {"links_of": lambda one: frozenset(one.replica_groups[0])}
+    assert play(entry("{{0,1},{2,3}}"), seconds, links, **sharing).exposed_seconds == 5
+
+
+def test_a_loop_holds_up_what_is_in_flight_over_its_links():
+    body = f"""%body (b: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %b = (s32[], f32[16]) parameter(0)
+  %i = s32[] get-tuple-element((s32[], f32[16]) %b), index=0
+  %x = f32[16] get-tuple-element((s32[], f32[16]) %b), index=1
+  %sum = f32[16] all-reduce(f32[16] %x), {GROUPS}, to_apply=%add
+  ROOT %out = (s32[], f32[16]) tuple(s32[] %i, f32[16] %sum)
+}}
+
+ENTRY %main (p: f32[4], q: (s32[], f32[16])) -> f32[16] {{
+  %p = f32[4] parameter(0)
+  %q = (s32[], f32[16]) parameter(1)
+  %start = {GATHER}
+  %loop = (s32[], f32[16]) while((s32[], f32[16]) %q), condition=%less, body=%body, {KNOWN}
+  ROOT %done = f32[16] all-gather-done((f32[4], f32[16]) %start)
+}}
+"""
+    links = {"start": 20.0, "sum": 2.0}
+    # 3 iterations of 2 seconds: the gather ends at 20 over links of its own, at 26 where they are the loop's too.
+    own = {"links_of": lambda one: frozenset([one.kind])}
+    shared = {"links_of": lambda one: frozenset([one.kind, "all"])}
+    assert play(body, {}, links, **own).total_seconds == 20
+    assert play(body, {}, links, **shared).total_seconds == 26
+    assert play(body, {}, links, **shared).collective_seconds == 26
 
 
 def test_a_synchronous_collective_is_all_exposed():
@@ -414,6 +444,33 @@ def test_a_collective_on_a_sparse_core_begins_where_it_gets_its_operand(release)
     (found,) = hlo.collectives(HEADER + text)
     assert found.is_async
     assert found.num_executions == 1
+
+
+def test_the_sparse_cores_run_one_collective_at_a_time():
+    def call(name):
+        return (
+            f"%{name} = ((f32[4], token[]), f32[16]) call-start(%p, %prepare), "
+            f'async_execution_thread="sparsecore", to_apply=%{name}.on\n'
+        )
+
+    def computation(name, channel, groups, thread):
+        return f"""%{name}.on (y: f32[4]) -> f32[16] {{
+  %y = f32[4] parameter(0)
+  ROOT %{name}.g = f32[16] all-gather(%y), channel_id={channel}, replica_groups={groups}, dimensions={{0}}
+}}, execution_thread="{thread}"
+
+"""
+
+    def entry(thread):
+        start = call("one") + "  " + call("two")
+        start = start if thread == "sparsecore" else start.replace(', async_execution_thread="sparsecore"', "")
+        done = "call-done(%one)\n  %done.2 = f32[16] call-done(%two)"
+        text = ON_SPARSE_CORE[ON_SPARSE_CORE.index("ENTRY") :].replace("START", start).replace("DONE", done)
+        return computation("one", 1, "{{0,1,2,3}}", thread) + computation("two", 2, "{{0,1},{2,3}}", thread) + text
+
+    links = {"one.g": 3.0, "two.g": 4.0}
+    assert play(entry("sparsecore"), {}, links).total_seconds == 7
+    assert play(entry("main"), {}, links).total_seconds == 4
 
 
 def megascale(kind, key):

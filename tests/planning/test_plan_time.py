@@ -107,6 +107,17 @@ def test_which_dims_close(name, dim, extent, closed):
     assert torus.is_ring(dim, extent) is closed
 
 
+def test_groups_share_the_torus_dims_that_they_are_spread_over():
+    torus = links.Links(fake_mesh((2, 2, 4)), topology.parse("v5p:2x2x4"))
+    last, plane = [tuple(range(4))], [(0, 4, 8, 12)]
+    taken = [torus.taken(types.SimpleNamespace(source_target_pairs=(), replica_groups=g)) for g in (last, plane)]
+    assert taken == [{("torus dim", 2)}, {("torus dim", 0), ("torus dim", 1)}]
+    hosts = links.Links(fake_mesh((8,), slices=4), topology.parse("h100:4x8"))
+    inside, across = ([tuple(range(8))], [(0, 8, 16, 24)])
+    own = [hosts.taken(types.SimpleNamespace(source_target_pairs=(), replica_groups=g)) for g in (inside, across)]
+    assert not own[0] & own[1]
+
+
 def test_a_program_is_parsed_once_for_memory_traffic_and_time(monkeypatch):
     parsed = []
     init = Program.__init__

@@ -120,6 +120,39 @@ def test_scatter_steps_on_a_torus(shape, dims, num_steps):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dims", "num_steps"),
+    [
+        ((4, 4, 4), (("x", "y"), ("z",)), 2),
+        ((4, 4, 4), (("x", "y", "z"),), 2),
+        ((4, 4, 4), (("x", "y"), ()), 1),
+        ((4, 4, 4), (("x",), ("y",)), 2),  # two dims of the array
+        ((4, 4, 4), (("x", "model", "y"), ()), 2),
+        ((16, 16, 1), (("x", "y"), ()), 2),  # all of a 2-D torus
+        ((4, 4, 1), (("x", "y"), ("z",)), 3),
+    ],
+)
+def test_gather_steps_on_a_torus(shape, dims, num_steps):
+    """Over two dims of a 3-D torus at once, last; else axis by axis."""
+    sizes = (*shape, 1)
+    mesh = torus_mesh(itertools.product(*map(range, shape)), sizes, (*AXES, "model"))
+    steps = spec.gather_steps(dims, AXES, mesh)
+    assert len(steps) == num_steps and steps[-1] == spec.without(dims, AXES)
+    if num_steps < len(spec.gather_steps(dims, AXES)):
+        assert steps == [*spec.gather_steps(dims, AXES)[:-2], steps[-1]]
+
+
+def test_axes_that_are_no_dims_of_the_torus_are_gathered_one_by_one():
+    shape = (4, 4, 4)
+    mesh = torus_mesh(itertools.product(*map(range, shape)), (16, 2, 2), AXES)
+    for dims in ((("x", "y"), ()), (("y", "z"), ("x",))):
+        assert spec.gather_steps(dims, AXES, mesh) == spec.gather_steps(dims, AXES)
+    mesh = torus_mesh(itertools.product(*map(range, shape)), shape, AXES)
+    assert len(spec.gather_steps((("x", "y"), ()), AXES, mesh)) == 1
+    mesh.devices.flat[0].core_on_chip = 1
+    assert len(spec.gather_steps((("x", "y"), ()), AXES, mesh)) == 2
+
+
+@pytest.mark.parametrize(
     ("dims", "to", "steps"),
     [
         (((), ("x",)), 1, []),

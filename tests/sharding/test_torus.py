@@ -44,6 +44,18 @@ def test_devices_on_no_torus_are_scattered_over_as_they_are():
     assert torus.scattering(mesh, ((), ("data",)), ("data",)) == Chain((named(mesh, ((), ("data",))),))
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(
+    ("shape", "swapped"),
+    [((4096, 50304), True), ((4096, 51200), False), ((2048, 50304), False), ((6144, 50304), False), ((), False)],
+)
+def test_gradients_are_swapped_where_only_that_is_native(shape, swapped):
+    pytest.importorskip("libtpu")
+    mesh = zero.make_mesh(topology="v5p:4x4x4")
+    data = tuple(f"data_{i}" for i in range(3))
+    assert torus.scattering(mesh, (data[:2], data[2:]), data, shape=shape).swapped == swapped
+
+
 def test_a_swapped_chain_changes_no_value():
     mesh = mesh_of("8")
     chain = Chain((named(mesh, (("data",), ())),), swapped=True)
@@ -74,3 +86,35 @@ def test_gradients_are_reduce_scattered_natively(topology, replica):
     assert sent.pop("reduce-scatter") == pytest.approx(full * (num_data - 1) / num_data)
     assert sent.pop("all-reduce", 0) == pytest.approx(2 * full / num_data * (replica - 1) / replica)
     assert not sent
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gathers_over_two_dims_of_a_3d_torus_are_native(overlap):
+    """One step over the first dim, one over the other two: the links of both carry, and the bytes are the ideal."""
+    pytest.importorskip("libtpu")
+    mesh = zero.make_mesh(topology="v5p:4x4x4")
+    data = ("data_0", "data_1", "data_2")
+    dims = (data[:2], data[2:])
+    weight = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=named(mesh, dims))
+    chain = Chain(torus.gather_shardings(mesh, dims, data), barrier=True)
+    options = zero.compiler_options(mesh=mesh, config=zero.ZeroConfig(overlap=overlap))
+    gather = jax.jit(lambda x: reshard(x, forward=chain, backward=Chain()), compiler_options=options or None)
+    found = hlo.collectives(gather.lower(weight).compile().as_text())
+    assert [(c.kind, c.group_size) for c in found] == [("all-gather", 4), ("all-gather", 16)]
+    assert all(c.is_async == overlap for c in found)
+    assert sum(c.total_sent_bytes for c in found) == 2 * 4096**2 * 63 // 64
+
+
+@pytest.mark.tpu_compiler
+def test_the_gradient_of_a_head_is_reduce_scattered():
+    """XLA:TPU has no reduce-scatter of rows of 50,304 lanes."""
+    pytest.importorskip("libtpu")
+    mesh, shape = zero.make_mesh(topology="v5p:4x4x4"), (4096, 50304)
+    data = ("data_0", "data_1", "data_2")
+    x, y = (jax.ShapeDtypeStruct((16 * mesh.size, n), jnp.bfloat16, sharding=zero.batch_sharding(mesh)) for n in shape)
+    chain = torus.scattering(mesh, (data[:2], data[2:]), data, shape=shape)
+    program = jax.jit(lambda x, y: reshard(x.T @ y, forward=chain, backward=Chain())).lower(x, y).compile()
+    found = hlo.collectives(program.as_text())
+    assert {c.kind for c in found} <= {"reduce-scatter", "collective-permute"}
+    assert sum(c.total_sent_bytes for c in found) == pytest.approx(2 * 4096 * 50304 * 63 / 64, rel=1e-3)

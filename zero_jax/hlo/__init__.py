@@ -15,7 +15,7 @@ from zero_jax.hlo.memory import Buffer, Heap, peak
 from zero_jax.hlo.network import NetworkTransfer, network_transfers
 from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, parse
-from zero_jax.hlo.schedule import Timeline, play
+from zero_jax.hlo.schedule import Timeline, own_links, play
 from zero_jax.hlo.traffic import Collective, by_kind, collectives, sent_bytes
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "host_transfers",
     "layout_options",
     "network_transfers",
+    "own_links",
     "parse",
     "parse_shape",
     "peak",

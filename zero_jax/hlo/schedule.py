@@ -24,6 +24,7 @@ _FREE = re.compile(
     r"(copy|slice|dynamic-slice|dynamic-update-slice)-(start|done)|(send|recv)(-done)?|[a-z-]+-update|parameter|constant"
 )
 _COPY_DONE = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-done")
+_THREAD = re.compile(r'async_execution_thread="(sparsecore)"')
 _NUM_NAMES = 3
 _NETWORK = "network"  # between slices
 _HOST = {False: "from the host", True: "to the host"}
@@ -87,18 +88,20 @@ def play(
     network_seconds: Callable[[NetworkTransfer], float] = lambda transfer: 0.0,
     copies: Sequence[HostTransfer] = (),
     host_seconds: Callable[[HostTransfer], float] = lambda transfer: 0.0,
+    links_of: Callable[[Collective], frozenset[Hashable]] | None = None,
     unknown_trip_count: int | None = None,
 ) -> Timeline:
     """Plays the schedule of a program as events on one device.
 
     Ordinary instructions and synchronous collectives follow one another. An asynchronous collective begins when it is
-    started and its links are free, and its done waits for it. Collectives of the same groups of devices share links and
-    queue up; others, and permutes along other pairs (the two directions of a ring), run side by side. A loop's body is
+    started and its links are free, and its done waits for it. Collectives that share a link queue up; others run side
+    by side. A loop's body is
     played once, from an idle network, and repeated; what is in flight around a loop is put back by the loop's own
     collectives. Of a conditional, the slower branch. Conditions of loops, and XLA:TPU's copies between HBM and VMEM
     (`copy-start`, `slice-start`), which run on engines of their own, cost nothing.
 
-    A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands.
+    A call on a SparseCore begins where it gets its operands: at its start, or at the first update with operands. The
+    SparseCores run one call at a time, whatever its links: XLA:TPU gives all of them the same core.
 
     XLA:TPU drives some collectives on inside fusions with computation, between a fusion that starts and one that ends
     them: what runs in between is what they overlap with.
@@ -113,25 +116,32 @@ def play(
       network_seconds: The time of one execution of a transfer with the network to itself.
       copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side.
       host_seconds: The time of one execution of a copy with its direction to itself.
+      links_of: The links that a collective takes, under any names. None lets those of the same groups of devices share
+        them; other groups, and permutes along other pairs (the two directions of a ring), have their own.
       unknown_trip_count: The iterations of a loop whose trip count the text does not settle.
 
     Raises:
       ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
     """
-    player = _Player(program, listed, seconds_of, link_seconds, unknown_trip_count)
+    player = _Player(program, listed, seconds_of, link_seconds, links_of or own_links, unknown_trip_count)
     player.network = {(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers}
     player.copies = {(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies}
     run = player.computation(program.entry)
-    host = [run.link_seconds.pop(queue, 0.0) for queue in _HOST.values()]
+    host = [run.busy_seconds[direction] for direction in _HOST.values()]
     return Timeline(
         total_seconds=run.now,
         compute_seconds=run.compute_seconds,
         exposed_seconds=run.exposed_seconds,
-        collective_seconds=sum(run.link_seconds.values()),
-        network_seconds=run.link_seconds[_NETWORK],
+        collective_seconds=run.collective_seconds - sum(host),
+        network_seconds=run.busy_seconds[_NETWORK],
         host_seconds=max(host),
         overlaps={key: overlap for key, overlap in player.overlaps.items() if key not in player.copies},
     )
+
+
+def own_links(collective: Collective) -> frozenset[Hashable]:
+    """Returns links that a collective shares with those of the same groups or pairs of devices alone."""
+    return frozenset((collective.source_target_pairs or frozenset(collective.replica_groups),))
 
 
 @dataclasses.dataclass
@@ -139,7 +149,7 @@ class _Flight:
     """An asynchronous collective between start and done; `handle` is what its done is known by."""
 
     key: Key
-    queue: Hashable
+    links: frozenset[Hashable]
     handle: Hashable
     seconds: float
     finish: float
@@ -149,12 +159,13 @@ class _Flight:
 
 @dataclasses.dataclass
 class _Run:
-    """The clock of one computation and what its network does; `link_seconds` and `free_at` go by queue."""
+    """The clock of one computation and what its network does; `busy_seconds` and `free_at` go by link."""
 
     now: float = 0.0
     compute_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    link_seconds: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    collective_seconds: float = 0.0
+    busy_seconds: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     free_at: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     in_flight: list[_Flight] = dataclasses.field(default_factory=list)
 
@@ -170,21 +181,24 @@ class _Run:
         self.exposed_seconds += waited
         return waited
 
-    def enqueue(self, key: Key, queue: Hashable, handle: Hashable, seconds: float) -> _Flight:
-        finish = max(self.now, self.free_at[queue]) + seconds
-        self.free_at[queue] = finish
-        self.link_seconds[queue] += seconds
-        return _Flight(key, queue, handle, seconds, finish, self.compute_seconds)
+    def enqueue(self, key: Key, links: frozenset[Hashable], handle: Hashable, seconds: float) -> _Flight:
+        finish = max([self.now, *(self.free_at[link] for link in links)]) + seconds
+        self.collective_seconds += seconds
+        for link in links:
+            self.free_at[link] = finish
+            self.busy_seconds[link] += seconds
+        return _Flight(key, links, handle, seconds, finish, self.compute_seconds)
 
     def repeat(self, body: "_Run", times: int, computation: str, loop: Instruction) -> None:
         """Runs another computation some number of times."""
-        for queue, seconds in body.link_seconds.items():
-            self.link_seconds[queue] += times * seconds
-            if self.free_at[queue] > self.now:
-                self.free_at[queue] += times * seconds
-            for flight in self.in_flight:
-                if flight.queue == queue and flight.finish > self.now:
-                    flight.finish += times * seconds
+        self.collective_seconds += times * body.collective_seconds
+        for flight in self.in_flight:
+            if flight.finish > self.now:
+                flight.finish += times * max(body.busy_seconds.get(link, 0.0) for link in flight.links)
+        for link, seconds in body.busy_seconds.items():
+            self.busy_seconds[link] += times * seconds
+            if self.free_at[link] > self.now:
+                self.free_at[link] += times * seconds
         self.now += times * body.exposed_seconds
         self.exposed_seconds += times * body.exposed_seconds
         self.compute(times * body.compute_seconds, computation, loop)
@@ -199,9 +213,10 @@ class _Player:
         listed: Sequence[Collective],
         seconds_of: Callable[[Program, str, Instruction], float],
         link_seconds: Callable[[Collective], float],
+        links_of: Callable[[Collective], frozenset[Hashable]],
         unknown_trip_count: int | None,
     ):
-        self.program, self.seconds_of, self.link_seconds = program, seconds_of, link_seconds
+        self.program, self.seconds_of, self.link_seconds, self.links_of = program, seconds_of, link_seconds, links_of
         self.unknown_trip_count = unknown_trip_count
         self.by_key = {(collective.computation, collective.name): collective for collective in listed}
         self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
@@ -230,10 +245,10 @@ class _Player:
                 self.collective(run, self.by_key[key], handle=key)
             elif key in self.network:
                 handle = _NETWORK, rendezvous(instruction)
-                run.in_flight.append(run.enqueue(key, _NETWORK, handle, self.network[key]))
+                run.in_flight.append(run.enqueue(key, frozenset((_NETWORK,)), handle, self.network[key]))
             elif key in self.copies:
-                queue, seconds = self.copies[key]
-                run.in_flight.append(run.enqueue(key, queue, key, seconds))
+                direction, seconds = self.copies[key]
+                run.in_flight.append(run.enqueue(key, frozenset((direction,)), key, seconds))
             elif _COPY_DONE.fullmatch(opcode):
                 self.done(run, self.started_by(computation, instruction))
             elif opcode == "recv-done":
@@ -274,8 +289,9 @@ class _Player:
         if inside:
             drives = self.program.starts_asynchronously(called)
             handle = self.chain(called) if drives else (computation, instruction.name)
+            engine = _THREAD.search(instruction.line)
             for collective in inside:
-                self.collective(run, collective, handle=handle)
+                self.collective(run, collective, handle=handle, engine=frozenset(engine.groups() if engine else ()))
         elif instruction.opcode == "fusion" and self.ends(called):
             self.done(run, self.chain(called), first_only=True)
         elif instruction.opcode == "fusion":
@@ -300,11 +316,17 @@ class _Player:
                     inside += self.inside(called)
         return inside
 
-    def collective(self, run: _Run, collective: Collective, *, handle: Hashable) -> None:
-        """Starts a collective; a synchronous one ends at once."""
-        queue = collective.source_target_pairs or frozenset(collective.replica_groups)
+    def collective(
+        self,
+        run: _Run,
+        collective: Collective,
+        *,
+        handle: Hashable,
+        engine: frozenset[Hashable] = frozenset(),
+    ) -> None:
+        """Starts a collective; a synchronous one ends at once. What runs on an engine of its own takes that, too."""
         key = collective.computation, collective.name
-        flight = run.enqueue(key, queue, handle, self.link_seconds(collective))
+        flight = run.enqueue(key, self.links_of(collective) | engine, handle, self.link_seconds(collective))
         if collective.is_async:
             run.in_flight.append(flight)
         else:

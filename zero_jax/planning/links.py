@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.hlo import Collective, NetworkTransfer
+from zero_jax.hlo import Collective, NetworkTransfer, own_links
 from zero_jax.sharding.topology import Hardware, Topology
 
 # What a hop of a ring takes however little it sends, and an exchange between hosts over the network.
@@ -45,6 +46,24 @@ class Links:
         if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
             factor = max(1.0, hops / 4)  # on a ring most of it passes through others
         return collective.sent_bytes * factor / bandwidth + hops * HOP_SECONDS
+
+    def taken(self, collective: Collective) -> frozenset[Hashable]:
+        """Returns the links that a collective takes: all of the torus dims that its groups are spread over.
+
+        Inside a chip, without a torus, or between slices, those of the same groups share links; of permutes, those of
+        the same pairs, since a ring has two directions.
+        """
+        group = max(collective.replica_groups, key=len, default=())
+        dims = self.torus_dims(group) if group and not collective.source_target_pairs else ()
+        return frozenset(("torus dim", dim) for dim in dims) or own_links(collective)
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as one estimate
+    def torus_dims(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the torus dims that a group is spread over; none where it is not in one torus."""
+        devices = [self.devices[i] for i in group]
+        if self.topology.hardware.platform != "tpu" or len({_domain(d, self.topology.hardware) for d in devices}) > 1:
+            return ()
+        return tuple(np.flatnonzero(np.ptp(np.array([device.coords for device in devices]), axis=0)).tolist())
 
     def network_seconds(self, transfer: NetworkTransfer) -> float:
         """Returns the time of one exchange with other slices, with the network to itself."""

@@ -118,6 +118,7 @@ def estimate_time(
         hlo.collectives(program),
         seconds_of=compute.seconds,
         link_seconds=links.seconds,
+        links_of=links.taken,
         transfers=transfers,
         network_seconds=links.network_seconds,
         copies=copies,

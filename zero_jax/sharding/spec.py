@@ -86,17 +86,40 @@ def num_shards(mesh: Mesh, dims: Dims) -> int:
     return math.prod(mesh.shape[axis] for dim in dims for axis in dim)
 
 
-def gather_steps(dims: Dims, axes: Sequence[str]) -> list[Dims]:
-    """Returns the specs of a gather over `axes`, step by step: one axis at a time, the last of `axes` first."""
-    steps = []
+def gather_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:
+    """Returns the specs of a gather over `axes`, step by step: one axis at a time, the last of `axes` first.
+
+    The last two axes, which move the most, go at once if they shard the same dim and are two dims of a 3-D torus:
+    XLA:TPU has a native gather over two, which uses the links of both. The mesh's devices decide.
+    """
+    steps, start = [], dims
     while True:
         minor = [(axes.index(dim[-1]), i) for i, dim in enumerate(dims) if dim and dim[-1] in axes]
         if not minor:  # the remaining axes are followed by the model's
             unsharded = without(dims, axes)
-            return steps if unsharded == dims else [*steps, unsharded]
+            return _joined(start, steps, mesh) if unsharded == dims else [*steps, unsharded]
         _, i = max(minor)
         dims = (*dims[:i], dims[i][:-1], *dims[i + 1 :])
         steps.append(dims)
+
+
+def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
+    """Makes one of the last two steps of a gather, if that is native."""
+    if len(steps) < 2:
+        return steps
+    before, after = [start, *steps][-3], steps[-1]
+    taken = [dim[len(kept) :] for dim, kept in zip(before, after, strict=True) if dim != kept]
+    return [*steps[:-2], after] if len(taken) == 1 and _is_plane(mesh, taken[0]) else steps
+
+
+def _is_plane(mesh: Mesh | None, axes: Sequence[str]) -> bool:
+    """Returns whether mesh axes are dims of a 3-D torus, not all of them."""
+    places = places_of(mesh)
+    if mesh is None or places is None or np.ptp(places[:, 3]) or not np.ptp(places[:, :3], axis=0).all():
+        return False
+    grid = places[:, :3].reshape(*mesh.devices.shape, 3)
+    moved = [np.flatnonzero(np.ptp(grid, axis=mesh.axis_names.index(axis)).reshape(-1, 3).any(axis=0)) for axis in axes]
+    return all(len(dims) == 1 for dims in moved) and len({int(dims[0]) for dims in moved}) == len(axes) < 3
 
 
 def scatter_steps(dims: Dims, axes: Sequence[str], mesh: Mesh | None = None) -> list[Dims]:

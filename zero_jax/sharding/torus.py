@@ -16,29 +16,45 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import Chain
-from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS, Dims, carries, gather_steps, named, places_of, scatter_steps
+from zero_jax.sharding.spec import (
+    STAGED_FROM_NUM_CHIPS,
+    Dims,
+    carries,
+    gather_steps,
+    named,
+    places_of,
+    scatter_steps,
+)
+
+# XLA:TPU divides rows whose lanes are a multiple of the first over the rings of a torus, and lanes into shards of a
+# multiple of the second (docs/gather_on_use.md).
+_LANES_OF_ROWS, _LANES_OF_SHARDS = 512, 256
 
 
-def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, dtype: Any = None) -> Chain:
+def scattering(mesh: Mesh, dims: Dims, axes: Sequence[str], *, shape: Sequence[int] = (), dtype: Any = None) -> Chain:
     """Returns the constraints that reduce-scatter a gradient over `axes` to `dims`.
 
     If its last dim is the sharded one, the gradient is reduce-scattered with its last two dims swapped: over a torus,
-    XLA:TPU has native reduce-scatters of rows, and of lanes of some sizes only.
+    XLA:TPU has native reduce-scatters of rows, and of lanes of some sizes only. So it is if both are sharded and its
+    `shape` is native only then, as that of a head, `[4096, 50304]`.
     """
     *before, last = dims or ((),)
-    on_last = carries((last,), axes) and not carries(tuple(before), axes)
-    swapped = bool(before) and on_last and places_of(mesh) is not None
+    swapped = False
+    if before and carries((last,), axes) and places_of(mesh) is not None:
+        num_lanes = _LANES_OF_SHARDS * math.prod(mesh.shape[axis] for axis in before[-1])
+        is_odd = bool(shape) and shape[-1] % _LANES_OF_ROWS != 0 and shape[-2] % num_lanes == 0
+        swapped = is_odd or not carries(tuple(before), axes)
     order = (*before[:-1], last, before[-1]) if swapped else dims
     return Chain(scatter_shardings(mesh, order, axes), dtype=dtype, swapped=swapped)
 
 
 def gather_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:
-    """Returns the shardings of a gather from `dims` over `axes`, one mesh axis at a time."""
+    """Returns the shardings of a gather from `dims` over `axes`, in native steps."""
     places = places_of(mesh)
     if places is None or len(np.unique(places[:, :3], axis=0)) < STAGED_FROM_NUM_CHIPS:
-        return tuple(named(mesh, step) for step in gather_steps(dims, axes))
+        return tuple(named(mesh, step) for step in gather_steps(dims, axes, mesh))
     fine, fine_dims, fine_axes = _split(mesh, dims, axes)
-    return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes))
+    return tuple(named(fine, step) for step in gather_steps(fine_dims, fine_axes, fine))
 
 
 def scatter_shardings(mesh: Mesh, dims: Dims, axes: Sequence[str]) -> tuple[NamedSharding, ...]:

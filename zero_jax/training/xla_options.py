@@ -72,6 +72,8 @@ def _option(name: str, value: Value, purpose: str) -> CompilerOption:
 _SPARSE_CORE = (
     _option("xla_tpu_enable_sparse_core_collective_offload_all_gather", True,
             "all-gathers run on the SparseCores while the TensorCore computes"),
+    _option("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True,
+            "all-gathers over two dims of the torus run there, too"),
     _option("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True,
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,

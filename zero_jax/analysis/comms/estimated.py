@@ -245,7 +245,7 @@ def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[
     """The elements that a device sends in each step of a gather: shards grow on the way."""
     dims = _sharded_dims(leaf, placement)
     elements = _num_elements(leaf, placement) / axis_size(placement.mesh, _on_data(dims, placement))
-    for after in gather_steps(dims, placement.axes.data):
+    for after in gather_steps(dims, placement.axes.data, placement.mesh):
         axes = _taken(dims, after, placement)
         size = axis_size(placement.mesh, axes)
         elements *= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,6 @@ from zero_jax.sharding.rules import (
     place_params,
     to_shardings,
 )
-from zero_jax.sharding.spec import Dims
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.optimizer.offload import Offload, check_has_host_memory, host_shardings, on_host, resolve_offload
@@ -138,33 +138,47 @@ class Placement:
     def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
         """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
 
-        A large stack of layers is gathered layer by layer into the params that it replaces: XLA:TPU would hold a whole
-        one beside them.
+        Large stacks of layers are gathered layer by layer into the params that they replace: XLA:TPU would hold a whole
+        one beside them. Those of as many layers go together, so that several gathers are under way at once.
         """
+        leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params, is_leaf=_is_placement)
+        if "master" not in self.groups:
+            return cast_floating(tree, dtype)
+        gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
+        for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
+            is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
+            if is_stack and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
+                stacks[x.shape[0]].append(i)
+            else:
+                gathered[i] = self._gather_whole(placement, cast_floating(x, dtype))
+        for indices in stacks.values():
+            rows = self._gather_rows(*([each[i] for i in indices] for each in (placements, leaves, gathered)))
+            for i, x in zip(indices, rows, strict=True):
+                gathered[i] = x
+        return jax.tree.unflatten(jax.tree.structure(tree), gathered)
 
-        def gather_leaf(placement: LeafPlacement, x: jax.Array, old: jax.Array) -> jax.Array:
-            if "master" not in self.groups:
-                return cast_floating(x, dtype)
-            with gather_scope(placement.path):
-                is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
-                if is_stack and old.nbytes > _GATHERED_AT_ONCE_BYTES:
-                    return self._gather_rows(placement, x, old)
-                return self._gather_whole(placement.dims, cast_floating(x, dtype))
+    def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
+        steps = gather_shardings(self.mesh, placement.dims, self.axes.data)
+        with gather_scope(placement.path):
+            return reshard(x, forward=Chain(steps, barrier=True), backward=Chain())
 
-        return jax.tree.map(gather_leaf, self.params, tree, into, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    def _gather_rows(
+        self, placements: list[LeafPlacement], stacks: list[jax.Array], olds: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Gathers stacks of the same number of rows one row at a time, each written over the old one."""
 
-    def _gather_whole(self, dims: Dims, x: jax.Array) -> jax.Array:
-        steps = gather_shardings(self.mesh, dims, self.axes.data)
-        return reshard(x, forward=Chain(steps, barrier=True), backward=Chain())
+        def gather_row(i: jax.Array, wholes: list[jax.Array]) -> list[jax.Array]:
+            rows = [
+                self._gather_whole(placement, cast_floating(lax.dynamic_slice_in_dim(x, i, 1), whole.dtype))
+                for placement, x, whole in zip(placements, stacks, wholes, strict=True)
+            ]
+            return [lax.dynamic_update_slice_in_dim(whole, row, i, 0) for whole, row in zip(wholes, rows, strict=True)]
 
-    def _gather_rows(self, placement: LeafPlacement, x: jax.Array, old: jax.Array) -> jax.Array:
-        """Gathers a stack one row at a time, each written over the old one."""
+        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds)
 
-        def gather_row(i: jax.Array, whole: jax.Array) -> jax.Array:
-            row = cast_floating(lax.dynamic_slice_in_dim(x, i, 1), whole.dtype)
-            return lax.dynamic_update_slice_in_dim(whole, self._gather_whole(placement.dims, row), i, 0)
 
-        return lax.fori_loop(0, x.shape[0], gather_row, old)
+def _is_placement(x: Any) -> bool:
+    return isinstance(x, LeafPlacement)
 
 
 def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:

@@ -117,7 +117,9 @@ class GatherWalk:
         array = value.build(*roots) if dtype is None else value.build(*roots).astype(dtype)
         if value.is_shard:
             options = self.options
-            backward = scattering(options.mesh, value.shard, options.axes.data, dtype=options.reduce_dtype)
+            backward = scattering(
+                options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
+            )
             with gather_scope(value.path):
                 array = jaxprs.reshard(array, forward=self.gathering(value.shard), backward=backward)
             if pin:

@@ -13,8 +13,9 @@ import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
+from zero_jax.cli.model import add_model_options, add_own_model_options
 from zero_jax.cli.options import add_fields, add_json, explicit, field_values, log_line, option_fields, reader, refuse
+from zero_jax.cli.presets import ActivationConfig
 from zero_jax.cli.request import PlanConfig, Request, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (
@@ -84,9 +85,7 @@ def add_commands(commands: Any) -> None:
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
     parser = commands.add_parser(name, usage=f"zero-jax {name} [OPTION ...]", help=help, description=description)
     add_fields(parser.add_argument_group("hardware"), PlanConfig, default_of=PlanConfig())
-    model = parser.add_argument_group("model")
-    add_model_options(model)
-    add_own_model_options(model)
+    add_own_model_options(add_model_options(parser))
     defaults = TrainConfig()
     add_zero_options(parser.add_argument_group("ZeRO"), default=defaults.zero)
     add_fields(

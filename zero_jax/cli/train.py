@@ -21,8 +21,9 @@ from typing import Any
 import jax
 
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
+from zero_jax.cli.model import add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
+from zero_jax.cli.presets import ActivationConfig, shape_changes
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
@@ -60,10 +61,10 @@ def add_commands(commands: Any) -> None:
         "train",
         usage="zero-jax train [OPTION ...]",
         help="train a transformer on text",
-        description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
-        "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture of the "
-        "loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped because "
-        "the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
+        description="Trains a transformer on text, by default a small GPT on the source code of Python's standard "
+        "library, at ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture "
+        "of the loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped "
+        "because the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -71,7 +72,7 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
     )
-    add_model_options(parser.add_argument_group("model"))
+    add_model_options(parser)
     defaults = TrainConfig()
     for field, title in _PARTS.items():
         part = getattr(defaults, field)
@@ -178,8 +179,7 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 def _save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options as a config file for the same run."""
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
-    shape = {name: value for name, value in values["model"].items() if value is not None}
-    values["model"] = {"preset": options.preset, **shape}
+    values["model"] = {"preset": options.preset, **shape_changes(options)}
     write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.attention import dot_product_attention
 from zero_jax.cli.options import OptionKind, add_fields, field_values, option_fields
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
@@ -18,6 +17,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.models import decoder, gpt
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
 from zero_jax.models.gpt import GPTConfig
+from zero_jax.pretrained import attend
 from zero_jax.training import MeshLoss, sequence_parallel, softmax_cross_entropy_with_integer_labels
 
 ModelConfig = GPTConfig | DecoderConfig
@@ -106,11 +106,6 @@ def _loss_on_mesh(config: ModelConfig, activations: ActivationConfig, mesh: Mesh
         losses = softmax_cross_entropy_with_integer_labels
         token_losses = functools.partial(losses, mesh=mesh, chunk_size=activations.loss_chunk)
     return _MODULES[type(config)].loss_fn(config, place=place, token_losses=token_losses, attend=attend)
-
-
-def attend(query: Array, key: Array, value: Array, segments: Array | None, **settings: Any) -> Array:
-    """Runs causal attention by the kernel of the hardware that the step is for, if it has one."""
-    return dot_product_attention(query, key, value, is_causal=True, segment_ids=segments, **settings)
 
 
 def model_specs(config: ModelConfig, model: int) -> PyTree:

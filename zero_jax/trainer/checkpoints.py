@@ -70,7 +70,8 @@ def begin(run: Run) -> Start:
             return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
+    params = run.model.init_fn if run.model.load_fn is None else run.model.load_fn(run.mesh, run.zero)
+    return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 
 def _accept(extra: Mapping[str, Any]) -> None:

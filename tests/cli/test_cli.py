@@ -36,7 +36,7 @@ PLAN_OPTIONS = """
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
---activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --head-dim
+--activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --from-hf --head-dim
 --logits-soft-cap --no-norm-offset --no-normalize-expert-weights --no-post-norms --no-qk-norm --no-qkv-bias
 --no-scale-embedding --no-tie-embedding --norm-eps --norm-offset --normalize-expert-weights --num-experts
 --num-kv-heads --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --scale-embedding --tie-embedding
@@ -48,7 +48,7 @@ TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step -h
+--dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step --to-hf -h
 """.split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zero_jax.cli.hub import MAX_SEQ_LEN, hub_config, model_name
 from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
 from zero_jax.cli.presets import (
     PRESETS,
@@ -30,6 +31,7 @@ from zero_jax.core.tree import PyTree
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import batch_of, resolve
+from zero_jax.pretrained import open_hf
 from zero_jax.trainer import Model
 from zero_jax.training import MeshLoss
 
@@ -67,6 +69,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
         metavar="PRESET",
         help=f"one of {', '.join(PRESETS)} (default: %(default)s)",
     )
+    group.add_argument(
+        "--from-hf",
+        type=reader(str, is_optional=True, place="local"),
+        metavar="FOLDER",
+        help="a checkpoint of the Hugging Face hub, with config.json and *.safetensors: model, params and tokenizer "
+        f"are taken from there, and --seq-len is {MAX_SEQ_LEN:,} at most by default",
+    )
     add_fields(group, ActivationConfig, default_of=ActivationConfig())
     add_shape_options(parser, group)
     return group
@@ -74,7 +83,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> Any:
 
 def model_keys() -> Mapping[str, OptionKind]:
     """Returns the keys of the section `model` of a config file, by destination, that are no field of a GPT."""
-    return {"preset": OptionKind(base=str, is_optional=False), **decoder_keys()}
+    kinds = {"preset": OptionKind(base=str, is_optional=False), "from_hf": OptionKind(base=str, is_optional=True)}
+    return kinds | decoder_keys()
 
 
 def add_own_model_options(group: Any) -> None:
@@ -104,11 +114,13 @@ def add_own_model_options(group: Any) -> None:
 
 
 def preset_config(options: argparse.Namespace) -> ModelConfig:
-    """Returns the shape of the preset, with the changes by options.
+    """Returns the shape of the preset or of the hub's folder, with the changes by options.
 
     Raises:
-      ValueError: there is no such preset, or the shape cannot be built.
+      ValueError: there is no such preset or folder, or the shape cannot be built.
     """
+    if options.from_hf is not None:
+        return hub_config(options)
     preset, changes = find_preset(options.preset), shape_changes(options)
     check_changes(options.preset, preset, changes)
     return dataclasses.replace(preset, **changes)
@@ -118,7 +130,7 @@ def preset_model(options: argparse.Namespace) -> Model:
     """Returns the model to train."""
     config = preset_config(options)
     return Model(
-        name=options.preset,
+        name=model_name(options),
         config=config,
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
@@ -126,6 +138,7 @@ def preset_model(options: argparse.Namespace) -> Model:
         loss_fn=loss_function(config, _activations(options)),
         generate_fn=generate_function(config),
         param_specs=model_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
+        load_fn=None if options.from_hf is None else open_hf(options.from_hf, seq_len=config.seq_len).load,
     )
 
 
@@ -160,14 +173,15 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
             "the presets know their specs"
         )
-    return reference_model(options.preset, preset_config(options), _activations(options))
+    return reference_model(model_name(options), preset_config(options), _activations(options))
 
 
 def _refuse_presets(options: argparse.Namespace) -> None:
     """Raises `ValueError` for options of the presets beside a model of the user's own."""
     reason = "is of the presets, and --loss stands for a model of your own: leave it out"
-    if "preset" in explicit(options):
-        raise ValueError(f"--model {options.preset}: that {reason}")
+    for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
+        if name in explicit(options):
+            raise ValueError(f"{option} {getattr(options, name)}: that {reason}")
     names = [name for config in (GPTConfig, DecoderConfig, ActivationConfig) for name in option_fields(config)]
     refuse(options, [f"--{name.replace('_', '-')}" for name in names], reason=f"that {reason}")
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from zero_jax.cli.config_file import write_file
+from zero_jax.cli.hub import hub_data, keep_companions
 from zero_jax.cli.model import add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.cli.presets import ActivationConfig, shape_changes
@@ -101,6 +102,9 @@ def _train(options: argparse.Namespace) -> int:
         config = TrainConfig(**field_values(TrainConfig, options))
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
         model = preset_model(options)
+        if options.from_hf is not None:
+            data = hub_data(config.data, options.from_hf, vocab_size=model.vocab_size)
+            config = dataclasses.replace(config, data=data)
         place = join()
     except ValueError as error:
         options.parser.error(str(error))
@@ -179,8 +183,12 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 def _save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options as a config file for the same run."""
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
-    values["model"] = {"preset": options.preset, **shape_changes(options)}
+    from_hf = None if options.from_hf is None else str(pathlib.Path(options.from_hf).expanduser().absolute())
+    model = {"preset": options.preset} if from_hf is None else {"from_hf": from_hf}
+    values["model"] = {**model, **shape_changes(options)}
     write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
+    if options.from_hf is not None:
+        keep_companions(options.from_hf, run.folder)
 
 
 def _choose_platform(num_devices: int | None) -> None:

@@ -128,7 +128,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         }
     if model_type in _EXPERTS:
         settings |= {
-            "num_experts": hf_config["num_local_experts" if model_type == "mixtral" else "num_experts"],
+            "num_experts": _num_experts(hf_config),
             "experts_per_token": hf_config["num_experts_per_tok"],
             "normalize_expert_weights": model_type == "mixtral" or hf_config.get("norm_topk_prob", False),
         }
@@ -140,11 +140,16 @@ def _check_sizes(hf_config: Mapping[str, Any], model_type: str) -> None:
     keys = ["vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"]
     keys.append("moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size")
     if model_type in _EXPERTS:
-        keys += ["num_local_experts" if model_type == "mixtral" else "num_experts", "num_experts_per_tok"]
+        keys += ["num_experts", "num_experts_per_tok"]
     for key in keys:
-        value = hf_config.get(key)
+        value = _num_experts(hf_config) if key == "num_experts" else hf_config.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key}={value!r}: the config needs a whole number of at least 1")
+
+
+def _num_experts(hf_config: Mapping[str, Any]) -> Any:
+    """Returns the number of experts; releases of transformers differ in the key."""
+    return hf_config.get("num_local_experts", hf_config.get("num_experts"))
 
 
 def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:

@@ -7,12 +7,12 @@ alone, `saving` writes a state back in the same names, `exporting` does so with 
 
 from zero_jax.models.huggingface import TensorName
 from zero_jax.pretrained.exporting import export_hf
-from zero_jax.pretrained.folder import COMPANIONS, copy_companions, run_companions
-from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf
+from zero_jax.pretrained.folder import TOKENIZER, copy_companions, run_companions
+from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf, read_decoder
 from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors
 
 __all__ = [
-    "COMPANIONS",
+    "TOKENIZER",
     "HFModel",
     "Pretrained",
     "SavedHF",
@@ -23,6 +23,7 @@ __all__ = [
     "load_hf",
     "load_tensors",
     "open_hf",
+    "read_decoder",
     "run_companions",
     "save_hf",
     "save_tensors",

@@ -79,6 +79,27 @@ class Pretrained:
     loss_fn: Callable[..., Any]
 
 
+def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
+    """Returns the shape of the decoder that the `config.json` of a folder describes.
+
+    Args:
+      folder: the folder.
+      seq_len: tokens in a training sequence; None takes the model's longest context.
+
+    Raises:
+      ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.
+    """
+    found = read_config(folder)
+    try:
+        config = decoder_config(found, seq_len=seq_len)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
+    longest = found["max_position_embeddings"]
+    if seq_len is not None and seq_len > longest:
+        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
+    return config
+
+
 def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HFModel:
     """Checks a folder of the hub: config, index, the files' headers and sizes, all tensors' names, shapes and dtypes.
 
@@ -90,11 +111,7 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
       ValueError: a family or setting that the decoder does not have, or tensors that are missing, left over, mis-shaped
         or cut off.
     """
-    hf_config = read_config(folder)
-    try:
-        config = decoder_config(hf_config, seq_len=seq_len)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
+    hf_config, config = read_config(folder), read_decoder(folder, seq_len=seq_len)
     names = tensor_names(config, model_type=hf_config["model_type"])
     left = {"lm_head.weight"} if config.tie_embedding else set()
     leaves = match(folder, read_tensors(folder), config.shapes, names, may_be_left=left)

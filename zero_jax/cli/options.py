@@ -47,6 +47,7 @@ PLACES: Mapping[str, Place] = {
     "TrainConfig.checkpoints": "anywhere",
     "TrainConfig.init_from": "anywhere",
     "PlanConfig.cache": "local",
+    "from_hf": "local",
 }
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
 _WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})

@@ -102,7 +102,9 @@ def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
     try:
-        return mapping(parse_json(read_file(epath.Path(path), limit_bytes=_MAX_JSON_BYTES)))
+        # Not the largest size: so much memory would be taken for a small file too.
+        limit_bytes = min(path.stat().st_size, _MAX_JSON_BYTES)
+        return mapping(parse_json(read_file(epath.Path(path), limit_bytes=limit_bytes)))
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror})") from error
     except ValueError as error:

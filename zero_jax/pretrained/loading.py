@@ -200,9 +200,8 @@ def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:
     arrays = []
     for key, devices in devices_of.items():
         values = leaf.read(tuple(slice(*ends) for ends in key), jnp.dtype(dtype))
-        shards = [jax.device_put(values, device, may_alias=False) for device in devices]
-        jax.block_until_ready(shards)
-        arrays += shards
+        arrays += jax.block_until_ready([jax.device_put(values, device, may_alias=False) for device in devices])
+        del values  # before the next shard is read
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 
 

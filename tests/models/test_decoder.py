@@ -163,7 +163,7 @@ def test_generate_goes_on_greedily():
     expected = [0, 1, 2]
     for _ in range(2):
         expected.append(int(decoder.apply(config, params, jnp.asarray([expected]))[0, -1].argmax()))
-    assert tokens(params).tolist() == expected[3:]
+    assert tokens.tolist() == expected[3:]
 
 
 @pytest.mark.parametrize(

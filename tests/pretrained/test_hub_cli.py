@@ -21,10 +21,10 @@ def run(arguments, capsys):
     return status, *capsys.readouterr()
 
 
-def tokenizer(path, *, num_tokens, added=()):
-    """Writes a tokenizer of bytes and further tokens."""
+def tokenizer(path, *, num_tokens, more=None, added=()):
+    """Writes a tokenizer of bytes, further tokens of text (`more`), and special ones (`added`)."""
     alphabet = sorted({chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 324))})[: num_tokens - 1]
-    vocab = {"<|endoftext|>": 0} | {token: i + 1 for i, token in enumerate(alphabet)}
+    vocab = {"<|endoftext|>": 0} | {token: i + 1 for i, token in enumerate(alphabet)} | (more or {})
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     entries = [{"id": 0, "content": "<|endoftext|>", **special}, *({**special, **entry} for entry in added)]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -52,8 +52,7 @@ def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, caps
     assert json.loads(out)["model"] == "tiny-llama"
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "runs/a/hf" / name).read_bytes() == (hub / name).read_bytes()
-    config = (tmp_path / "runs/a/config.toml").read_text()
-    assert f'from_hf = "{hub}"' in config and f'tokenizer = "{hub}/tokenizer.json"' in config
+    assert f'[model]\nfrom_hf = "{hub}"\nseq_len = 16\n' in (tmp_path / "runs/a/config.toml").read_text()
     status, out, err = run(["export", str(tmp_path / "runs/a"), "--to-hf", str(tmp_path / "out"), "--json"], capsys)
     assert status == 0 and json.loads(out)["num_files"] == 1, err
     before, after = tensors_of(LLAMA, "bfloat16"), read(tmp_path / "out")
@@ -68,7 +67,7 @@ def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, caps
 
 def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
-    tokenizer(hub / "tokenizer.json", num_tokens=250, added=[{"id": 320, "content": "more", "special": False}])
+    tokenizer(hub / "tokenizer.json", num_tokens=250, more={"zz": 320})
     status, _, err = run(["train", "--from-hf", str(hub), *SMALL, *data], capsys)
     assert status == 2 and "tokenizer.json makes tokens up to 320, and the model in" in err and "has 320" in err
     (hub / "tokenizer.json").unlink()
@@ -80,7 +79,7 @@ def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
 def test_special_tokens_that_no_text_becomes_may_be_beyond_the_vocabulary(hub):
     from zero_jax.data import load_tokenizer
 
-    tokenizer(hub / "tokenizer.json", num_tokens=250, added=[{"id": 320, "content": "<image>"}])
+    tokenizer(hub / "tokenizer.json", num_tokens=250, added=[{"id": 250, "content": "<image>"}])
     loaded = load_tokenizer(hub / "tokenizer.json")
     assert loaded.vocab_size == 250 and loaded.encode("<image>").max() < 250
 

@@ -114,7 +114,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         (lambda p: p | {"head": p["head"] * 1e6}, {"dtype": "float16"}, "leaf 'head' has values too large for float16"),
         (lambda p: p | {"head": p["head"].T}, {}, r"param 'head' has shape \[64, 16\], the model \[16, 64\]"),
         (lambda p: {"hed": p["head"]}, {}, "param 'hed' has no tensor's name: did you mean 'head'"),
-        (lambda p: p, {"dtype": "int8"}, "dtype='int8': choose one of float32"),
+        (lambda p: p, {"dtype": "int8"}, "dtype='int8': give a floating dtype"),
     ],
 )
 def test_what_cannot_be_saved_is_named(change, options, message, tmp_path):

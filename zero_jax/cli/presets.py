@@ -92,9 +92,15 @@ def generate_function(config: ModelConfig) -> Callable[..., Array]:
 
 
 def loss_function(config: ModelConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
-    """Returns the loss function, a `MeshLoss` if its activations depend on the mesh."""
+    """Returns the loss function, a `MeshLoss` if its activations depend on the mesh.
+
+    Raises:
+      ValueError: the loss in chunks, of a model whose logits have a soft cap.
+    """
     if activations == ActivationConfig():
         return _MODULES[type(config)].loss_fn(config, attend=attend)
+    if activations.loss_chunk is not None:  # refused here rather than on the mesh, if the model has no logits in parts
+        _MODULES[type(config)].loss_fn(config, token_losses=softmax_cross_entropy_with_integer_labels)
     return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
@@ -140,6 +141,7 @@ def load_hf(
     Raises:
       ValueError: as `open_hf`.
     """
+    check_arguments(folder=folder, mesh=mesh, config=config, seq_len=seq_len, dtype=dtype)
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
         source = open_hf(folder, seq_len=seq_len)
         config = source.with_specs(mesh, config)
@@ -173,6 +175,7 @@ def load_tensors(
     Raises:
       ValueError: params without names, or tensors that are missing, left over, mis-shaped or cut off.
     """
+    check_arguments(folder=folder, param_shapes=shapes, mesh=mesh, config=config, dtype=dtype)
     paths = dict(zip(leaf_names(shapes), (tuple(x.shape) for x in jax.tree.leaves(shapes)), strict=True))
     with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
         leaves = match(folder, read_tensors(folder), paths, names)
@@ -200,7 +203,7 @@ def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:
     arrays = []
     for key, devices in devices_of.items():
         values = leaf.read(tuple(slice(*ends) for ends in key), jnp.dtype(dtype))
-        arrays += jax.block_until_ready([jax.device_put(values, device, may_alias=False) for device in devices])
+        arrays += jax.block_until_ready([jax.device_put(values, device) for device in devices])
         del values  # before the next shard is read
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 

@@ -21,6 +21,7 @@ from jax import Array
 
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import TensorName, hf_config, tensor_names
@@ -66,7 +67,7 @@ def save_hf(
     params: TrainState | PyTree,
     like: Pretrained | HFModel | DecoderConfig,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> SavedHF:
     """Writes the params of a decoder as a folder of the Hugging Face hub, which transformers loads.
@@ -84,6 +85,7 @@ def save_hf(
     Raises:
       ValueError: the folder has something in it, params of another model, a shape that no family has, no space.
     """
+    check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
     source = like.source if isinstance(like, Pretrained) else like
     is_shape = isinstance(source, DecoderConfig)
     config, found = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
@@ -106,7 +108,7 @@ def save_tensors(
     params: TrainState | PyTree,
     names: Mapping[str, TensorName],
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> SavedHF:
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
@@ -114,6 +116,7 @@ def save_tensors(
     Raises:
       ValueError: the folder has something in it, params without names, no space.
     """
+    check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     tree = params.masters if isinstance(params, TrainState) else params
     leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     return save_arrays(folder, leaves, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes)
@@ -124,7 +127,7 @@ def save_arrays(
     leaves: Mapping[str, Array],
     names: Mapping[str, TensorName],
     *,
-    dtype: str | None,
+    dtype: Any,
     dtypes: Mapping[str, str],
     max_file_bytes: int,
     add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
@@ -172,7 +175,7 @@ def write_folder(
     names: Mapping[str, TensorName],
     pieces: Mapping[str, Pieces],
     *,
-    dtype: str | None,
+    dtype: Any,
     dtypes: Mapping[str, str],
     max_file_bytes: int,
     add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
@@ -227,6 +230,7 @@ def plan_tensors(
     leaves: Mapping[str, Leaf], names: Mapping[str, TensorName], *, dtype: str | None, dtypes: Mapping[str, str]
 ) -> dict[str, dict[tuple[int, ...], Tensor]]:
     """Returns the tensors to write of each param, by the index of its leading dims."""
+    dtype = None if dtype is None else jnp.dtype(dtype).name
     if dtype is not None and dtype not in _FLOATS:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_FLOATS)}, or none")
     check_paths(leaves, names)

@@ -11,7 +11,7 @@ from zero_jax.cli.options import explicit
 from zero_jax.cli.presets import shape_changes
 from zero_jax.data import DataConfig, load_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.pretrained import TOKENIZER, copy_companions, read_decoder, run_companions
+from zero_jax.pretrained import TOKENIZER, copy_companions, open_hf, read_decoder, run_companions, write_config
 
 MAX_SEQ_LEN = 4096  # without --seq-len: contexts of 131,072 tokens are common, and do not fit
 # What may differ from the checkpoint's config: the params keep their shapes and their meaning.
@@ -68,15 +68,17 @@ def hub_data(config: DataConfig, folder: str, *, vocab_size: int) -> DataConfig:
 
 
 def keep_companions(folder: str, run: pathlib.Path) -> None:
-    """Copies config and tokenizer of a folder of the hub to the folder of a run, for `zero-jax export --to-hf`."""
+    """Copies tokenizer and config, with the files' dtype, to the folder of a run, for `zero-jax export --to-hf`."""
     target = run_companions(run)
     if target.exists():  # of a run that is resumed
         return
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
+        source = open_hf(folder)
         partial.mkdir()
         copy_companions(folder, partial)
+        write_config(partial, source.hf_config, source.dtypes)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,7 +9,7 @@ from zero_jax.models.huggingface import TensorName
 from zero_jax.pretrained.exporting import export_hf
 from zero_jax.pretrained.folder import TOKENIZER, copy_companions, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf, read_decoder
-from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors
+from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors, write_config
 
 __all__ = [
     "TOKENIZER",
@@ -27,4 +27,5 @@ __all__ = [
     "run_companions",
     "save_hf",
     "save_tensors",
+    "write_config",
 ]

@@ -132,7 +132,7 @@ def test_stages_train_as_plain_optax_does(config, stage):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
+@pytest.mark.parametrize("config", [pytest.param(EXPERTS, marks=pytest.mark.slow), GEMMA], ids=["experts", "gemma"])
 def test_sharded_residuals_and_sequences_and_the_chosen_attention_change_nothing(config):
     """The loss function that the commands take, under a remat policy, against the plain one."""
     mesh = zero.make_mesh(data=4, model=2)

@@ -1,6 +1,7 @@
 """The decoder: transformers' logits, published sizes, stages, errors."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -157,13 +158,12 @@ def test_policies_find_the_blocks_of_decoders():
 def test_generate_goes_on_greedily():
     config = dataclasses.replace(GEMMA, logits_soft_cap=3.0)
     params = decoder.init(config, jax.random.key(0))
-    tokens = jax.jit(
-        lambda p: decoder.generate(config, p, jnp.arange(3), jax.random.key(0), num_tokens=2, temperature=0)
-    )
-    expected = [0, 1, 2]
+    generate = jax.jit(functools.partial(decoder.generate, config, num_tokens=2, temperature=0))
+    tokens, apply = [0, 1, 2], jax.jit(functools.partial(decoder.apply, config))
     for _ in range(2):
-        expected.append(int(decoder.apply(config, params, jnp.asarray([expected]))[0, -1].argmax()))
-    assert tokens.tolist() == expected[3:]
+        padded = jnp.asarray([tokens + [0] * (config.seq_len - len(tokens))])
+        tokens.append(int(apply(params, padded)[0, len(tokens) - 1].argmax()))
+    assert generate(params, jnp.arange(3), jax.random.key(0)).tolist() == tokens[3:]
 
 
 @pytest.mark.parametrize(

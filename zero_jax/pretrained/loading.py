@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
@@ -203,7 +203,8 @@ def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:
     arrays = []
     for key, devices in devices_of.items():
         values = leaf.read(tuple(slice(*ends) for ends in key), jnp.dtype(dtype))
-        arrays += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        arrays += jax.block_until_ready([jax.device_put(values, place) for place in places])
         del values  # before the next shard is read
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
 

@@ -74,11 +74,11 @@ def tamper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]
     """Lets something happen to batches by the step; the next run of the test is whole again."""
     import faults
 
-    from zero_jax.trainer import loop
+    from zero_jax.trainer.inputs import text
 
     def start(at: dict) -> Callable[[], None]:
-        monkeypatch.setattr(loop, "train_batches", faults.tampering(at))
-        return lambda: monkeypatch.setattr(loop, "train_batches", faults.real_train_batches)
+        monkeypatch.setattr(text, "train_batches", faults.tampering(at))
+        return lambda: monkeypatch.setattr(text, "train_batches", faults.real_train_batches)
 
     return start
 

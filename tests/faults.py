@@ -22,6 +22,7 @@ from zero_jax.checkpoint.folder import CheckpointFolder
 from zero_jax.data.dataset import DataConfig
 from zero_jax.models import gpt
 from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.run import Model, TrainConfig
 from zero_jax.training.state.train_state import ZeroConfig
@@ -58,12 +59,12 @@ CHECKPOINT = CheckpointConfig(save_every=SAVE_EVERY, keep_last=3, keep_best=0)
 def make_config(folder, **changes):
     """Returns the config of the run `run` in a folder, with the text that it trains on."""
     folder = pathlib.Path(folder)
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("the same words again and " * 200)
+    words = folder / "text.txt"
+    if not words.exists():
+        words.write_text("the same words again and " * 200)
     config = TrainConfig(
         zero=ZERO,
-        data=DataConfig(data=str(text), token_cache=None),
+        data=DataConfig(data=str(words), token_cache=None),
         optimizer=OptimizerConfig(warmup_steps=2, learning_rate=0.02),
         checkpoint=CHECKPOINT,
         devices=2,
@@ -163,7 +164,7 @@ class Tampered:
         return batch if changed is None else changed
 
 
-real_train_batches = trainer.train_batches
+real_train_batches = text.train_batches
 
 
 def tampering(faults, real=real_train_batches):
@@ -206,7 +207,7 @@ def at(step, what, *, saved=True, only=0):
                     wait_for(step_folder(folder, SAVE_EVERY))
                 what(folder) if what is half_a_record else what()
 
-        trainer.train_batches = tampering({step: happen})
+        text.train_batches = tampering({step: happen})
 
     return inject
 
@@ -235,7 +236,7 @@ def half_a_record(folder):
 
 def hanging_step(folder):
     """Lets step 7 call a function on the host that does not return; its weights, all alike, tell it."""
-    trainer.train_batches = tampering({7: lambda batch, step: {**batch, "weights": batch["weights"] * 4}})
+    text.train_batches = tampering({7: lambda batch, step: {**batch, "weights": batch["weights"] * 4}})
 
 
 def loss_that_may_hang(params, batch):
@@ -244,7 +245,7 @@ def loss_that_may_hang(params, batch):
 
 
 def slow(folder):
-    trainer.train_batches = tampering({"each": lambda *_: time.sleep(0.5)})
+    text.train_batches = tampering({"each": lambda *_: time.sleep(0.5)})
 
 
 QUICK = {"hang_seconds": 2.0}

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -12,7 +13,21 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 TRAINER = "train_own_model.py"
-NEEDS = {"equinox_model.py": "equinox"}
+VISION = "vit_digits.py"
+NEEDS = {"equinox_model.py": "equinox", "haiku_model.py": "haiku", VISION: "sklearn"}
+# The figure that an example prints first and last falls at least to this share; the slow ones are marked.
+SHARES = {
+    "plain_pytree.py": 0.1,
+    "flax_train_state.py": 0.1,
+    "nnx_optimizer.py": 0.1,
+    "haiku_model.py": 0.1,
+    "diffusion.py": 0.3,
+    "gan.py": 0.3,
+    "ppo.py": 0.5,
+    "t5.py": 0.3,
+}
+QUICK = ("plain_pytree.py", "flax_train_state.py")
+IN_PROCESSES = [name for name in EXAMPLES if name not in (*SHARES, TRAINER, VISION)]
 
 
 def run(name, *, num_devices, folder=None):
@@ -23,6 +38,11 @@ def run(name, *, num_devices, folder=None):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def skip_without_library(name):
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
 
 
 def test_examples_are_short():
@@ -38,14 +58,13 @@ def test_examples_are_short():
     [
         ("pjit_loop.py", 8),
         # Each takes some ten seconds where all cores are busy.
-        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in EXAMPLES if name not in ("pjit_loop.py", TRAINER)),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in IN_PROCESSES if name != "pjit_loop.py"),
         pytest.param("pjit_loop.py", 1, marks=pytest.mark.slow),
         pytest.param("flax_linen.py", 3, marks=pytest.mark.slow),
     ],
 )
 def test_example(name, num_devices):
-    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"needs {NEEDS[name]}")
+    skip_without_library(name)
     printed = run(name, num_devices=num_devices)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) >= 3 and losses[-1] < 0.1 * losses[0], printed
@@ -55,8 +74,38 @@ def test_example(name, num_devices):
         assert "data" in printed, printed
 
 
-def test_the_jit_loop_changes_three_lines():
-    text = (ROOT / "examples" / "pjit_loop.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SHARES]
+)
+def test_example_in_this_process(name, capsys):
+    """Which saves the start of another one for each."""
+    skip_without_library(name)
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    first, last = map(abs, map(float, re.search(r"(-?[\d.]+) -> (-?[\d.]+)", printed).groups()))
+    assert last < SHARES[name] * first, printed
+    held, whole = map(int, re.search(r"(\d+) KB a device\D* (\d+) KB.*data=8", printed).groups())
+    assert whole / 8 <= held < whole / 4, printed
+
+
+@pytest.mark.slow
+def test_the_vision_transformer_learns_the_digits_and_resumes(capsys, tmp_path, monkeypatch):
+    skip_without_library(VISION)
+    monkeypatch.chdir(tmp_path)
+    path = str(ROOT / "examples" / VISION)
+    runpy.run_path(path, run_name="__main__")
+    printed = capsys.readouterr().out
+    *_, accuracy = re.findall(r"validation accuracy ([\d.]+)", printed)
+    assert float(accuracy) > 0.75, printed
+    held, whole = map(float, re.search(r"a device holds +params ([\d.]+) KB of ([\d.]+) KB", printed).groups())
+    assert held < whole / 4
+    runpy.run_path(path, run_name="__main__")
+    assert "resuming after step 150" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pjit_loop.py", "nnx_optimizer.py", "flax_train_state.py"])
+def test_a_loop_of_ones_own_changes_three_lines(name):
+    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
     assert len(re.findall(r"# zero$", text, re.MULTILINE)) == 3
 
 

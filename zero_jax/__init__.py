@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zero_jax.sharding.mesh import batch_sharding, make_mesh
     from zero_jax.sharding.precision import LossScaleConfig, Precision
     from zero_jax.sharding.rules import ShardingReport
+    from zero_jax.trainer import TrainConfig, Trainer, TrainResult
     from zero_jax.training import (
         MeshLoss,
         Metrics,
@@ -75,6 +76,7 @@ _PUBLIC = {
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
     "zero_jax.sharding.rules": "ShardingReport",
+    "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
         "MeshLoss Metrics NoiseScale Offload TrainState TrainStep ZeroConfig abstract_state compiler_options "
         "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
@@ -113,8 +115,11 @@ __all__ = [
     "Restored",
     "ShardingReport",
     "StateSummary",
+    "TrainConfig",
+    "TrainResult",
     "TrainState",
     "TrainStep",
+    "Trainer",
     "Variables",
     "ZeroConfig",
     "abstract_state",

@@ -18,6 +18,7 @@ from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 from zero_jax.checkpoint import folder as checkpoint_folder
 from zero_jax.checkpoint import saving as checkpoint_save
 from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting.metrics import device_memory_bytes
 
@@ -41,8 +42,8 @@ def at_step(monkeypatch, tmp_path):
             faults.wait_for(step_folder(tmp_path, 4))
             what[step]()
 
-        monkeypatch.setattr(trainer, "train_batches", faults.tampering(dict.fromkeys(what, happen)))
-        return lambda: monkeypatch.setattr(trainer, "train_batches", faults.real_train_batches)
+        monkeypatch.setattr(text, "train_batches", faults.tampering(dict.fromkeys(what, happen)))
+        return lambda: monkeypatch.setattr(text, "train_batches", faults.real_train_batches)
 
     return start
 
@@ -296,7 +297,7 @@ def test_failed_saves_do_not_keep_what_they_were_to_write(tmp_path, monkeypatch)
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
         found.append(device_memory_bytes(jax.devices()[0]))
 
-    monkeypatch.setattr(trainer, "train_batches", faults.tampering({"each": each}))
+    monkeypatch.setattr(text, "train_batches", faults.tampering({"each": each}))
     try:
         result = train(tmp_path, checkpoint=dataclasses.replace(faults.CHECKPOINT, save_every=1))
     finally:

@@ -20,7 +20,7 @@ from etils import epath
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.checkpoint.writing import ArrayWrites
-from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.agreement import Agreement, from_all_processes, from_first_process
 from zero_jax.core.files.folder_lock import FolderLock
 
 result = {}
@@ -51,6 +51,7 @@ texts = {"megabyte": "é" * 500_000, "empty": "", "zeros": "a\0\0", "path": os.f
 for name, text in texts.items():
     attempt(name, lambda text=text: from_first_process(text if INDEX == 0 else "mine") == text)
 attempt("called", lambda: from_first_process((lambda: "made") if INDEX == 0 else never_called))
+attempt("all", lambda: from_all_processes(["é" * 3, "a\0"][INDEX]))
 attempt("raised", lambda: from_first_process(fail if INDEX == 0 else never_called))
 attempt("agreement", fail_in_first)
 

@@ -38,6 +38,7 @@ def test_a_text_of_any_length_and_kind_comes_from_the_first_process(results):
     for result in results:
         assert all(result[name] is True for name in ("megabyte", "empty", "zeros", "path")), result
         assert result["called"] == "made"
+        assert result["all"] == ["é" * 3, "a\0"]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from zero_jax.cli import train as cli_train
 from zero_jax.cli.options import check_value
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.trainer import run as training_run
+from zero_jax.trainer.inputs import text
 
 HUGE = "18446744073709551616"
 WIDEST = "4611686018427387904"
@@ -72,7 +73,7 @@ def start(*_, **__):
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch, tmp_path):
     for module, name in (
-        (training_run, "load_dataset"),
+        (text, "load_dataset"),
         (training_run, "make_folder"),
         (cli_request, "compile_plan"),
         (cli_request, "trace_loss"),
@@ -216,6 +217,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "optimizer",
     }
     words |= {"no_decay", "topology", "data_layout", "dtype", "max_shard_size", "preset"}
+    words |= {"loss", "init", "batches", "validation", "eval_loss", "param_specs"}  # module:name, or file.py:name
     classes = [*cli_train.sections().values(), cli_request.PlanConfig, cli_checkpoint.ExportConfig]
     for config_class in [*classes, cli_checkpoint.InspectConfig, cli_launch.LaunchConfig]:
         for name, kind in options.option_fields(config_class).items():

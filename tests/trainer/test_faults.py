@@ -30,6 +30,7 @@ from zero_jax.data.train_validation_split import TokenPart
 from zero_jax.models import gpt
 from zero_jax.sharding.precision import LossScaleConfig, Precision
 from zero_jax.trainer import loop as trainer
+from zero_jax.trainer.inputs import text
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run import prepare
 
@@ -61,7 +62,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tmp_path, tamper
                 next(self.batches)
             return next(self.batches)
 
-    monkeypatch.setattr(trainer, "train_batches", lambda *a, **o: Without(faults.real_train_batches(*a, **o), {}))
+    monkeypatch.setattr(text, "train_batches", lambda *a, **o: Without(faults.real_train_batches(*a, **o), {}))
     train(without)
     after = [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in read(broken) if r["kind"] == "train"]
     expected = [(r["loss"], r["grad_norm"], r["learning_rate"]) for r in read(without) if r["kind"] == "train"]
@@ -263,7 +264,7 @@ def test_a_damaged_token_cache_is_told_and_made_anew(harm, tmp_path, unbroken):
     lines = []
     again = prepare(make_config(tmp_path, data=config), model=MODEL, log=lines.append)
     assert str(folder) in lines[0] and "making it anew" in lines[0]
-    assert again.dataset.fingerprint == run.dataset.fingerprint
+    assert again.input.identity == run.input.identity
 
 
 def test_a_token_folder_that_was_cut_is_refused(tmp_path, capfd):

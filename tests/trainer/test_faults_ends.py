@@ -23,6 +23,7 @@ from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
+from zero_jax.trainer.inputs import text
 from zero_jax.training.state.finite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
@@ -45,14 +46,15 @@ def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_grad
 
 def test_a_state_whose_validation_loss_is_not_finite_is_not_saved_as_good(tmp_path, monkeypatch, unbroken):
     """Params may be finite, and useless."""
-    loss, lines = trainer.Validation.loss, []
+    means, lines = trainer.Validation.means, []
 
     def useless(self, params, **options):
-        return loss(self, params, **options) * (jnp.nan if int(trainer_step[0]) >= 6 else 1)
+        found = means(self, params, **options)
+        return dataclasses.replace(found, loss=found.loss * (jnp.nan if int(trainer_step[0]) >= 6 else 1))
 
     trainer_step = [0]
-    monkeypatch.setattr(trainer, "train_batches", faults.tampering({6: lambda _, step: trainer_step.insert(0, step)}))
-    monkeypatch.setattr(trainer.Validation, "loss", useless)
+    monkeypatch.setattr(text, "train_batches", faults.tampering({6: lambda _, step: trainer_step.insert(0, step)}))
+    monkeypatch.setattr(trainer.Validation, "means", useless)
     result = train(tmp_path, lines=lines, steps=6)
     assert (result.status, trainer.EXIT_STATUS[result.status]) == ("unsaved", 1)
     assert checkpoints(tmp_path) == ["step_00000004"]
@@ -206,17 +208,17 @@ def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path
 
 
 def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_evaluates(tmp_path, monkeypatch, unbroken):
-    loss = trainer.Validation.loss
+    means = trainer.Validation.means
     calls = []
 
     def interrupted(self, params, *, goes_on):
         calls.append(params)
         if len(calls) == 2:  # the first is that of step 0
             signal.raise_signal(signal.SIGHUP)
-        return loss(self, params, goes_on=goes_on)
+        return means(self, params, goes_on=goes_on)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.Validation, "loss", interrupted)
+        patch.setattr(trainer.Validation, "means", interrupted)
         result = train(tmp_path)
     assert (result.status, result.num_steps) == ("preempted", 6)
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000006"]

@@ -39,7 +39,7 @@ def start(kept_programs, *words, **changes):
         "JAX_COMPILATION_CACHE_DIR": str(kept_programs),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONUNBUFFERED": "1",
         **changes,
     }

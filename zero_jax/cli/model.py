@@ -157,16 +157,16 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
         missing = [f"--{name}" for name, ref in own.items() if not ref]
         if missing:
             raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
-        _refuse_presets(options)
-        batch, init_fn = _function("--batch", own["batch"]), _function("--init", own["init"])
+        refuse_presets(options)
+        batch, init_fn = function_of("--batch", own["batch"]), function_of("--init", own["init"])
         check_takes(f"--batch {own['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
         return PlannedModel(
             name=own["loss"],
             init_fn=init_fn,
-            loss_fn=_function("--loss", own["loss"]),
+            loss_fn=function_of("--loss", own["loss"]),
             batch_fn=lambda num_examples: batch_of(batch(), num_examples),
             config=None,
-            specs_fn=_own_specs(options.param_specs, init_fn),
+            specs_fn=own_specs(options.param_specs, init_fn),
         )
     if options.param_specs:
         raise ValueError(
@@ -176,7 +176,7 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
     return reference_model(model_name(options), preset_config(options), _activations(options))
 
 
-def _refuse_presets(options: argparse.Namespace) -> None:
+def refuse_presets(options: argparse.Namespace) -> None:
     """Raises `ValueError` for options of the presets beside a model of the user's own."""
     reason = "is of the presets, and --loss stands for a model of your own: leave it out"
     for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
@@ -204,7 +204,7 @@ def reference_model(name: str, config: ModelConfig, activations: ActivationConfi
     )
 
 
-def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable[[int], PyTree]:
+def own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable[[int], PyTree]:
     """Returns a function from the size of the axis `model` to the specs that `--param-specs` names."""
     if not reference:
         return lambda model: None
@@ -217,7 +217,7 @@ def _own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callabl
     return lambda model: specs
 
 
-def _function(option: str, reference: str) -> Callable[..., Any]:
+def function_of(option: str, reference: str) -> Callable[..., Any]:
     """Imports a function by `module:function`."""
     function = resolve(option, reference)
     if not callable(function):

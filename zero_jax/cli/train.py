@@ -24,12 +24,15 @@ from zero_jax.cli.config_file import write_file
 from zero_jax.cli.hub import hub_data, keep_companions
 from zero_jax.cli.model import add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
+from zero_jax.cli.own_model import OwnModelConfig, import_own_model, read_own_model
 from zero_jax.cli.presets import ActivationConfig, shape_changes
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
+from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
     EXIT_STATUS,
+    TEXT_FIELDS,
     X_LABELS,
     ResumeError,
     Run,
@@ -61,11 +64,12 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         usage="zero-jax train [OPTION ...]",
-        help="train a transformer on text",
+        help="train a transformer on text, or a model of your own on anything",
         description="Trains a transformer on text, by default a small GPT on the source code of Python's standard "
-        "library, at ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones). Leaves checkpoints, a picture "
-        "of the loss, its figures and the config in a folder of its own. Exit status: 0 done, 2 bad usage, 3 stopped "
-        "because the loss stayed not finite, 75 saved and stopped by a signal, 76 hung.",
+        "library, at ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and "
+        "--batches any model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its "
+        "own. Exit status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by "
+        "a signal, 76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -74,6 +78,7 @@ def add_commands(commands: Any) -> None:
         help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
     )
     add_model_options(parser)
+    add_fields(parser.add_argument_group("a model of your own"), OwnModelConfig, default_of=OwnModelConfig())
     defaults = TrainConfig()
     for field, title in _PARTS.items():
         part = getattr(defaults, field)
@@ -92,7 +97,8 @@ def sections() -> dict[str, type]:
     """Returns the config class of each section of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
-    return {"model": GPTConfig, "activations": ActivationConfig, **parts, "run": TrainConfig}
+    own = {"own_model": OwnModelConfig}
+    return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -101,8 +107,9 @@ def _train(options: argparse.Namespace) -> int:
     try:
         config = TrainConfig(**field_values(TrainConfig, options))
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
-        model = preset_model(options)
-        if options.from_hf is not None:
+        own = read_own_model(options)
+        model = preset_model(options) if own is None else None
+        if model is not None and options.from_hf is not None:
             data = hub_data(config.data, options.from_hf, vocab_size=model.vocab_size)
             config = dataclasses.replace(config, data=data)
         place = join()
@@ -113,14 +120,20 @@ def _train(options: argparse.Namespace) -> int:
         return 1
     try:
         _choose_platform(config.devices)
+        if own is not None:  # whose files may use JAX when they are imported
+            model = import_own_model(own, model_axis=config.model_axis)
+        assert model is not None
         run = prepare(config, model=model, log=log if place.is_first else lambda _: None)
-        if place.is_first:
-            with hold(run.folder), discarding(run.folder):
+        with hold(run.folder), discarding(run.folder):  # in all processes, which agree on it
+            if place.is_first:
                 _save_options(run, options)
-    except ValueError as error:
-        return _refuse(options, error, place)
     except OSError as error:
         return _refuse(options, error, place, status=1)
+    except Exception as error:
+        refusal = error if own is None else explain(error)
+        if not isinstance(refusal, ValueError | ModelError):
+            raise
+        return _refuse(options, refusal, place)
     try:
         with _failed_saves_in_a_line():
             result = execute(run, log=log, terminal=stream)
@@ -183,9 +196,14 @@ def _read_part(part: str, options: argparse.Namespace) -> Any:
 def _save_options(run: Run, options: argparse.Namespace) -> None:
     """Writes the options as a config file for the same run."""
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
-    from_hf = None if options.from_hf is None else str(pathlib.Path(options.from_hf).expanduser().absolute())
-    model = {"preset": options.preset} if from_hf is None else {"from_hf": from_hf}
-    values["model"] = {**model, **shape_changes(options)}
+    if values["own_model"]["loss"] is None:
+        del values["own_model"]
+        from_hf = None if options.from_hf is None else str(pathlib.Path(options.from_hf).expanduser().absolute())
+        model = {"preset": options.preset} if from_hf is None else {"from_hf": from_hf}
+        values["model"] = {**model, **shape_changes(options)}
+    else:
+        values = {name: values[name] for name in values if name not in ("model", "activations", "data")}
+        values["run"] = {name: value for name, value in values["run"].items() if name not in TEXT_FIELDS}
     write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
     if options.from_hf is not None:
         keep_companions(options.from_hf, run.folder)

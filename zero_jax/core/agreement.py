@@ -1,4 +1,4 @@
-"""Agreement of the processes of a run: all continue or none, and all get a text of the first one.
+"""Agreement of the processes of a run: all continue or none, and all get a text of the first one, or of all.
 
 With one process nothing is exchanged.
 """
@@ -102,6 +102,18 @@ def from_first_process(text: str | Callable[[], str]) -> str:
     if failed:
         raise FirstProcessFailed(f"process 0 failed: {received}")
     return received
+
+
+def from_all_processes(text: str) -> list[str]:
+    """Returns the texts of all processes, which all call this, in the order of the processes."""
+    if jax.process_count() == 1:
+        return [text]
+    encoded = text.encode()
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(encoded)))).reshape(-1)
+    sent = np.zeros(int(sizes.max()), np.uint8)
+    sent[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    received = np.asarray(multihost_utils.process_allgather(sent))
+    return [row[:size].astype(np.uint8).tobytes().decode() for row, size in zip(received, sizes, strict=True)]
 
 
 def _from_first(numbers: np.ndarray) -> np.ndarray:

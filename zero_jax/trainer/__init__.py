@@ -1,29 +1,35 @@
 """The training loop of `zero-jax train`, for any model.
 
-`prepare` checks a `TrainConfig` and a `Model` and makes a `Run`; `execute` runs it: it resumes from a checkpoint,
-steps, validates, saves, samples text and stops on signals. `train` does both. `reporting/` shows and records the
-metrics: console, JSON Lines, TensorBoard, curves.
+`prepare` checks a `TrainConfig` and a `Model` of text, or an `OwnModel` with its batches, and makes a `Run`; `execute`
+runs it: it resumes from a checkpoint, steps, validates, saves, samples text and stops on signals. `train` does both,
+`Trainer` for an `OwnModel`. `inputs/` has what differs between the two: batches and their positions, figures, samples.
+`reporting/` shows and records the metrics: console, JSON Lines, TensorBoard, curves.
 """
 
 from zero_jax.trainer.capacity import tree_bytes
 from zero_jax.trainer.checkpoints import ResumeError
+from zero_jax.trainer.inputs.own import OwnModel
 from zero_jax.trainer.loop import EXIT_STATUS, execute, train
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer
 from zero_jax.trainer.reporting.curves import X_LABELS, RunRecords, plot_runs, read_run
 from zero_jax.trainer.result import TrainResult
-from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
+from zero_jax.trainer.run import TEXT_FIELDS, Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold
+from zero_jax.trainer.trainer import Trainer
 
 __all__ = [
     "EXIT_STATUS",
+    "TEXT_FIELDS",
     "X_LABELS",
     "Model",
     "OptimizerConfig",
+    "OwnModel",
     "ResumeError",
     "Run",
     "RunRecords",
     "TrainConfig",
     "TrainResult",
+    "Trainer",
     "discarding",
     "execute",
     "hold",

@@ -16,14 +16,8 @@ from zero_jax.core.tree import PyTree
 _BYTES_A_TOKEN = 16  # input, target, weight and segment
 
 
-def check_capacity(
-    init_fn: Callable[[jax.Array], PyTree], *, batch_size: int, seq_len: int, prefetch_batches: int, mesh: Mesh
-) -> None:
-    """Checks that batches and params fit into memory; `init_fn` is traced, not run.
-
-    Raises:
-      ValueError: the batches are larger than this machine's memory, or the params than that of all devices.
-    """
+def check_text_fits(*, batch_size: int, seq_len: int, prefetch_batches: int) -> None:
+    """Raises `ValueError` if the batches of a text are larger than this machine's memory."""
     host_bytes = _host_bytes()
     batches = batch_size * seq_len * _BYTES_A_TOKEN // jax.process_count() * (1 + prefetch_batches)
     if batches > host_bytes:
@@ -31,6 +25,10 @@ def check_capacity(
             f"batch_size={batch_size}: this and prefetch_batches={prefetch_batches} more of {seq_len:,} tokens a "
             f"sequence take {format_bytes(batches)}, and this machine has {format_bytes(host_bytes)}: give smaller ones"
         )
+
+
+def check_params_fit(init_fn: Callable[[jax.Array], PyTree], *, mesh: Mesh) -> None:
+    """Raises `ValueError` if the params are larger than all devices; `init_fn` is traced, not run."""
     params = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     size = tree_bytes(params)
     device_bytes = _device_bytes(mesh)

@@ -21,9 +21,12 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
-from zero_jax.trainer.run import Run
+from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
+
+# The entries of a checkpoint's record that are the position in the data; the others say which data it is.
+_POSITION = ("position", "states")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Start:
     Attributes:
       state: the first state.
       step: steps done before.
-      position: examples read before.
+      data: what the checkpoint recorded of the data, its position above all, or None.
       noise: the saved gradient noise scale, or None.
       is_evaluated: whether the validation loss of the state is known.
       lines: lines for the log.
@@ -41,7 +44,7 @@ class Start:
 
     state: TrainState
     step: int = 0
-    position: int = 0
+    data: Mapping[str, Any] | None = None
     noise: dict[str, Any] | None = None
     is_evaluated: bool = False
     lines: tuple[str, ...] = ()
@@ -70,7 +73,8 @@ def begin(run: Run) -> Start:
             return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    params = run.model.init_fn if run.model.load_fn is None else run.model.load_fn(run.mesh, run.zero)
+    load_fn = run.model.load_fn if isinstance(run.model, Model) else None
+    params = run.model.init_fn if load_fn is None else load_fn(run.mesh, run.zero)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 
@@ -95,10 +99,10 @@ def _accept(extra: Mapping[str, Any]) -> None:
 def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
     """Returns the start from the run's own checkpoint; raises if its data differ."""
     saved = restored.extra["data"]
-    changed = differences({**saved, "position": 0}, {**identity(run), "position": 0})
+    changed = differences({name: saved[name] for name in saved if name not in _POSITION}, dict(run.input.identity))
     if changed:
         raise ValueError(
-            f"{run.folder} was trained on other data ({'; '.join(changed)}): give it the data, seed and seq_len of "
+            f"{run.folder} was trained on other data ({'; '.join(changed)}): give it {run.input.identity_words} of "
             "before, or begin another run (another name) from its params with init_from"
         )
     changed = differences({**restored.extra["config"], "model": None}, {**as_json(run.config), "model": None})
@@ -106,7 +110,7 @@ def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
     return Start(
         state=restored.state,
         step=restored.step,
-        position=saved["position"],
+        data=saved,
         noise=restored.extra["noise_scale"],
         is_evaluated=restored.extra["is_evaluated"],
         lines=(
@@ -126,11 +130,6 @@ def _source(path: str) -> tuple[str, int | None]:
             f"{path} is the checkpoint of step {record.step}: name it {step_path(record.path, record.step).name}"
         )
     return str(record.path.parent), record.step if is_step else None
-
-
-def identity(run: Run) -> dict[str, Any]:
-    """Returns what determines the order of the examples."""
-    return {"fingerprint": run.dataset.fingerprint, "seed": run.config.seed, "seq_len": run.model.seq_len}
 
 
 class Saver:

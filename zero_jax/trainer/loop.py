@@ -16,11 +16,11 @@ from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.cluster import Preemption, Watchdog
 from zero_jax.core.tree import leaf_names
-from zero_jax.data import BatchBuffers, train_batches, validation_batches
-from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import explain_float16
-from zero_jax.trainer.checkpoints import Saver, Start, begin, identity
+from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
 from zero_jax.trainer.evaluation import Validation
+from zero_jax.trainer.inputs.own import OwnModel
+from zero_jax.trainer.inputs.sources import BatchesEnded
 from zero_jax.trainer.profiling import Profiler
 from zero_jax.trainer.reporting.console import Console, describe_run, groups, lasting, num_params
 from zero_jax.trainer.reporting.curves import RunRecords
@@ -29,19 +29,23 @@ from zero_jax.trainer.reporting.writers import Writers, open_writers
 from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
-from zero_jax.training import NoiseScale, make_train_step, trainable
+from zero_jax.training import NoiseScale, TrainState, make_train_step, trainable
 
-EXIT_STATUS = {"done": 0, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
+EXIT_STATUS = {"done": 0, "ended": 1, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 
 
 def train(
-    config: TrainConfig, *, model: Model, tx: optax.GradientTransformation | None = None, log: Log = print
+    config: TrainConfig,
+    *,
+    model: Model | OwnModel,
+    tx: optax.GradientTransformation | None = None,
+    log: Log = print,
 ) -> TrainResult:
     """Trains a model.
 
     Args:
       config: what to train on, how, and for how long.
-      model: the model.
+      model: the model: a `Model` of text, or an `OwnModel` with its batches.
       tx: any optax optimizer, instead of the one that `config.optimizer` names.
       log: called with progress lines, in process 0 alone.
 
@@ -65,9 +69,15 @@ def execute(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> Tr
     Raises:
       ResumeError: the checkpoint to resume from is of another model, optimizer or text, or damaged.
     """
+    return execute_to_state(run, log=log, terminal=terminal)[0]
+
+
+def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = None) -> tuple[TrainResult, TrainState]:
+    """Executes a run as `execute` does; returns its last state too."""
     try:
         with contextlib.ExitStack() as stack:
-            return _Training(run, log=log, terminal=terminal, stack=stack).execute()
+            training = _Training(run, log=log, terminal=terminal, stack=stack)
+            return training.execute(), training.state
     except Exception as error:
         explain_float16(error, platform=run.mesh.devices.flat[0].platform)
         raise
@@ -113,28 +123,34 @@ class _Training:
             self.say(line)
         self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
         self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
-        self.sample = None if run.sampler is None else run.sampler.on(run.mesh)
+        self.sample = None if run.input.sampler is None else run.input.sampler.on(run.mesh)
         self.norm = jax.jit(_norm)
         self._open_data(start, stack)
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
             sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
             speedometer=make_speedometer(
-                model.loss_fn, self.state.variables, self.validation.batches[0], mesh=run.mesh
+                model.loss_fn,
+                self.state.variables,
+                run.input.batch_shapes(),
+                batch_size=run.input.batch_size,
+                num_tokens=run.input.num_tokens,
+                mesh=run.mesh,
             ),
             schedule=run.schedule,
             param_names=leaf_names(self.state.params),
             noise=self.noise,
             log_every=config.log_every,
+            own=run.input.figures,
         )
 
     def execute(self) -> TrainResult:
         """Runs all steps and returns the result."""
         status = self._run_steps()
         self._beat("save")
-        if status in ("done", "preempted") and not self.saver.wait_until_saved(self.step):
-            status = {"done": "unsaved", "preempted": "preempted_unsaved"}[status]
-        if advice := self.noise.advice(self.config.batch_size):
+        if status in ("done", "ended", "preempted") and not self.saver.wait_until_saved(self.step):
+            status = {"done": "unsaved", "ended": "unsaved", "preempted": "preempted_unsaved"}[status]
+        if advice := self.noise.advice(self.run.input.batch_size):
             self.say(advice)
         sample = self._log_sample() if status in ("done", "unsaved") else ""
         self.console.close()
@@ -153,14 +169,14 @@ class _Training:
             num_failed_saves=self.checkpointer.num_failed,
             first_train_loss=_loss_at(losses.train, 0),
             final_train_loss=_loss_at(losses.train, -1),
-            first_validation_loss=_loss_at(losses.validation, 0),
-            final_validation_loss=_loss_at(losses.validation, -1),
-            tokens_per_second=self.progress.tokens_per_second,
+            first_validation_loss=None if self.validation is None else _loss_at(losses.validation, 0),
+            final_validation_loss=None if self.validation is None else _loss_at(losses.validation, -1),
             compile_seconds=self.progress.compile_seconds,
             train_seconds=self.progress.seconds,
             noise_scale=None if self.noise.estimate is None else self.noise.estimate.num_examples,
             prompt=self.config.sample_prompt,
             sample=sample,
+            **{"tokens_per_second": None, **self.progress.throughput},
             **{f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in groups(self.state).items()},
         )
 
@@ -169,27 +185,24 @@ class _Training:
         run = self.run
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
-        self.saved_config = {"model": {"name": self.model.name, **as_json(self.model.config)}, **as_json(self.config)}
+        shape = {} if self.model.config is None else as_json(self.model.config)
+        self.saved_config = {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
         if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
             save_config(run.folder, self.saved_config)
 
     def _open_data(self, start: Start, stack: contextlib.ExitStack) -> None:
-        run, config = self.run, self.config
-        sizes = {
-            "batch_size": config.batch_size,
-            "seq_len": self.model.seq_len,
-            "sharding": batch_sharding(run.mesh),
-            "separate_documents": config.data.separate_documents,
-        }
-        prefetch_batches = config.data.prefetch_batches
-        self.batches = stack.enter_context(
-            train_batches(
-                run.dataset, seed=config.seed, position=start.position, prefetch_batches=prefetch_batches, **sizes
-            )
-        )
-        self.buffers = BatchBuffers()
-        batches = validation_batches(run.dataset, num_batches=config.eval_batches, **sizes)
-        self.validation = Validation(self.model.loss_fn, batches, mesh=run.mesh, config=run.zero, buffers=self.buffers)
+        run, model = self.run, self.model
+        try:
+            batches = run.input.open(start.data, say=self.say, beat=lambda: self._beat("data", self.step))
+        except ValueError as error:
+            if start.data is None:
+                raise
+            raise ResumeError(str(error)) from error
+        self.batches: Any = stack.enter_context(batches)
+        self.validation = None
+        if run.input.validation is not None:
+            loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
+            self.validation = Validation(loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input)
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
         config, folder = self.config, self.run.folder
@@ -211,10 +224,10 @@ class _Training:
         in_parts = f", in {parts} microbatches" if parts > 1 else ""
         rows = {
             "model": f"{self.model.name}, {num_params(self.state):,} params",
-            "data": str(run.dataset),
-            "batch": f"{config.batch_size} sequences of {self.model.seq_len} tokens{in_parts}",
+            **run.input.rows,
             "run": str(run.folder),
         }
+        rows["batch"] += in_parts
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
     def _draw(self, losses: RunRecords) -> None:
@@ -240,10 +253,10 @@ class _Training:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
 
         Returns:
-          The status: `done`, `preempted` or `diverged`.
+          The status: `done`, `ended`, `preempted` or `diverged`.
         """
-        config, progress = self.config, self.progress
-        if not self.is_evaluated and self.step % config.eval_every == 0:
+        config, progress, validates = self.config, self.progress, self.validation is not None
+        if validates and not self.is_evaluated and self.step % config.eval_every == 0:
             self._evaluate(is_last=self.step == config.steps)
         if self.step < config.steps and self.preemption.should_stop(self.step):
             return "preempted"
@@ -253,9 +266,11 @@ class _Training:
                 previous, waiting = waiting, self._dispatch(profiler)
                 if previous:
                     self._read_back(previous)
+                if waiting is None:
+                    return self._end_early()
                 stops = self.preemption.should_stop(self.step)
                 is_last = self.step == config.steps
-                evaluates = is_last or self.step % config.eval_every == 0
+                evaluates = validates and (is_last or self.step % config.eval_every == 0)
                 saves = stops or is_last or self.checkpointer.is_due(self.step)
                 samples = not is_last and config.sample_every > 0 and self.step % config.sample_every == 0
                 if evaluates or saves or samples or self.step == config.profiled.stop - 1:
@@ -280,14 +295,30 @@ class _Training:
                     return "preempted"
         return "done"
 
-    def _dispatch(self, profiler: Profiler) -> Dispatched:
-        """Dispatches the next step to the devices without waiting for it."""
+    def _end_early(self) -> str:
+        """Evaluates and saves the state where there are no more batches; returns the status."""
+        self.say(
+            f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
+            "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"
+        )
+        self.checkpointer.wait()
+        if self.progress.train and self.step not in self.checkpointer.steps():
+            loss = self._evaluate(is_last=True)
+            if not self._save(loss, is_last=True):
+                return "diverged"
+        return "ended"
+
+    def _dispatch(self, profiler: Profiler) -> Dispatched | None:
+        """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
         asked = time.perf_counter()
-        batch = next(self.batches)
+        try:
+            batch = next(self.batches)
+        except BatchesEnded:
+            return None
         waited_seconds = time.perf_counter() - asked
         self._beat("step", self.step + 1)
-        batch = self.buffers.fill(batch)  # may wait for the devices
+        batch = self.run.input.place(batch)  # may wait for the devices
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
         self.step += 1
@@ -303,7 +334,7 @@ class _Training:
         """Records the validation loss, and that of the moving average of the params where the optimizer has one.
 
         Returns:
-          The loss, or None if a signal interrupted the evaluation: the remaining time is for saving.
+          The loss, or None if nothing is validated, or a signal interrupted it: the remaining time is for saving.
         """
 
         def continues() -> bool:
@@ -311,13 +342,14 @@ class _Training:
             self._beat("evaluation")
             return is_last or not self.preemption.stops_alone
 
-        self._beat("evaluation")
-        losses = self.validation.losses(self.state, goes_on=continues)
-        if losses is None:
+        if self.validation is None:
             return None
-        loss, ema_loss = losses
-        self.progress.add_validation(self.step, loss, ema_loss)
-        return loss
+        self._beat("evaluation")
+        found = self.validation.measure(self.state, goes_on=continues)
+        if found is None:
+            return None
+        self.progress.add_validation(self.step, found.loss, found.ema_loss, found.own)
+        return found.loss
 
     def _save(self, loss: float | None, *, is_last: bool) -> bool:
         """Starts to save the state if it is finite; returns whether the run can continue."""
@@ -327,7 +359,7 @@ class _Training:
             self.state,
             loss=loss,
             extra={
-                "data": {"position": self.batches.position, **identity(self.run)},
+                "data": self.run.input.record(self.batches),
                 "noise_scale": self.noise.to_json(),
                 "config": self.saved_config,
                 "is_evaluated": loss is not None,

@@ -20,11 +20,14 @@ _PATIENT_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The final metrics of a run; losses are in nats per token, from the first step on, also of a resumed run.
+    """The final metrics of a run; losses are those of the first and the last step of the run, however often resumed.
 
-    `status` is `done`, `unsaved` (done, but the last state could not be saved), `preempted` (saved and stopped; resume
-    with `--resume auto`), `preempted_unsaved` (stopped, but the last state could not be saved) or `diverged` (stopped
-    because loss or params stayed not finite).
+    Losses of text are in nats per token. Validation losses are None where nothing is validated, `tokens_per_second` is
+    None where the model is not about tokens, and `examples_per_second` where it is.
+
+    `status` is `done`, `ended` (saved; the batches ended before the steps), `unsaved` (done, but the last state could
+    not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
+    last state could not be saved) or `diverged` (stopped because loss or params stayed not finite).
     """
 
     status: str
@@ -38,9 +41,9 @@ class TrainResult:
     num_failed_saves: int
     first_train_loss: float
     final_train_loss: float
-    first_validation_loss: float
-    final_validation_loss: float
-    tokens_per_second: float
+    first_validation_loss: float | None
+    final_validation_loss: float | None
+    tokens_per_second: float | None
     compile_seconds: float
     train_seconds: float
     noise_scale: float | None
@@ -50,24 +53,32 @@ class TrainResult:
     per_device_model_state_bytes: int = 0
     prompt: str
     sample: str
+    examples_per_second: float | None = None
 
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
         devices = f"{self.num_devices} device{'s' if self.num_devices > 1 else ''}"
         steps = f"{self.num_steps} step{'s' if self.num_steps != 1 else ''}"
         # NaN after a single step, which compiles
-        speed = "" if math.isnan(self.tokens_per_second) else f", {self.tokens_per_second:,.0f} tokens/s"
+        unit, rate = "tokens", self.tokens_per_second
+        if rate is None:
+            unit, rate = "examples", math.nan if self.examples_per_second is None else self.examples_per_second
+        speed = "" if math.isnan(rate) else f", {rate:,.0f} {unit}/s"
         how = {
             "done": "",
+            "ended": "; stopped: the batches ended",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
             "preempted": "; stopped by a signal",
             "preempted_unsaved": "; stopped by a signal; THE LAST STATE IS NOT SAVED",
             "diverged": "; stopped: loss or params were not finite",
         }
+        validation = []
+        if self.first_validation_loss is not None and self.final_validation_loss is not None:
+            validation = [f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}"]
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "
             f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
-            f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}",
+            *validation,
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
             f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
         ]

@@ -18,16 +18,17 @@ from jax import Array
 from jax.sharding import Mesh
 
 from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_step_folders, resolve_folder
-from zero_jax.core.agreement import from_first_process
-from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderLock
+from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
-from zero_jax.data import DataConfig, Dataset, load_dataset
+from zero_jax.data import DataConfig, Dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.trainer.capacity import check_capacity
-from zero_jax.trainer.evaluation import Sampler
+from zero_jax.trainer.capacity import check_params_fit, check_text_fits
+from zero_jax.trainer.inputs.own import OwnModel, own_input
+from zero_jax.trainer.inputs.run_input import RunInput
+from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
 from zero_jax.trainer.run_folder import check_name, make_folder
@@ -37,7 +38,7 @@ from zero_jax.transforms import rematerialize
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as the trainer needs it.
+    """A language model as the trainer needs it; `OwnModel` is for all others.
 
     Attributes:
       name: its name.
@@ -66,6 +67,8 @@ class Model:
     load_fn: Callable[[Mesh, ZeroConfig], Any] | None = None
 
 
+# The fields that are about text, or are the batches' own in a run of an `OwnModel`.
+TEXT_FIELDS = ("data", "batch_size", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k")
 # Counts of steps are int32 on the devices.
 _COUNTS = "devices replica model_axis steps batch_size eval_every eval_batches log_every max_nonfinite_steps top_k"
 _LOWEST = {
@@ -86,6 +89,8 @@ _PARTS = {
 class TrainConfig:
     """The config of a training run.
 
+    The fields about text (`data`, `batch_size`, samples) are for a `Model`, and of no use to an `OwnModel`.
+
     Attributes:
       zero: stage, precision, microbatches and clipping.
       data: the text.
@@ -99,7 +104,7 @@ class TrainConfig:
       steps: optimizer updates.
       batch_size: sequences in a step, over all devices and microbatches.
       eval_every: steps between two measurements of the validation loss.
-      eval_batches: batches of `batch_size` sequences in one such measurement, always the same ones.
+      eval_batches: batches in one such measurement, always the same ones; of text they are of `batch_size` sequences.
       log_every: steps between two progress lines.
       seed: chooses the initial params, the batches and the sample.
       out: folder of all runs.
@@ -187,21 +192,19 @@ class Run:
       zero: `config.zero` with the trainer's additions.
       model: the model.
       mesh: the mesh.
-      dataset: the documents.
+      input: the text, or the batches of the user's own.
       tx: the optimizer.
       schedule: learning rate by the number of updates, or None for an optimizer of the user's own.
-      sampler: generates the samples, or None.
       folder: folder of the run.
     """
 
     config: TrainConfig
     zero: ZeroConfig
-    model: Model
+    model: Model | OwnModel
     mesh: Mesh
-    dataset: Dataset
+    input: RunInput
     tx: optax.GradientTransformation
     schedule: optax.Schedule | None
-    sampler: Sampler | None
     folder: pathlib.Path
 
     @property
@@ -214,11 +217,13 @@ class Run:
 def prepare(
     config: TrainConfig,
     *,
-    model: Model,
+    model: Model | OwnModel,
     tx: optax.GradientTransformation | None = None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Checks a config against devices, data and model, reads the data and makes the run's folder.
+
+    Of batches of the user's own the first one is read, and the loss function is traced with it.
 
     Args:
       config: what to train on, how, and for how long.
@@ -228,11 +233,9 @@ def prepare(
 
     Raises:
       ValueError: more devices than there are, a batch that does not divide over devices and microbatches, no such data
-        or too little of it, a vocabulary larger than the model's, or a folder that exists or cannot be made.
+        or too little of it, a vocabulary larger than the model's, a loss that is no scalar, or a folder that exists or
+        cannot be made.
     """
-    with extra("train"):
-        import grain  # noqa: F401 - needed by the first batch, missed before anything is made
-
     devices = jax.devices()
     if config.devices is not None and not 1 <= config.devices <= len(devices):
         raise ValueError(
@@ -241,34 +244,23 @@ def prepare(
         )
     mesh = make_mesh(replica=config.replica, model=config.model_axis, devices=devices[: config.devices])
     _check_processes(mesh)
-    batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
-    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
+    if isinstance(model, Model):
+        _check_text_batches(config, model, mesh)
+    check_takes("init_fn", model.init_fn, ["key"], remedy="give a function of a key that returns the params")
     rematerialize(model.init_fn, config.zero.remat, mesh=mesh)  # raises for a mesh that the policy does not support
-    check_capacity(
-        model.init_fn,
-        batch_size=config.batch_size,
-        seq_len=model.seq_len,
-        prefetch_batches=config.data.prefetch_batches,
-        mesh=mesh,
-    )
+    check_params_fit(model.init_fn, mesh=mesh)
     schedule = None
     if tx is None:
         schedule = make_schedule(config.optimizer, num_steps=config.steps)
         tx = make_optimizer(config.optimizer, num_steps=config.steps)
-    dataset = load_dataset(config.data, seq_len=model.seq_len, log=log)
-    if from_first_process(dataset.fingerprint) != dataset.fingerprint:
-        raise ValueError(
-            f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
-            "files, or a folder that they share"
-        )
-    if dataset.tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model.name} has room for "
-            f"{model.vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
-        )
+    if isinstance(model, Model):
+        run_input: RunInput = _text_input(config, model, mesh, log)
+    else:
+        _check_no_text(config)
+        run_input = own_input(model, mesh=mesh, zero=config.zero, eval_batches=config.eval_batches)
+        config = dataclasses.replace(config, batch_size=run_input.batch_size, sample_tokens=0, sample_prompt="")
     if config.init_from is not None and config.resume == "never":
         find_checkpoint(config.init_from)  # before there is a folder
-    sampler = _checked_sampler(config, model, dataset)
     skips = True if config.zero.skip_nonfinite is None else config.zero.skip_nonfinite
     specs = config.zero.param_specs
     specs = model.param_specs if specs is None and config.model_axis > 1 else specs
@@ -277,10 +269,9 @@ def prepare(
         zero=dataclasses.replace(config.zero, skip_nonfinite=skips, param_specs=specs),
         model=model,
         mesh=mesh,
-        dataset=dataset,
+        input=run_input,
         tx=tx,
         schedule=schedule,
-        sampler=sampler,
         folder=make_folder(
             pathlib.Path(config.out),
             config.name,
@@ -289,6 +280,40 @@ def prepare(
             check=functools.partial(_check_checkpoints, config),
         ),
     )
+
+
+def _check_text_batches(config: TrainConfig, model: Model, mesh: Mesh) -> None:
+    """Raises `ValueError` for a batch that does not divide, or batches that do not fit into memory."""
+    batch = {"batch_size": jax.ShapeDtypeStruct((config.batch_size,), np.int32)}
+    check_batch(batch, mesh=mesh, axes=axes_of(mesh), num_microbatches=config.zero.num_microbatches)
+    check_text_fits(batch_size=config.batch_size, seq_len=model.seq_len, prefetch_batches=config.data.prefetch_batches)
+
+
+def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[str], None]) -> TextInput:
+    dataset = open_dataset(
+        config.data, seq_len=model.seq_len, vocab_size=model.vocab_size, model_name=model.name, log=log
+    )
+    return TextInput(
+        dataset=dataset,
+        config=config.data,
+        mesh=mesh,
+        batch_size=config.batch_size,
+        seq_len=model.seq_len,
+        seed=config.seed,
+        eval_batches=config.eval_batches,
+        sampler=_checked_sampler(config, model, dataset),
+    )
+
+
+def _check_no_text(config: TrainConfig) -> None:
+    """Raises `ValueError` for settings of text beside a model of the user's own."""
+    usual = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    changed = [name for name in TEXT_FIELDS if getattr(config, name) != usual[name]]
+    if changed:
+        name = changed[0]
+        raise ValueError(
+            f"{name}={shown(getattr(config, name))} is for runs on text, and this one has its own batches: leave it out"
+        )
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:

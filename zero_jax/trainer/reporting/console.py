@@ -18,7 +18,7 @@ from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.trainer.reporting.metrics import per_device_bytes
+from zero_jax.trainer.reporting.metrics import FIELDS, per_device_bytes
 from zero_jax.training import TrainState, ZeroConfig, sharding_report
 
 with extra("train"):
@@ -31,6 +31,7 @@ with extra("train"):
 Log = Callable[[str], None]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_MAX_OWN_FIGURES = 6  # of a loss function's aux in a line; the files have all
 _SIGNAL_SECONDS = 0.2  # until the signal comes that a closed terminal sends
 
 
@@ -169,8 +170,10 @@ def figures(record: Mapping[str, Any]) -> str:
     """Formats the main metrics of a record as a line; None and missing ones are left out."""
     known = {name: value for name, value in record.items() if value is not None}
     label = "" if known.get("kind", "train") == "train" else f"{known['kind']} "
-    forms = [form(known[name]) for name, form in _FIGURES.items() if name in known]
-    shown = [label + form for form in forms if form]
+    forms = [(name, form(known[name])) for name, form in _FIGURES.items() if name in known]
+    own = [(name, f"{name} {known[name]:.4g}") for name in known if name not in FIELDS][:_MAX_OWN_FIGURES]
+    num_losses = sum(name in ("loss", "ema_loss") for name, _ in forms)
+    shown = [label + form for _, form in [*forms[:num_losses], *own, *forms[num_losses:]] if form]
     if known.get("skipped"):
         leaf = known.get("nonfinite_leaf")
         shown.append(f"skipped: {f'the gradient of {leaf}' if leaf else 'a gradient'} was not finite")
@@ -183,6 +186,7 @@ _FIGURES: Mapping[str, Callable[[Any], str]] = {
     "grad_norm": lambda x: f"grad norm {x:.2f}",
     "learning_rate": lambda x: f"lr {x:.2e}",
     "tokens_per_second": lambda x: f"{x:,.0f} tokens/s",
+    "examples_per_second": lambda x: f"{x:,.0f} examples/s",
     "mfu": lambda x: f"MFU {x:.1%}",
     "data_wait_seconds": lambda x: f"data wait {x:.2f} s" if x >= 0.01 else "",
     "per_device_memory_bytes": lambda x: f"{format_bytes(x)}/device",

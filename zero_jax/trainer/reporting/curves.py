@@ -31,11 +31,13 @@ class RunRecords:
       name: name of the run.
       train: records of kind `train`, one a step.
       validation: records of kind `validation`.
+      is_text: whether the losses are of text, in nats per token.
     """
 
     name: str
     train: tuple[dict[str, Any], ...]
     validation: tuple[dict[str, Any], ...]
+    is_text: bool = True
 
     def curve(self, metric: str, *, x: str = "step") -> Curve:
         """Returns the curve of a metric of the records, such as `loss`, against `step`, `tokens` or `seconds`.
@@ -114,7 +116,8 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
     train, validation = (tuple(kinds[kind][step] for step in sorted(kinds[kind])) for kind in ("train", "validation"))
     if not train and not validation:
         raise ValueError(f"{file} has no records: the run has not taken a step yet, or this is no run")
-    return RunRecords(name=file.resolve().parent.name, train=train, validation=validation)
+    is_text = not any("examples" in record for record in train)
+    return RunRecords(name=file.resolve().parent.name, train=train, validation=validation, is_text=is_text)
 
 
 def _no_run(path: pathlib.Path) -> str:
@@ -160,7 +163,10 @@ def plot_runs(
             from matplotlib.ticker import EngFormatter
 
         axes.xaxis.set_major_formatter(EngFormatter())
-    axes.set(title=title, xlabel=X_LABELS[x], ylabel=_LABELS.get(metric, metric.replace("_", " ")))
+    label = _LABELS.get(metric, metric.replace("_", " "))
+    if metric == "loss" and not all(run.is_text for run in runs):
+        label = "loss"
+    axes.set(title=title, xlabel=X_LABELS[x], ylabel=label)
     figures.tidy(axes)
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
     # Below the curves, so that long names and many runs do not cover them.

@@ -3,19 +3,28 @@
 import dataclasses
 import math
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training import MeshLoss, Metrics, NoiseScale, normalize_loss
 from zero_jax.transforms import forward_flops
 
 Log = Callable[[str], None]
 
+# The entries of the records. An entry of a loss function's aux that has such a name is recorded as `aux/NAME`.
+FIELDS = frozenset(
+    "kind step loss ema_loss grad_norm param_norm learning_rate tokens examples tokens_per_second examples_per_second "
+    "mfu per_device_memory_bytes step_seconds data_wait_seconds skipped num_skipped_steps nonfinite_leaf loss_scale "
+    "noise_scale".split()
+)
 # The time between two steps that are read back is too noisy alone.
 _SHORTEST_WINDOW_STEPS = 10
 
@@ -42,34 +51,51 @@ class Speedometer:
     """The work of a step, for throughput and MFU.
 
     Attributes:
-      batch_size: sequences of a step, over all devices.
-      num_tokens: tokens of a step, over all devices.
+      batch_size: examples of a step, over all devices.
+      num_tokens: tokens of a step, over all devices; None counts examples.
       flops: operations of a step, over all devices, without rematerialization.
       peak_flops_per_second: peak of all devices; None where it is not known (a CPU).
     """
 
     batch_size: int
-    num_tokens: int
+    num_tokens: int | None
     flops: int
     peak_flops_per_second: float | None
 
-    def tokens_per_second(self, step_seconds: float) -> float:
+    @property
+    def unit(self) -> str:
+        """What throughput counts: `tokens`, or `examples` of a model that is not about tokens."""
+        return "examples" if self.num_tokens is None else "tokens"
+
+    @property
+    def num_units(self) -> int:
+        """Tokens or examples of a step, over all devices."""
+        return self.batch_size if self.num_tokens is None else self.num_tokens
+
+    def units_per_second(self, step_seconds: float) -> float:
         """Returns the throughput for a step time."""
-        return self.num_tokens / step_seconds
+        return self.num_units / step_seconds
 
     def mfu(self, step_seconds: float) -> float | None:
         """Returns the model FLOPs utilization for a step time (Chowdhery et al. 2022, appendix B)."""
         return None if self.peak_flops_per_second is None else self.flops / step_seconds / self.peak_flops_per_second
 
 
-def make_speedometer(loss_fn: Callable[..., Any] | MeshLoss, params: Any, batch: Any, *, mesh: Mesh) -> Speedometer:
-    """Counts the operations of a step on batches of `[batch_size, seq_len]`."""
-    batch_size, seq_len = next(iter(batch.values())).shape
+def make_speedometer(
+    loss_fn: Callable[..., Any] | MeshLoss,
+    params: Any,
+    batch: Any,
+    *,
+    batch_size: int,
+    num_tokens: int | None,
+    mesh: Mesh,
+) -> Speedometer:
+    """Counts the operations of a step on batches of these shapes."""
     params, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
     hardware = hardware_of(mesh.devices.flat[0])
     return Speedometer(
         batch_size=batch_size,
-        num_tokens=batch_size * seq_len,
+        num_tokens=num_tokens,
         flops=3 * forward_flops(normalize_loss(loss_fn, mesh), params, batch, jax.random.key(0)),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
     )
@@ -96,6 +122,7 @@ class Progress:
         param_names: Sequence[str],
         noise: NoiseScale,
         log_every: int,
+        own: Callable[[Any], Mapping[str, float]],
     ):
         """Starts the clock.
 
@@ -106,6 +133,7 @@ class Progress:
           param_names: paths of the params, in the order of their leaves.
           noise: estimates the gradient noise scale.
           log_every: steps that the throughput is averaged over.
+          own: returns what to record of a loss function's aux, by name.
         """
         self.compile_seconds = 0.0
         self.num_nonfinite_in_a_row = 0
@@ -115,6 +143,7 @@ class Progress:
         self.validation: list[tuple[int, float]] = []
         self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
         self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
+        self._own = own
         self._started = self._resumed = time.perf_counter()
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._window: list[float] = []
@@ -125,11 +154,12 @@ class Progress:
         return time.perf_counter() - self._started
 
     @property
-    def tokens_per_second(self) -> float:
-        """Throughput of the training steps, without the first one, which compiles."""
+    def throughput(self) -> dict[str, float]:
+        """Throughput of the training steps, without the first one, which compiles: `tokens_per_second`, for example."""
+        name = f"{self._speedometer.unit}_per_second"
         if not self._timed_steps:
-            return math.nan
-        return self._speedometer.tokens_per_second(self._timed_seconds / self._timed_steps)
+            return {name: math.nan}
+        return {name: self._speedometer.units_per_second(self._timed_seconds / self._timed_steps)}
 
     def add_step(self, dispatched: Dispatched) -> None:
         """Waits for a step, and writes its record."""
@@ -151,17 +181,19 @@ class Progress:
         # A skipped update leaves the optimizer's count of steps where it was.
         num_updates = dispatched.step - 1 - self.num_skipped_steps + bool(metrics["skipped"])
         mean_seconds = float(np.mean(self._window)) if self._window else None
+        meter = self._speedometer
         self._write(
             {
                 "kind": "train",
                 "step": dispatched.step,
                 "loss": loss,
+                **self._own(metrics.aux),
                 "grad_norm": float(metrics["grad_norm"]),
                 "param_norm": None if dispatched.param_norm is None else float(dispatched.param_norm),
                 "learning_rate": self._schedule and float(self._schedule(num_updates)),
-                "tokens": dispatched.step * self._speedometer.num_tokens,
-                "tokens_per_second": mean_seconds and self._speedometer.tokens_per_second(mean_seconds),
-                "mfu": mean_seconds and self._speedometer.mfu(mean_seconds),
+                meter.unit: dispatched.step * meter.num_units,
+                f"{meter.unit}_per_second": mean_seconds and meter.units_per_second(mean_seconds),
+                "mfu": mean_seconds and meter.mfu(mean_seconds),
                 "per_device_memory_bytes": device_memory_bytes(metrics.loss.addressable_shards[0].device),
                 "step_seconds": None if is_first else seconds,
                 "data_wait_seconds": dispatched.data_wait_seconds,
@@ -173,15 +205,21 @@ class Progress:
                     grad_norm=float(metrics["grad_norm"]),
                     small_grad_norm_sq=metrics["small_grad_norm_sq"],
                     num_small_grads=metrics["num_small_grads"],
-                    batch_size=self._speedometer.batch_size,
+                    batch_size=meter.batch_size,
                 ),
             }
         )
 
-    def add_validation(self, step: int, loss: float, ema_loss: float | None = None) -> None:
+    def add_validation(
+        self,
+        step: int,
+        loss: float,
+        ema_loss: float | None = None,
+        own: Mapping[str, float] = types.MappingProxyType({}),
+    ) -> None:
         """Writes the validation loss after `step` steps, and restarts the timing of steps."""
         self.validation.append((step, loss))
-        self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss})
+        self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss, **own})
         self.resume_clock()
 
     def resume_clock(self) -> None:
@@ -191,6 +229,29 @@ class Progress:
     def _write(self, record: Mapping[str, Any]) -> None:
         for sink in self._sinks:
             sink(record)
+
+
+def scalar_figures(aux: Any) -> dict[str, float]:
+    """Returns the scalars of a loss function's aux by name, to be recorded beside the loss."""
+    return {_own_name(name): float(x) for name, x in _leaves(aux) if _is_figure(x)}
+
+
+def unshown_leaves(aux: Any) -> list[str]:
+    """Returns the leaves of an aux that are no scalars, and so not recorded, such as `logits float32[8, 10]`."""
+    return [f"{name} {x.dtype}{list(x.shape)}" for name, x in _leaves(aux) if not _is_figure(x)]
+
+
+def _leaves(aux: Any) -> list[tuple[str, Any]]:
+    return list(zip(leaf_names(aux), jax.tree.leaves(aux), strict=True))
+
+
+def _own_name(name: str) -> str:
+    return f"aux/{name}".removesuffix("/") if name in FIELDS or not name else name
+
+
+def _is_figure(x: Any) -> bool:
+    is_real = any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    return is_real and x.ndim == 0
 
 
 def per_device_bytes(tree: Any) -> int:

@@ -64,10 +64,12 @@ def resolve_offload(offload: Any) -> Offload | None:
 def check_has_host_memory(mesh: Mesh) -> None:
     """Raises `ValueError` if the devices of a mesh do not reach host memory as `pinned_host`."""
     device = mesh.devices.flat[0]
-    try:
-        kinds = sorted(memory.kind for memory in device.addressable_memories())
-    except Exception:  # devices that only a compiler knows do not say
-        return
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if not kinds:
+        raise ValueError(
+            f"offload: JAX knows no memory of {device.platform} devices that are not there, so that nothing compiled "
+            "for them says what is on the host: plan for a TPU, or run on the hardware"
+        )
     if HOST not in kinds:
         raise ValueError(
             f"offload: {device.platform} devices have no memory of kind {HOST!r} (they have {', '.join(kinds)}): "

@@ -1,0 +1,418 @@
+"""Models of the user's own in the trainer: any loss, any batches, the same loop."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zero_jax as zero
+from zero_jax.checkpoint import CheckpointConfig
+from zero_jax.cli import commands as cli
+from zero_jax.trainer import EXIT_STATUS, OptimizerConfig, OwnModel, prepare, read_run
+from zero_jax.trainer.inputs.sources import find_source
+from zero_jax.trainer.reporting.console import figures
+from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
+
+pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
+WIDTH = 32
+
+
+def init_fn(key):
+    params = {"w": jax.random.normal(key, (WIDTH, WIDTH)) / 6, "b": jnp.zeros(WIDTH)}
+    return zero.Variables(params=params, model_state={"steps": jnp.int32(0), "mean": jnp.zeros(WIDTH)})
+
+
+def loss_fn(params, batch, key, *, model_state):
+    """A loss with dropout and a running mean, as batch norm has one."""
+    kept = jax.random.bernoulli(key, 0.9, batch["x"].shape) / 0.9
+    errors = (batch["x"] * kept) @ params["w"] + params["b"] - batch["y"]
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0).astype(jnp.float32)
+    aux = {"error": jnp.abs(errors).mean(), "loss": jnp.float32(7), "rows": {"first": errors[0], "num": len(errors)}}
+    return jnp.square(errors).mean(), aux, {"steps": model_state["steps"] + 1, "mean": mean}
+
+
+def eval_fn(params, batch, *, model_state):
+    errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return jnp.square(errors).mean(), {"error": jnp.abs(errors).mean()}, model_state
+
+
+def batch_of(step):
+    x = np.random.default_rng(step).normal(size=(8, WIDTH)).astype(np.float32)
+    return {"x": x, "y": 0.5 * x[:, ::-1].copy()}
+
+
+def half(step):
+    return jax.tree.map(lambda x: x[:4], batch_of(step))
+
+
+def generator():
+    for step in range(5):
+        yield batch_of(step)
+
+
+def dataset():
+    return grain.MapDataset.range(4).shuffle(seed=3).map(lambda i: batch_of(int(i))).to_iter_dataset()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config of a run of 6 steps on 2 devices."""
+    return zero.TrainConfig(
+        zero=zero.ZeroConfig(stage=3, min_shard_size=0),
+        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=1),
+        checkpoint=CheckpointConfig(save_every=3, keep_last=5, keep_best=0),
+        devices=2,
+        steps=6,
+        eval_every=3,
+        eval_batches=2,
+        log_every=2,
+        out=str(tmp_path),
+        name="run",
+        resume="auto",
+    )
+
+
+def train(config, batches=batch_of, **options):
+    """Trains; returns result, log and state."""
+    lines = []
+    trainer = zero.Trainer(loss_fn, init_fn, batches, config=config, **options)
+    result = trainer.train(log=lines.append)
+    return result, "\n".join(lines), trainer.state
+
+
+def records(config):
+    lines = (pathlib.Path(config.out) / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(config):
+    return [record["loss"] for record in records(config) if record["kind"] == "train"]
+
+
+def test_a_run_of_any_loss_has_what_a_run_on_text_has(config):
+    result, log, state = train(config, validation=[batch_of(7), half(8), batch_of(9)], eval_fn=eval_fn)
+    assert (result.status, result.num_steps, result.sample, result.prompt) == ("done", 6, "", "")
+    assert result.final_validation_loss < 0.95 * result.first_validation_loss
+    assert result.examples_per_second > 0 and result.tokens_per_second is None
+    assert "examples/s" in str(result) and "validation loss" in str(result) and "tokens" not in str(result)
+    assert int(state.model_state["steps"]) == 6 and state.params["w"].sharding.spec == jax.P("data")
+
+    *_, last = [record for record in records(config) if record["kind"] == "train"]
+    assert (last["aux/loss"], last["rows/num"], last["examples"]) == (7, 8, 48) and last["error"] > 0
+    assert "tokens" not in last and "rows/first" not in last
+    *_, checked = [record for record in records(config) if record["kind"] == "validation"]
+    evaluate = zero.make_eval_step(eval_fn, mesh=zero.make_mesh(devices=jax.devices()[:2]), config=config.zero)
+    expected = [evaluate(state, batch).aux["error"] for batch in (batch_of(7), half(8))]  # eval_batches=2
+    assert checked["error"] == pytest.approx(np.average(expected, weights=[8, 4]), rel=1e-5)
+    assert result.per_device_model_state_bytes == 4 + 4 * WIDTH / 2
+
+    assert re.search(r"batch +8 examples: x float32\[8, 32\], y float32\[8, 32\]", log)
+    assert re.search(r"not shown +rows/first float32\[32\]", log)
+    assert re.search(r"step 6/6  loss \d.\d+  error \d.\d+  aux/loss 7  rows/num 8  grad norm", log)
+    assert re.search(r"step 6/6  validation loss \d.\d+  validation error \d", log)
+    assert not read_run(pathlib.Path(config.out) / "run").is_text
+
+
+def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
+    """An iterator with a state goes on in the middle of a pass, without reading what was read before."""
+    unbroken, tx = dataclasses.replace(config, out=str(tmp_path / "unbroken")), {"tx": optax.adam(1e-2)}
+    result, log, _ = train(unbroken, dataset(), **tx)
+    assert re.search("data +an iterator with a state", log)
+    assert result.first_validation_loss is None and "validation" not in str(result)
+    train(dataclasses.replace(config, steps=3), dataset(), **tx)
+    _, log, _ = train(config, dataset(), **tx)
+    assert "resuming after step 3" in log and "reading and dropping" not in log
+    assert losses(config) == pytest.approx(losses(unbroken), rel=1e-6)
+    assert records(config)[-1]["learning_rate"] is None
+    # Other batches from there on: a function of the step needs no state.
+    _, log, _ = train(dataclasses.replace(config, steps=7), **tx)
+    assert "resuming after step 6" in log and "reading and dropping" not in log
+
+
+def test_batches_that_end_end_the_run_with_its_state(config):
+    result, log, _ = train(config, generator())
+    assert (result.status, EXIT_STATUS[result.status], result.num_steps) == ("ended", 1, 5)
+    assert "stopping at step 5 of 6: there are no more batches" in log and "the batches ended" in str(result)
+    result, log, _ = train(config, generator)  # of which there can be another pass
+    assert (result.status, result.num_steps) == ("done", 6)
+    assert "resuming after step 5" in log
+    assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
+
+
+def test_batches_of_another_size_are_named(config):
+    with pytest.raises(ValueError, match="leaf 'x' of step 2 has 4 examples, and that of the first batch 8: drop the"):
+        train(config, [batch_of(0), half(1)])
+
+
+def test_positions_of_other_processes_or_iterators_are_refused(config):
+    data = prepare(config, model=OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=dataset())).input
+    for states, message in [
+        (["", ""], "positions of 2 processes in their batches, and there are 1: start as many"),
+        (3, "positions of 0 processes"),
+        ([3], "3 is not a text"),
+        (['{"other": 3}'], "is no state of batches"),
+        (['{"json": 3}'], r"does not take the state 3 back .*: give the dataset that the checkpoint was written with"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            data.open({"position": 1, "batches": "own", "states": states}, say=print, beat=lambda: None)
+
+
+# Sources of batches
+
+
+def no_argument():
+    return [batch_of(0), batch_of(1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "is_dropped"),
+    [
+        (lambda: batch_of, "a function of the step", False),
+        (lambda: [batch_of(0), batch_of(1)], "a sequence of 2", False),
+        (lambda: no_argument, "a sequence of 2", False),
+        (lambda: generator, "an iterable without a state", True),
+        (lambda: map(batch_of, range(9)), "an iterable without a state", True),
+        (dataset, "an iterator with a state", False),
+        (lambda: dataset, "an iterator with a state", False),
+    ],
+)
+@pytest.mark.parametrize("position", [2, 6])
+def test_a_source_goes_on_where_it_was(make, kind, is_dropped, position):
+    lines, beats = [], []
+    options = {"say": lines.append, "beat": lambda: beats.append(1)}
+    source = find_source("batches", make())
+    assert source.kind == kind
+    first, batches = source.first(), source.open(0, None, **options)
+    read = [next(batches) for _ in range(position)]
+    state, following = source.state(), next(batches)
+    assert np.array_equal(read[0]["x"], first["x"]) and not lines
+    again = find_source("batches", make())
+    again.first()
+    assert np.array_equal(next(again.open(position, state, **options))["x"], following["x"])
+    assert (len(lines), len(beats)) == ((1, position) if is_dropped else (0, 0))
+    assert (state is not None) == (kind == "an iterator with a state")
+
+
+class Stateful:
+    """An iterator with some state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return batch_of(0)
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def yields(step):
+    yield batch_of(step)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (batch_of(0), "batches is a dict, a single batch perhaps: .*such as .batch."),
+        (lambda: batch_of(0), "returned a dict, a single batch perhaps: take the step as an argument"),
+        (lambda: batch_of, "returned <function batch_of .*, no batches"),
+        ([], "batches has no batch: give one at least"),
+        (iter([]), "batches has no batch: give one at least"),
+        (3, "batches is 3, no batches: give a function of the step"),
+        (lambda a, b: batch_of(a), r"\(a, b\) takes 2 values: give a function of the step"),
+        (yields, "yields takes a step and yields: return the batch of that step"),
+        (Stateful({1, 2}), "its get_state\\(\\) returned {1, 2}, for which JSON has no form"),
+        (Stateful({1: 2}), "for which JSON has no form"),
+        ([{"x": np.zeros((7, WIDTH), np.float32)}], "first batch: batch leaf 'x' has 7 examples, which do not divide"),
+        ([{"x": "text"}], "the first batch leaf 'x' is 'text' of type str, no array: give a pytree of arrays"),
+        ([{}], "the first batch has no arrays"),
+        ([{"x": 1.0}], "the first batch has no leaf with a leading dim"),
+    ],
+)
+def test_what_is_no_batches_is_named_before_anything_is_made(config, batches, message):
+    with pytest.raises(ValueError, match=message):
+        train(config, batches)
+    assert not list(pathlib.Path(config.out).iterdir())
+
+
+def test_bytes_and_dicts_are_states():
+    for state in (b"\x00\xff", {"a": [1, 2.5, None, "b"], "c": {}}):
+        source = find_source("batches", Stateful(state))
+        other = Stateful(None if isinstance(state, dict) else b"")
+        find_source("batches", other).open(1, source.state(), say=print, beat=lambda: None)
+        assert other.state == state
+
+
+def rows_of_losses(params, batch, key, *, model_state):
+    return jnp.square(batch["x"] @ params["w"]).mean(1), None, model_state
+
+
+@pytest.mark.parametrize(
+    ("changes", "config_changes", "message"),
+    [
+        ({"loss_fn": rows_of_losses}, {}, r"a loss of shape \(8,\) .* return a floating scalar, such as loss.mean\(\)"),
+        ({"init_fn": lambda: None}, {}, r"init_fn: .* cannot be called with \(key\)"),
+        ({"eval_fn": eval_fn}, {}, "eval_fn is for the validation, and there are no batches for it"),
+        ({"validation": [batch_of(0)], "eval_fn": rows_of_losses}, {}, "return a floating scalar"),
+        ({"validation": 3}, {}, "validation is 3, no batches"),
+        ({}, {"batch_size": 16}, "batch_size=16 is for runs on text"),
+        ({}, {"sample_every": 5}, "sample_every=5 is for runs on text"),
+        (
+            {},
+            {"zero": zero.ZeroConfig(num_microbatches=3)},
+            "8 examples, which do not divide over 2 devices .* 3 micro",
+        ),
+        (
+            {"validation": [batch_of(0)], "eval_fn": eval_fn},
+            {"zero": zero.ZeroConfig(loss_weight="rows/num")},
+            "loss_weight='rows/num' is not in the aux of the validation, which has error: return it there too",
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained_are_named_before_anything_is_made(config, changes, config_changes, message):
+    model = OwnModel(**{"init_fn": init_fn, "loss_fn": loss_fn, "batches": batch_of} | changes)
+    with pytest.raises(ValueError, match=message):
+        prepare(dataclasses.replace(config, **config_changes), model=model)
+    assert not list(pathlib.Path(config.out).iterdir())
+
+
+# Figures
+
+
+def test_the_scalars_of_the_aux_are_figures():
+    aux = {"accuracy": jnp.float32(0.5), "step": jnp.int32(3), "is_good": jnp.bool_(True), "rows": jnp.ones(2)}
+    aux["key"] = jax.random.key(0)
+    assert scalar_figures(aux) == {"accuracy": 0.5, "aux/step": 3, "is_good": 1}
+    assert unshown_leaves(aux) == ["key key<fry>[]", "rows float32[2]"]
+    assert scalar_figures(jnp.float32(2)) == {"aux": 2} and scalar_figures(None) == {}
+
+
+def test_a_line_has_a_few_of_them():
+    record = {"kind": "train", "step": 1, "loss": 1.0, **{f"figure_{i}": i / 3 for i in range(9)}, "grad_norm": 2.0}
+    shown = figures(record)
+    assert shown.startswith("loss 1.000  figure_0 0  figure_1 0.3333") and shown.endswith(
+        "figure_5 1.667  grad norm 2.00"
+    )
+
+
+# The command line
+
+FILE = """
+import numpy as np, jax, jax.numpy as jnp
+
+started = jnp.zeros(2)  # uses JAX when it is imported
+
+def init_fn(key):
+    return {"w": jax.random.normal(key, (32, 32)) / 6}
+
+def loss_fn(params, batch):
+    errors = batch["x"] @ params["w"] - batch["x"][:, ::-1]
+    return jnp.square(errors).mean(), {"error": jnp.abs(errors).mean()}
+
+def bad_loss(params, batch):
+    return batch["nothing"]
+
+def batches(step):
+    x = np.random.default_rng(step).normal(size=(8, 32)).astype(np.float32)
+    num = 8 // jax.process_count()  # of this process
+    return {"x": x[jax.process_index() * num :][:num]}
+
+def passes():
+    import grain
+
+    return grain.MapDataset.range(3).map(lambda step: batches(int(step))).to_iter_dataset()
+
+validation = [batches(99)] if jax.process_count() == 1 else []
+"""
+COMMAND = "train --steps 4 --eval-every 2 --warmup-steps 1 --stage 3 --devices 2 --json".split()
+OWN = {"--loss": "loss_fn", "--init": "init_fn", "--batches": "batches"}
+
+
+def run(arguments, capsys):
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The options of a model in a file."""
+    (tmp_path / "mine.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    return [word for option, name in OWN.items() for word in (option, f"mine.py:{name}")]
+
+
+def test_the_command_line_trains_it_and_its_config_file_does_it_again(own, capsys):
+    status, out, err = run([*COMMAND, *own, "--validation", "mine.py:validation"], capsys)
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["model"] == "mine" and result["tokens_per_second"] is None
+    assert result["final_validation_loss"] < result["first_validation_loss"]
+    folder = pathlib.Path(result["directory"])
+    assert folder.name == "mine-stage3" and re.search(r"loss \d.\d+  error \d.\d+  grad norm", err)
+    status, out, err = run(["train", "--config", str(folder / "config.toml"), "--json"], capsys)
+    assert status == 0, err
+    assert json.loads(out)["final_validation_loss"] == result["final_validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss", "mine.py:los_fn"], "'mine.py' has no function 'los_fn'; did you mean 'loss_fn'?"),
+        (["--batches", "mine.py:batch"], "'mine.py' has no function 'batch'; did you mean 'batches'?"),
+        (["--loss", "mien.py:loss_fn"], "cannot import 'mien.py': it does not exist; did you mean 'mine.py'?"),
+        (["--init", "mine.py:validation"], "--init 'mine.py:validation' is of type list: name a function"),
+        (["--loss", "mine.py:bad_loss"], "the model raised KeyError: 'nothing'"),
+        (["--eval-loss", "mine.py:loss_fn"], "eval_fn is for the validation"),
+        (["--batch-size", "16"], "--batch-size: that is of text, and --batches stands for a source of your own"),
+        (["--data", "words"], "--data: that is of text"),
+        (["--model", "gpt-tiny"], "--model gpt-tiny: that is of the presets"),
+        (["--d-model", "64"], "--d-model: that is of the presets"),
+    ],
+)
+def test_the_command_line_names_what_is_wrong(own, arguments, message, capsys, tmp_path):
+    status, out, err = run([*COMMAND, *own, *arguments], capsys)
+    assert (status, out) == (2, "") and message in err, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_of_ones_own_needs_all_three(own, capsys):
+    status, _, err = run([*COMMAND, *own[:4]], capsys)
+    assert status == 2 and "--loss is of a model of your own, which needs --loss, --init and --batches: give --b" in err
+    status, _, err = run([*COMMAND, "--validation", "mine.py:validation"], capsys)
+    assert status == 2 and "--validation is of a model of your own" in err and "--loss and --init and --batches" in err
+
+
+@pytest.mark.slow
+def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path):
+    """The figures are those of one process, and the second run begins in the middle of a pass."""
+    command = [sys.executable, "-m", "zero_jax", "launch", "-n", "2", "--devices-per-process", "1", "--", *COMMAND]
+    command += [*own[:4], "--batches", "mine.py:passes", "--precision", "fp32", "--schedule", "constant"]
+    for name, stops in {"two": (2, 5), "one": (5,)}.items():
+        for steps in stops:
+            words = command if name == "two" else [*command[:3], *command[command.index("--") + 1 :]]
+            words = [*words, "--name", name, "--resume", "auto", "--steps", str(steps)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert "reading and dropping" not in done.stdout + done.stderr
+    one, two = (read_run(tmp_path / "runs" / name).train for name in ("one", "two"))
+    assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
+    assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
+    assert two[-1]["examples"] == 40

@@ -1,0 +1,87 @@
+"""The options of `zero-jax train` for a model of the user's own: references to its functions and batches."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+
+from zero_jax.cli.model import function_of, own_specs, refuse_presets
+from zero_jax.cli.options import field_values, option_fields, refuse
+from zero_jax.core.field_checks import check_fields
+from zero_jax.data import DataConfig
+from zero_jax.planning import resolve
+from zero_jax.trainer import TEXT_FIELDS, OwnModel
+
+_NEEDED = ("loss", "init", "batches")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnModelConfig:
+    """The functions of a model, each as module:name or path/to/file.py:name.
+
+    Attributes:
+      loss: your own loss function, as module:function, or path/to/file.py:function; it stands for --model and --data.
+      init: the function that makes its params from a key.
+      batches: its batches, a function of the step, an iterable, or a function of nothing that returns one.
+      validation: batches to validate on, as --batches; none validates nothing.
+      eval_loss: the loss function of the validation, such as one without dropout; none takes --loss.
+      param_specs: how its params are sharded over the axis `model`, as for `zero-jax plan`.
+    """
+
+    loss: str | None = None
+    init: str | None = None
+    batches: str | None = None
+    validation: str | None = None
+    eval_loss: str | None = None
+    param_specs: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for some of the references without the others."""
+        check_fields(self)
+        given = [name for name, reference in vars(self).items() if reference]
+        missing = [_option(name) for name in _NEEDED if name not in given]
+        if given and missing:
+            raise ValueError(
+                f"{_option(given[0])} is of a model of your own, which needs --loss, --init and --batches: give "
+                f"{' and '.join(missing)} too"
+            )
+
+
+def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
+    """Returns the references of a model of the user's own, or None for a preset.
+
+    Raises:
+      ValueError: some of the references without the others, or options of presets and text beside them.
+    """
+    config = OwnModelConfig(**field_values(OwnModelConfig, options))
+    if config.loss is None:
+        return None
+    refuse_presets(options)
+    names = [_option(name) for name in (*option_fields(DataConfig), *TEXT_FIELDS)]
+    refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
+    return config
+
+
+def import_own_model(config: OwnModelConfig, *, model_axis: int) -> OwnModel:
+    """Imports what the references name.
+
+    Raises:
+      ValueError: a file or name that is not there, with the nearest one, or something that is no function.
+    """
+    loss, init, batches = (str(getattr(config, name)) for name in _NEEDED)
+    init_fn = function_of("--init", init)
+    return OwnModel(
+        name=re.split(r"[/\\.]", loss.rpartition(":")[0].removesuffix(".py"))[-1] or "model",
+        config=config,
+        init_fn=init_fn,
+        loss_fn=function_of("--loss", loss),
+        batches=resolve("--batches", batches),
+        validation=resolve("--validation", config.validation) if config.validation else None,
+        eval_fn=function_of("--eval-loss", config.eval_loss) if config.eval_loss else None,
+        param_specs=own_specs(config.param_specs, init_fn)(model_axis),
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,277 @@
+"""A model of the user's own as what a run trains: any loss function, and any batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+
+from zero_jax.core.agreement import from_all_processes
+from zero_jax.core.files.untrusted import text, whole_number
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.data import BatchBuffers
+from zero_jax.sharding.mesh import axes_of
+from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
+from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
+from zero_jax.training import MeshLoss, Metrics, ZeroConfig, check_batch, normalize_loss, shard_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    """A model and its batches, of any kind, as the trainer needs them.
+
+    A batch is a pytree of arrays `[examples, ...]` of the host or of devices. With several processes each gives its own
+    share of the examples. Batches are one of
+
+    - a function of the step, `batches(0)` for the first: a run is resumed at any step;
+    - an iterable (a sequence, a grain dataset, a loader), which is read again from its end on, or an iterator, which
+      is not. A resumed run sets iterators with `get_state` and `set_state` to where they were, and reads others again;
+    - a function of nothing that returns one of these, such as a generator.
+
+    Attributes:
+      init_fn: `init_fn(key) -> params`, or `zero.Variables` of params and model state.
+      loss_fn: as for `zero.make_train_step`. The scalars of its aux are recorded with the loss.
+      batches: the batches to train on.
+      validation: the batches to validate on, the first `eval_batches` of them each time; None validates nothing.
+      eval_fn: the loss function of the validation, such as one without dropout; None takes `loss_fn`.
+      param_specs: as for `Model`.
+      name: its name.
+      config: a dataclass saved with the run, or None.
+    """
+
+    init_fn: Callable[[Array], Any]
+    loss_fn: Callable[..., Any] | MeshLoss
+    batches: Any
+    validation: Any = None
+    eval_fn: Callable[..., Any] | MeshLoss | None = None
+    param_specs: Any = None
+    name: str = "model"
+    config: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OwnInput:
+    """Batches of the user's own; see `RunInput`.
+
+    Attributes:
+      source: the batches.
+      mesh: the mesh.
+      shapes: shapes of a global batch.
+      batch_size: examples in it.
+      local_batch_size: examples that this process gives to it.
+      validation: batches to validate on, or None.
+      loss_weight: the entry of the aux that a validation batch is weighted by; None weighs by examples.
+      notes: lines for the log.
+    """
+
+    source: Source
+    mesh: Mesh
+    shapes: PyTree
+    batch_size: int
+    local_batch_size: int
+    validation: Iterable[PyTree] | None
+    loss_weight: str | None
+    notes: tuple[str, ...] = ()
+    buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
+
+    num_tokens = None
+    sampler = None
+    identity_words = "batches of your own"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """That the batches are the user's own; which they are nobody can say."""
+        return {"batches": "own"}
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The kind of the batches, and the shapes of one."""
+        leaves = zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
+        shown = [f"{name} {x.dtype}{list(x.shape)}".strip() for name, x in leaves]
+        more = f", and {len(shown) - 4} more" if len(shown) > 4 else ""
+        rows = {"data": self.source.kind, "batch": f"{self.batch_size} examples: {', '.join(shown[:4])}{more}"}
+        return rows | ({"not shown": "; ".join(self.notes)} if self.notes else {})
+
+    def batch_shapes(self) -> PyTree:
+        """Returns the shapes of a global batch."""
+        return self.shapes
+
+    def open(
+        self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> contextlib.AbstractContextManager[Iterator[PyTree]]:
+        """Opens the batches after those of a checkpoint.
+
+        Raises:
+          ValueError: states of other processes, or ones that the iterator does not take.
+        """
+        position, state = 0, None
+        if saved is not None:
+            position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
+        batches = self.source.open(position, state, say=say, beat=beat)
+        return OwnBatches(batches, batch_size=self.local_batch_size, position=position)
+
+    def record(self, batches: Any) -> dict[str, Any]:
+        """Returns the number of batches read, and the states of the iterators of all processes."""
+        record = {"position": batches.position, **self.identity}
+        state = self.source.state()
+        return record if state is None else {**record, "states": from_all_processes(state)}
+
+    def place(self, batch: PyTree) -> PyTree:
+        """Shards a batch over the devices; what comes from the host goes into buffers that are reused."""
+        has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
+        placed = shard_batch(batch, mesh=self.mesh)
+        # Arrays on devices may be given again; the buffers would delete them.
+        return placed if has_own_arrays else self.buffers.fill(placed)
+
+    def weight(self, batch: PyTree, metrics: Metrics) -> float:
+        """Returns the number of examples, or the weight that the loss function returned."""
+        if self.loss_weight is not None:
+            return float(
+                dict(zip(leaf_names(metrics.aux), jax.tree.leaves(metrics.aux), strict=True))[self.loss_weight]
+            )
+        return _num_examples(batch)
+
+    def figures(self, aux: PyTree) -> dict[str, float]:
+        """Returns the scalars of the aux by name."""
+        return scalar_figures(aux)
+
+
+class OwnBatches(Iterator[PyTree]):
+    """Open batches, as they come from the user; all have as many examples as the first one.
+
+    Attributes:
+      position: batches so far, those before the start included.
+    """
+
+    def __init__(self, batches: Iterator[PyTree], *, batch_size: int, position: int):
+        """Wraps the batches of an open source."""
+        self._batches, self._batch_size, self.position = batches, batch_size, position
+
+    def __next__(self) -> PyTree:
+        batch = next(self._batches)
+        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
+            if np.ndim(leaf) and np.shape(leaf)[0] != self._batch_size:
+                raise ValueError(
+                    f"batch leaf {name!r} of step {self.position + 1} has {np.shape(leaf)[0]} examples, and that of "
+                    f"the first batch {self._batch_size}: drop the last batch of a pass if it is smaller "
+                    "(`drop_remainder`), or pad it"
+                )
+        self.position += 1
+        return batch
+
+    def __enter__(self) -> OwnBatches:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _FixedBatches(Iterable[PyTree]):
+    """The first batches of a source, each time it is iterated over."""
+
+    again: Callable[[], Iterable[PyTree]]
+    size: int
+
+    def __iter__(self) -> Iterator[PyTree]:
+        return itertools.islice(iter(self.again()), self.size)
+
+
+def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: int) -> OwnInput:
+    """Checks a model of the user's own with its first batch, and returns its data.
+
+    Raises:
+      ValueError: what is no batches, a batch that does not divide over devices and microbatches, a loss that is no
+        scalar, or functions of other parameters.
+    """
+    source = find_source("batches", model.batches)
+    first = source.first()
+    shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches)
+    variables = jax.eval_shape(model.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    aux = _aux_shapes(model.loss_fn, variables, shapes, mesh)
+    weight = None if zero.loss_weight == "auto" else zero.loss_weight
+    validation, eval_aux = None, {}
+    if model.validation is not None:
+        validation, first_of_it = _validation(model.validation, eval_batches)
+        placed = _placed_shapes("the first batch of the validation", first_of_it, mesh, 1)
+        eval_aux = _aux_shapes(model.eval_fn or model.loss_fn, variables, placed, mesh)
+        if weight is not None and weight not in leaf_names(eval_aux):
+            raise ValueError(
+                f"loss_weight={weight!r} is not in the aux of the validation, which has "
+                f"{', '.join(leaf_names(eval_aux)) or 'nothing'}: return it there too"
+            )
+    elif model.eval_fn is not None:
+        raise ValueError(
+            "eval_fn is for the validation, and there are no batches for it: give validation=, or leave it out"
+        )
+    return OwnInput(
+        source=source,
+        mesh=mesh,
+        shapes=shapes,
+        batch_size=_num_examples(shapes),
+        local_batch_size=_num_examples(first),
+        validation=validation,
+        loss_weight=weight,
+        notes=tuple(dict.fromkeys(unshown_leaves(aux) + unshown_leaves(eval_aux))),
+    )
+
+
+def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTree]:
+    """Returns the batches to validate on, and the first of them."""
+    source: Any = find_source("validation", batches)
+    first = source.first()
+    if source.again() is not None:
+        return _FixedBatches(source.again, eval_batches), first
+    kept: list[PyTree] = []
+    with contextlib.suppress(BatchesEnded):
+        nothing = lambda *_: None  # noqa: E731
+        kept.extend(itertools.islice(source.open(0, None, say=nothing, beat=nothing), eval_batches))
+    return _FixedBatches(lambda: kept, eval_batches), first
+
+
+def _placed_shapes(what: str, batch: PyTree, mesh: Mesh, num_microbatches: int) -> PyTree:
+    """Returns the global shapes of a batch; raises `ValueError` if it does not divide."""
+    if not jax.tree.leaves(batch):
+        raise ValueError(f"{what} has no arrays: give a pytree of arrays [examples, ...]")
+    check_arrays(what, batch, remedy="give a pytree of arrays [examples, ...]")
+    try:
+        placed = shard_batch(batch, mesh=mesh)
+        check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if not any(x.ndim for x in jax.tree.leaves(placed)):
+        raise ValueError(f"{what} has no leaf with a leading dim: give arrays [examples, ...]")
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
+
+
+def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh) -> PyTree:
+    """Returns the shapes of the aux of a loss function; raises `ValueError` for a loss that is no scalar."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    _, (aux, _) = jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key)
+    return aux
+
+
+def _num_examples(batch: PyTree) -> int:
+    return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+
+
+def _own_state(states: Any) -> str | None:
+    """Returns this process's state among those of a checkpoint, which may be forged."""
+    if states is None:
+        return None
+    if not isinstance(states, list) or len(states) != jax.process_count():
+        num = len(states) if isinstance(states, list) else 0
+        raise ValueError(
+            f"the checkpoint has the positions of {num} processes in their batches, and there are "
+            f"{jax.process_count()}: start as many, or give batches as a function of the step"
+        )
+    return text(states[jax.process_index()])

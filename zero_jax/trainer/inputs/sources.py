@@ -1,0 +1,265 @@
+"""Batches of the user's own: from a function of the step, a sequence, an iterator with a state, or any iterable.
+
+A function of the step and a sequence are read from any position. An iterator with `get_state` and `set_state` (grain's)
+is set to the state that a checkpoint has. Any other iterable is read again up to its position.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from zero_jax.core.tree import PyTree, shown
+
+_REMEDY = (
+    "give a function of the step that returns a batch, an iterable of batches (a list, a generator, a grain dataset), "
+    "or a function of nothing that returns one"
+)
+
+
+class BatchesEnded(Exception):
+    """Raised where an iterator has no more batches and cannot begin again."""
+
+
+class Source(Protocol):
+    """Batches in an order that can be begun at any position; it is opened once.
+
+    Attributes:
+      kind: what it is, in words.
+      is_endless: whether it goes on for ever, as a function of the step does.
+    """
+
+    kind: str
+    is_endless: bool
+
+    def first(self) -> PyTree:
+        """Returns the first batch, which is read again when the source is opened."""
+        ...
+
+    def open(
+        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> Iterator[PyTree]:
+        """Returns the batches after `position` ones, or from a saved state."""
+        ...
+
+    def state(self) -> str | None:
+        """Returns the state of the open iterator as text, or None where there is none."""
+        ...
+
+
+def find_source(what: str, batches: Any) -> Source:
+    """Returns the source of what the user gave as batches; `what` names it in errors.
+
+    Raises:
+      ValueError: it is no batches, or there is no batch in it.
+    """
+    if isinstance(batches, Mapping):
+        raise ValueError(f"{what} is a {type(batches).__name__}, a single batch perhaps: {_REMEDY}, such as [batch]")
+    if not callable(batches) or isinstance(batches, Iterable):
+        return _from_iterable(what, batches, None)
+    num_required = _num_required(batches)
+    if num_required == 1:
+        if inspect.isgeneratorfunction(batches):
+            raise ValueError(
+                f"{what}: {_name(batches)} takes a step and yields: return the batch of that step, or take no argument "
+                "and yield all of them"
+            )
+        return StepSource(batches, "a function of the step")
+    if num_required > 1:
+        raise ValueError(f"{what}: {_name(batches)}{inspect.signature(batches)} takes {num_required} values: {_REMEDY}")
+    made = batches()
+    if callable(made) and not isinstance(made, Iterable):
+        raise ValueError(f"{what}: {_name(batches)}() returned {shown(made)}, no batches: {_REMEDY}")
+    if isinstance(made, Mapping):
+        raise ValueError(
+            f"{what}: {_name(batches)}() returned a {type(made).__name__}, a single batch perhaps: take the step as an "
+            "argument, or yield batches"
+        )
+    return _from_iterable(f"{what}: {_name(batches)}()", made, batches)
+
+
+def _from_iterable(what: str, batches: Any, make: Callable[[], Any] | None) -> Source:
+    """Returns the source of an iterable; `make` makes it anew where it can be read only once."""
+    try:
+        iterator = iter(batches)
+    except TypeError as error:
+        raise ValueError(f"{what} is {shown(batches)}, no batches: {_REMEDY}") from error
+    if iterator is not batches:
+        again: Callable[[], Iterator[PyTree]] | None = lambda: iter(batches)  # noqa: E731
+    else:
+        again = None if make is None else lambda: iter(make())
+    if callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None)):
+        return StateSource(what, iterator, again)
+    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+        if not len(batches):
+            raise ValueError(f"{what} has no batch: give one at least")
+        return StepSource(lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches))
+    return IterableSource(what, iterator, again)
+
+
+class StepSource:
+    """Batches as a function of the number of batches before."""
+
+    def __init__(self, batch_of: Callable[[int], PyTree], kind: str, size: int | None = None):
+        """Takes the function; a sequence has a size, after which it begins again."""
+        self._batch_of, self.kind, self.is_endless, self._size = batch_of, kind, size is None, size
+
+    def first(self) -> PyTree:
+        """Returns the batch of step 0."""
+        return self._batch_of(0)
+
+    def open(
+        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> Iterator[PyTree]:
+        """Returns the batches from a position on."""
+        return map(self._batch_of, itertools.count(position))
+
+    def again(self) -> Iterator[PyTree]:
+        """Returns the batches of one pass."""
+        return map(self._batch_of, itertools.count() if self._size is None else range(self._size))
+
+    def state(self) -> None:
+        """Returns None: the position says all."""
+
+
+class IterableSource:
+    """Batches of an iterable, which begins again at its end if it can."""
+
+    def __init__(self, what: str, iterator: Iterator[PyTree], again: Callable[[], Iterator[PyTree]] | None):
+        """Takes an iterator of the first pass, and what makes that of another one."""
+        self._what, self._iterator, self._again = what, iterator, again
+        self._taken: list[PyTree] = []
+        self.kind, self.is_endless = "an iterable without a state", False
+        self._why_dropped = f"{self.kind} has no position to save; a function of the step or a grain dataset has one"
+
+    def first(self) -> PyTree:
+        """Returns the first batch, and keeps it."""
+        try:
+            self._taken = [next(self._iterator)]
+        except StopIteration:
+            raise ValueError(f"{self._what} has no batch: give one at least") from None
+        return self._taken[0]
+
+    def open(
+        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> Iterator[PyTree]:
+        """Returns the batches after the first `position` ones, which are read and dropped."""
+        batches = self._batches()
+        if position:
+            say(f"batches: reading and dropping the {position:,} before step {position + 1}: {self._why_dropped}")
+        for _ in range(position):
+            beat()
+            next(batches)
+        return batches
+
+    def again(self) -> Iterator[PyTree] | None:
+        """Returns the batches of one pass; None for an iterator that passes once."""
+        return None if self._again is None else self._again()
+
+    def state(self) -> str | None:
+        """Returns None: an iterable has none."""
+        return None
+
+    def _batches(self) -> Iterator[PyTree]:
+        """Yields the batches, pass after pass."""
+        yield from self._taken
+        self._taken = []
+        yield from self._iterator
+        while self._again is not None:
+            self._iterator = self._again()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise ValueError(f"{self._what} had no batch when it was read again: give one at least") from None
+            yield batch
+            del batch
+            yield from self._iterator
+        raise BatchesEnded(f"{self._what} has no more batches")
+
+
+class StateSource(IterableSource):
+    """Batches of an iterator with `get_state` and `set_state`."""
+
+    def __init__(self, what: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
+        """Takes an iterator of the first pass, and what makes that of another one.
+
+        Raises:
+          ValueError: JSON has no form for its state.
+        """
+        super().__init__(what, iterator, again)
+        self.kind = "an iterator with a state"
+        self._why_dropped = "the checkpoint has no state of theirs"
+        self._begin = iterator.get_state()
+        _encode(what, self._begin)
+
+    def first(self) -> PyTree:
+        """Returns the first batch, and sets the iterator back."""
+        batch = super().first()
+        self._taken = []
+        self._set(self._begin)
+        return batch
+
+    def open(
+        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
+    ) -> Iterator[PyTree]:
+        """Returns the batches from the saved state on."""
+        if state is None:
+            return super().open(position, None, say=say, beat=beat)
+        self._set(_decode(state))
+        return self._batches()
+
+    def state(self) -> str:
+        """Returns the state of the iterator, as text."""
+        iterator: Any = self._iterator
+        return _encode(self._what, iterator.get_state())
+
+    def _set(self, state: Any) -> None:
+        iterator: Any = self._iterator
+        try:
+            iterator.set_state(state)
+        except Exception as error:
+            raise ValueError(
+                f"{self._what} does not take the state {shown(state)} back ({type(error).__name__}: {error}): give the "
+                "dataset that the checkpoint was written with"
+            ) from error
+
+
+def _encode(what: str, state: Any) -> str:
+    """Encodes a state as JSON; checks that it comes back as it is."""
+    try:
+        text = json.dumps({"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state})
+        is_same = bool(_decode(text) == state)
+    except (TypeError, ValueError, RecursionError):
+        text, is_same = "", False
+    if not is_same:
+        raise ValueError(
+            f"{what}: its get_state() returned {shown(state)}, for which JSON has no form: let it return bytes, or "
+            "dicts and lists of numbers and text; a generator around it has no state"
+        )
+    return text
+
+
+def _decode(text: str) -> Any:
+    """Decodes a state; a `ValueError` if the text is none."""
+    record = json.loads(text)
+    if not isinstance(record, dict) or record.keys() not in ({"bytes"}, {"json"}):
+        raise ValueError(f"{shown(text)} is no state of batches")
+    return base64.b64decode(record["bytes"]) if "bytes" in record else record["json"]
+
+
+def _num_required(function: Callable[..., Any]) -> int:
+    """Returns the number of positional arguments without a default; 1 where a function does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty and p.kind in positional for p in parameters)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,218 @@
+"""Text as the data of a run: packed rows of tokens, shuffled by grain, and samples that the model generates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.agreement import from_first_process
+from zero_jax.core.extras import extra
+from zero_jax.core.tree import PyTree, shown
+from zero_jax.core.variables import as_variables
+from zero_jax.data import (
+    Batch,
+    BatchBuffers,
+    DataConfig,
+    Dataset,
+    Tokenizer,
+    load_dataset,
+    train_batches,
+    validation_batches,
+)
+from zero_jax.sharding.mesh import batch_sharding
+from zero_jax.sharding.precision import cast_floating
+from zero_jax.training import Metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TextInput:
+    """Rows of tokens of a data set; see `RunInput`.
+
+    Attributes:
+      dataset: the documents.
+      config: how to read them.
+      mesh: the mesh.
+      batch_size: sequences in a batch.
+      seq_len: tokens in a sequence.
+      seed: chooses the order.
+      eval_batches: batches to validate on.
+      sampler: generates the samples, or None.
+    """
+
+    dataset: Dataset
+    config: DataConfig
+    mesh: Mesh
+    batch_size: int
+    seq_len: int
+    seed: int
+    eval_batches: int
+    sampler: Sampler | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a batch."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The data set, and the sizes of a batch."""
+        return {"data": str(self.dataset), "batch": f"{self.batch_size} sequences of {self.seq_len} tokens"}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What determines the order of the examples."""
+        return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
+
+    @property
+    def identity_words(self) -> str:
+        """The data, seed and length."""
+        return "the data, seed and seq_len"
+
+    @property
+    def validation(self) -> Sequence[Batch]:
+        """Rows of the validation part."""
+        return validation_batches(self.dataset, num_batches=self.eval_batches, **self._sizes)
+
+    def batch_shapes(self) -> PyTree:
+        """Returns the shapes of a batch."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.validation[0])
+
+    def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
+        """Opens the training batches, prefetched by threads."""
+        position = 0 if saved is None else saved["position"]
+        return train_batches(
+            self.dataset,
+            seed=self.seed,
+            position=position,
+            prefetch_batches=self.config.prefetch_batches,
+            **self._sizes,
+        )
+
+    def record(self, batches: Any) -> dict[str, Any]:
+        """Returns the number of examples read, and what determines their order."""
+        return {"position": batches.position, **self.identity}
+
+    def place(self, batch: PyTree) -> PyTree:
+        """Copies a batch into buffers that are reused."""
+        return self._buffers.fill(batch)
+
+    def weight(self, batch: PyTree, metrics: Metrics) -> float:
+        """Returns the number of targets, by weight."""
+        return float(self._total(batch["weights"]))
+
+    def figures(self, aux: PyTree) -> dict[str, float]:
+        """Returns nothing: the loss says all."""
+        return {}
+
+    @functools.cached_property
+    def _buffers(self) -> BatchBuffers:
+        return BatchBuffers()
+
+    @functools.cached_property
+    def _total(self) -> Any:
+        return jax.jit(jnp.sum)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.batch_size,
+            "seq_len": self.seq_len,
+            "sharding": batch_sharding(self.mesh),
+            "separate_documents": self.config.separate_documents,
+        }
+
+
+def open_dataset(
+    config: DataConfig, *, seq_len: int, vocab_size: int, model_name: str, log: Callable[[str], None]
+) -> Dataset:
+    """Loads the data set of a run, the same in all processes.
+
+    Raises:
+      ValueError: no such data or too little of it, other text in another process, or more tokens than the model has
+        room for.
+    """
+    with extra("train"):
+        import grain  # noqa: F401 - needed by the first batch, missed before anything is made
+
+    dataset = load_dataset(config, seq_len=seq_len, log=log)
+    if from_first_process(dataset.fingerprint) != dataset.fingerprint:
+        raise ValueError(
+            f"process {jax.process_index()} reads other text than process 0 ({dataset}): give all hosts the same "
+            "files, or a folder that they share"
+        )
+    if dataset.tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the text has {dataset.tokenizer.vocab_size} different tokens, the model {model_name} has room for "
+            f"{vocab_size}: give it a vocab_size of at least {dataset.tokenizer.vocab_size}"
+        )
+    return dataset
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sampler:
+    """Generates text after a prompt.
+
+    Attributes:
+      generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`.
+      tokenizer: makes tokens of the prompt, and text of tokens.
+      compute: dtype that the params are cast to, or None.
+      prompt: the prompt.
+      num_tokens: tokens to generate.
+      temperature: sampling temperature.
+      top_k: samples among the `top_k` likeliest tokens; None among all.
+      seed: seed of the sampling.
+    """
+
+    generate_fn: Callable[..., Array]
+    tokenizer: Tokenizer
+    compute: Any
+    prompt: str
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+    def check(self, init_fn: Callable[[Array], Any]) -> None:
+        """Traces the sampling once, before the run starts.
+
+        Raises:
+          ValueError: settings that cannot be sampled with, such as a `top_k` beyond the vocabulary.
+        """
+        if not self._prompt_tokens.size:
+            raise ValueError(
+                f"sample_prompt={shown(self.prompt)} makes no tokens with the tokenizer {self.tokenizer.name}: give "
+                "another prompt, or sample_tokens=0 for no sample"
+            )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        params = as_variables(jax.eval_shape(init_fn, key)).params
+        try:
+            jax.eval_shape(self._tokens, params, key)
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"no sample can be made: {why}. sample_tokens=0 makes none") from error
+
+    def on(self, mesh: Mesh) -> Callable[[Any], str]:
+        """Returns a function from params on a mesh to generated text."""
+        generate = jax.jit(self._tokens, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+        def sample(params: Any) -> str:
+            tokens = np.asarray(generate(params, jax.random.key(self.seed)))
+            return self.tokenizer.decode(tokens[tokens < self.tokenizer.vocab_size])
+
+        return sample
+
+    @functools.cached_property
+    def _prompt_tokens(self) -> np.ndarray:
+        return self.tokenizer.encode(self.prompt).astype(np.int32)
+
+    def _tokens(self, params: Any, key: Array) -> Array:
+        settings = {"num_tokens": self.num_tokens, "temperature": self.temperature, "top_k": self.top_k}
+        return self.generate_fn(cast_floating(params, self.compute), self._prompt_tokens, key, **settings)

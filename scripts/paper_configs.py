@@ -23,7 +23,7 @@ from largest_fit import largest_fit
 import zero_jax as zero
 from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, model_state_bytes
 from zero_jax.analysis.paper import PAPER_CONFIGS
-from zero_jax.cli.model import gpt_model
+from zero_jax.cli.model import reference_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
 from zero_jax.planning.process import CompilerCrash
@@ -63,7 +63,7 @@ Compile = Callable[[Cell, int], PlanReport]
 def compile_step(cell: Cell, num_layers: int) -> PlanReport:
     """Compiles the train step of a GPT of the paper's width with Megatron's tensor parallelism, and adamw."""
     model = paper_tables.model_of(num_layers, WIDTH)
-    planned = gpt_model(f"{num_layers} x {WIDTH}, {cell.name}", model)
+    planned = reference_model(f"{num_layers} x {WIDTH}, {cell.name}", model)
     config = dataclasses.replace(
         PAPER_CONFIGS[cell.name],
         num_microbatches=cell.num_microbatches,

@@ -31,7 +31,7 @@ from largest_fit import LargestFit, largest_fit
 
 import zero_jax as zero
 from zero_jax.analysis.formulas import PAPER_CASES, TransformerResiduals, max_params
-from zero_jax.cli.model import gpt_model
+from zero_jax.cli.model import reference_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
 from zero_jax.planning.process import CompilerCrash
@@ -74,7 +74,7 @@ def plan_step(
 ) -> PlanReport:
     """Compiles a step in bf16 with adamw, every block rematerialized."""
     shape = f"{hardware}:{SHAPES[num_devices]}"
-    planned = gpt_model(f"{model.num_layers} x {model.d_model}, stage {stage}", model)
+    planned = reference_model(f"{model.num_layers} x {model.d_model}, stage {stage}", model)
     report = zero.plan(
         planned.loss_fn,
         planned.init_fn,

@@ -102,7 +102,34 @@ def chunked_head():
     return two_blocks() | {"model": lambda params, inputs: params["embed"][inputs], "params": params, "batch": batch}
 
 
+def hub_folder(write):
+    """Returns `two_blocks`, and makes a folder of the hub in the working directory."""
+
+    def make():
+        path = ROOT / "tests" / "pretrained" / "hub_folders.py"
+        spec = importlib.util.spec_from_file_location("hub_folders", path)
+        folders = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(folders)
+        write(folders)
+        return two_blocks() | {"np": np}
+
+    return make
+
+
+def whole_llama(folders):
+    hf_config = folders.FOLDERS["llama"]
+    folders.write(pathlib.Path("Llama-3.2-1B"), hf_config, folders.tensors_of(hf_config, "bfloat16"))
+
+
+def part_of_llama(folders):
+    tensors = folders.tensors_of(folders.FOLDERS["llama"])
+    tensors = {name: x for name, x in tensors.items() if "embed" in name or "q_proj" in name}
+    folders.write(pathlib.Path("mine"), {}, tensors)
+
+
 SUPPLIED = {
+    ("huggingface.md", 0): hub_folder(whole_llama),
+    ("huggingface.md", 1): hub_folder(part_of_llama),
     ("README.md", 1): own_loop,
     ("attention.md", 0): two_blocks,
     ("attention.md", 1): with_params,

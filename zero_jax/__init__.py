@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_jax import checkpoint, cluster, data, trainer
+    from zero_jax import checkpoint, cluster, data, pretrained, trainer
     from zero_jax.analysis import PAPER_CONFIGS, LossTrace, StateSummary, comms, memory, paper, summary, trace_loss
     from zero_jax.attention import dot_product_attention
     from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         plan_auto,
         plan_layouts,
     )
+    from zero_jax.pretrained import Pretrained, load_hf, save_hf
     from zero_jax.sharding.mesh import batch_sharding, make_mesh
     from zero_jax.sharding.precision import LossScaleConfig, Precision
     from zero_jax.sharding.rules import ShardingReport
@@ -64,13 +65,14 @@ if TYPE_CHECKING:
 
 # The module of each public name, imported when the name is first used: `import zero_jax` costs only what is used of it.
 _PUBLIC = {
-    "zero_jax": "checkpoint cluster data trainer",
+    "zero_jax": "checkpoint cluster data pretrained trainer",
     "zero_jax.analysis": "LossTrace PAPER_CONFIGS StateSummary comms memory paper summary trace_loss",
     "zero_jax.attention": "dot_product_attention",
     "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
+    "zero_jax.pretrained": "Pretrained load_hf save_hf",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
     "zero_jax.sharding.rules": "ShardingReport",
@@ -107,6 +109,7 @@ __all__ = [
     "Offload",
     "PlanReport",
     "Precision",
+    "Pretrained",
     "Remat",
     "RematReport",
     "Restored",
@@ -133,6 +136,7 @@ __all__ = [
     "gather_on_use",
     "gather_report",
     "init_state",
+    "load_hf",
     "losses",
     "make_eval_step",
     "make_mesh",
@@ -143,11 +147,13 @@ __all__ = [
     "plan",
     "plan_auto",
     "plan_layouts",
+    "pretrained",
     "read_leaf",
     "read_leaves",
     "remat_report",
     "rematerialize",
     "restore",
+    "save_hf",
     "sequence_parallel",
     "shard_batch",
     "sharding_report",

@@ -35,11 +35,21 @@ PLAN_OPTIONS = """
 --replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size
 --weight-decay -h
 """.split()
+# Of the decoders' presets.
+DECODER_OPTIONS = """
+--activation --attention-soft-cap --d-hidden --expert-balance --expert-capacity --experts-per-token --from-hf --head-dim
+--logits-soft-cap --no-norm-offset --no-normalize-expert-weights --no-post-norms --no-qk-norm --no-qkv-bias
+--no-scale-embedding --no-tie-embedding --norm-eps --norm-offset --normalize-expert-weights --num-experts
+--num-kv-heads --post-norms --qk-norm --qkv-bias --query-scale --rope-theta --scale-embedding --tie-embedding
+--window --window-period --window-rope-theta
+""".split()
+TRAIN_OPTIONS += DECODER_OPTIONS
+PLAN_OPTIONS += DECODER_OPTIONS
 TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step -h
+--dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step --to-hf -h
 """.split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,

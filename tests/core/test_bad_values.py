@@ -16,6 +16,7 @@ from zero_jax.cli import checkpoint as cli_checkpoint
 from zero_jax.cli import commands as cli
 from zero_jax.cli import data as cli_data
 from zero_jax.cli import launch as cli_launch
+from zero_jax.cli import model as cli_model
 from zero_jax.cli import options
 from zero_jax.cli import request as cli_request
 from zero_jax.cli import train as cli_train
@@ -185,7 +186,8 @@ def keys():
     for section, config_class in cli_train.sections().items():
         for name, kind in options.option_fields(config_class).items():
             yield section, name, kind, f"{config_class.__name__}.{name}"
-    yield "model", "preset", options.OptionKind(base=str, is_optional=False), "preset"
+    for destination, kind in cli_model.model_keys().items():
+        yield "model", destination.rpartition(".")[2], kind, destination
 
 
 def test_every_key_of_a_config_file_refuses_what_it_cannot_be(tmp_path, capsys):

@@ -6,6 +6,7 @@ The cases are made from the signatures: a function or parameter that is added is
 import functools
 import inspect
 import pathlib
+import tempfile
 import traceback
 from typing import Any
 
@@ -19,6 +20,8 @@ from reference import mesh_of
 from two_layers import host_params, loss_fn, make_batch
 
 import zero_jax as zero
+from zero_jax.models import decoder
+from zero_jax.models.decoder_config import DecoderConfig
 
 PACKAGE = f"{pathlib.Path(zero.__file__).parent}/"
 MESH, CONFIG, TX = mesh_of("4"), reference.make_config(stage=3), optax.sgd(0.1)
@@ -53,6 +56,9 @@ RIGHT = {
     "max_num_microbatches": {"integer", "huge"},
     "timeout_seconds": {"integer", "fraction", "huge"},
     "unknown_trip_count": {"integer", "huge"},
+    "folder": {"text"},
+    "seq_len": {"integer"},
+    "max_file_bytes": {"integer", "huge"},
     "dim": {"integer", "huge"},  # known when an activation comes
     "specs": {"None", "nothing"},  # prefixes of a tree without leaves
     "param_shapes": {"nothing", "array"},
@@ -84,6 +90,16 @@ def planned(**more):
     return {**model, "topology": "v5e:2x2", "config": CONFIG, "own_process": False, "cache": None, **more}
 
 
+DECODER = DecoderConfig(vocab_size=8, seq_len=8, num_layers=1, d_model=8, num_heads=2, head_dim=4, d_hidden=8)
+
+
+@functools.cache
+def hub_folder():
+    folder = tempfile.mkdtemp()
+    zero.save_hf(folder, decoder.init(DECODER, jax.random.key(0)), DECODER)
+    return folder
+
+
 # Right arguments of each function, by its public name.
 CALLS = {
     "abstract_state": lambda: {"init_fn": lambda key: host_params(), "tx": TX, **PLACED},
@@ -93,6 +109,7 @@ CALLS = {
     "fuse_attention": lambda: {"loss_fn": loss_fn, "mesh": MESH},
     "gather_on_use": lambda: {"fn": loss_fn, "specs": P(), "mesh": MESH},
     "init_state": lambda: {"init_fn": host_params(), "tx": TX, "key": jax.random.key(0), **PLACED},
+    "load_hf": lambda: {"folder": hub_folder(), **PLACED},
     "make_eval_step": lambda: {"loss_fn": loss_fn, **PLACED},
     "make_mesh": lambda: {"data": 8},
     "make_train_step": lambda: {"loss_fn": loss_fn, "tx": TX, **PLACED},
@@ -100,6 +117,11 @@ CALLS = {
     "plan_auto": lambda: planned(max_compiles=0),
     "plan_layouts": planned,
     "rematerialize": lambda: {"loss_fn": loss_fn, "remat": "full", "mesh": MESH},
+    "save_hf": lambda: {
+        "folder": tempfile.mkdtemp(),
+        "params": decoder.init(DECODER, jax.random.key(0)),
+        "like": DECODER,
+    },
     "sequence_parallel": lambda: {"mesh": MESH},
     "shard_batch": lambda: {"batch": make_batch(), "mesh": MESH},
     "sharding_report": lambda: {"params": host_params(), **PLACED},

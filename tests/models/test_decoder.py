@@ -1,6 +1,7 @@
 """The decoder: transformers' logits, published sizes, stages, errors."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 import transformers_logits
+from jax.sharding import NamedSharding
 
 import zero_jax as zero
+from zero_jax.cli import presets
 from zero_jax.models import decoder, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
 
@@ -128,6 +131,39 @@ def test_stages_train_as_plain_optax_does(config, stage):
         state, metrics = step(state, zero.shard_batch(batch(), mesh=mesh))
         losses.append(metrics.loss)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [pytest.param(EXPERTS, marks=pytest.mark.slow), GEMMA], ids=["experts", "gemma"])
+def test_sharded_residuals_and_sequences_and_the_chosen_attention_change_nothing(config):
+    """The loss function that the commands take, under a remat policy, against the plain one."""
+    mesh = zero.make_mesh(data=4, model=2)
+    params = decoder.init(config, jax.random.key(0))
+    expected = jax.jit(jax.grad(decoder.loss_fn(config), has_aux=True))(params, batch())
+    activations = presets.ActivationConfig(sequence_parallel=True)
+    loss_fn = presets.loss_function(config, activations).make(mesh)
+    grad_fn = jax.grad(zero.rematerialize(loss_fn, "full_sharded", mesh=mesh), has_aux=True)
+    specs = decoder.param_specs(config, model_size=2)
+    sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    got = jax.jit(grad_fn)(sharded, zero.shard_batch(batch(), mesh=mesh))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), expected, got)
+
+
+def test_policies_find_the_blocks_of_decoders():
+    mesh = zero.make_mesh(data=4, model=2)
+    shapes = jax.eval_shape(lambda: decoder.init(GEMMA, jax.random.key(0)))
+    report = str(zero.remat_report(decoder.loss_fn(GEMMA), shapes, batch(), remat="full_sharded", mesh=mesh))
+    assert "0 blocks" not in report and "block" in report, report
+
+
+def test_generate_goes_on_greedily():
+    config = dataclasses.replace(GEMMA, logits_soft_cap=3.0)
+    params = decoder.init(config, jax.random.key(0))
+    generate = jax.jit(functools.partial(decoder.generate, config, num_tokens=2, temperature=0))
+    tokens, apply = [0, 1, 2], jax.jit(functools.partial(decoder.apply, config))
+    for _ in range(2):
+        padded = jnp.asarray([tokens + [0] * (config.seq_len - len(tokens))])
+        tokens.append(int(apply(params, padded)[0, len(tokens) - 1].argmax()))
+    assert generate(params, jnp.arange(3), jax.random.key(0)).tolist() == tokens[3:]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ them, `describe` lists what a checkpoint has without devices, `export` writes sa
 """
 
 from zero_jax.checkpoint.description import Description, describe
-from zero_jax.checkpoint.exporting import export, parse_size
+from zero_jax.checkpoint.exporting import SavedParams, export, open_params, parse_size
 from zero_jax.checkpoint.finding import find_checkpoint, latest_step, list_step_folders, list_steps
 from zero_jax.checkpoint.record import CheckpointError, resolve_folder, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
@@ -19,12 +19,14 @@ __all__ = [
     "Checkpointer",
     "Description",
     "Restored",
+    "SavedParams",
     "describe",
     "export",
     "find_checkpoint",
     "latest_step",
     "list_step_folders",
     "list_steps",
+    "open_params",
     "parse_size",
     "resolve_folder",
     "restore",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -17,29 +16,10 @@ import numpy as np
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
+from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create, split_by_size, write_index
 from zero_jax.core.variables import MODEL_STATE
 
-# Names of dtypes in the format's headers: https://github.com/huggingface/safetensors (README, "Format").
-_DTYPES: Mapping[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_INDEX = "model.safetensors.index.json"
 _SLICE_BYTES = 1 << 26
 
 
@@ -59,18 +39,11 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """A tensor of a file: its name there, the leaf with its dtype (`source`), and the dtype in the file."""
+class _Tensor(Tensor):
+    """A tensor of a file, and the leaf with its dtype (`source`)."""
 
-    name: str
     leaf: str
-    shape: tuple[int, ...]
     source: str
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
 def export(
@@ -108,15 +81,15 @@ def export(
     old = _existing(folder)
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
-    files = _layout(tensors, max_shard_bytes)
+    files = split_by_size(tensors, max_shard_bytes)
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
         for name, shard in files.items():
             _write(partial / name, record, shard)
         if len(files) > 1:
-            _write_index(partial / _INDEX, files)
-        written = [*files, *([_INDEX] if len(files) > 1 else [])]
+            write_index(partial / INDEX, files)
+        written = [*files, *([INDEX] if len(files) > 1 else [])]
         _publish(partial, folder, written, old)
     except OSError as error:
         raise ValueError(f"cannot write {folder}: {error.strerror or error}; nothing was left there") from error
@@ -127,6 +100,47 @@ def export(
         step=record.step,
         num_tensors=len(tensors),
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedParams:
+    """The params of a checkpoint, to be read in slices on the host.
+
+    Attributes:
+      model: what the run recorded of its model, or None.
+      leaves: the params by path, without `params/`.
+    """
+
+    model: Any
+    leaves: Mapping[str, SavedLeaf]
+    record: Record = dataclasses.field(repr=False)
+    names: Mapping[str, str] = dataclasses.field(repr=False)
+
+    def pieces(self, path: str) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """Reads slices of a param, and compares it with its fingerprint at the end."""
+        dtype = jnp.dtype(self.leaves[path].dtype)
+        for index, part in read_slices(self.record, self.names[path], make_context(0), _SLICE_BYTES):
+            yield index, part.view(dtype) if part.dtype != dtype else part
+
+
+def open_params(path: str | os.PathLike[str], *, step: int | None = None, ema: bool = False) -> SavedParams:
+    """Opens the params of a checkpoint, or their moving average (`ema`); arguments as for `export`.
+
+    Raises:
+      CheckpointError: no checkpoint, or a damaged one.
+      ValueError: no moving average.
+    """
+    record, _ = find_checkpoint(path, step)
+    check_files(record)
+    params = [name for name in record.leaves if name.startswith("params/")]
+    names = {name.removeprefix("params/"): _ema_leaf(record, name) if ema else name for name in params}
+    config = record.extra.get("config")
+    return SavedParams(
+        model=config.get("model") if isinstance(config, Mapping) else None,
+        leaves={path: record.leaves[name] for path, name in names.items()},
+        record=record,
+        names=names,
     )
 
 
@@ -145,8 +159,8 @@ def parse_size(text: str) -> int:
 
 def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
     """Returns the tensors to write: the params in their order, and then the model state."""
-    if dtype is not None and not (dtype in _DTYPES and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
-        floats = [name for name in _DTYPES if "float" in name]
+    if dtype is not None and not (dtype in DTYPES and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)):
+        floats = [name for name in DTYPES if "float" in name]
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(floats)}, or none to leave dtypes as they are")
     params = [name for name in record.leaves if name == "params" or name.startswith("params/")]
     tensors = [_tensor(record, name, _ema_leaf(record, name) if ema else name, dtype) for name in params]
@@ -164,7 +178,7 @@ def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor
     source = saved.stored_dtype if saved.is_key else saved.dtype
     cast = dtype is not None and jnp.issubdtype(jnp.dtype(source), jnp.floating)
     wanted = dtype if cast and dtype else source
-    if wanted not in _DTYPES:
+    if wanted not in DTYPES:
         raise ValueError(
             f"leaf {leaf!r} has dtype {wanted}, which safetensors files do not have: "
             "give --dtype for floats, or export without that leaf"
@@ -186,38 +200,16 @@ def _ema_leaf(record: Record, param: str) -> str:
     return names[0]
 
 
-def _layout(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Tensor]]:
-    """Assigns tensors to files by size."""
-    shards: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and sum(x.num_bytes for x in shards[-1]) + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
 def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
-    """Writes a safetensors file slice by slice: the length of the header, the header, and the tensors' bytes.
+    """Writes a safetensors file slice by slice.
 
     The library `safetensors` takes all tensors of a file from memory: 1.3 GiB for a tensor of 1 GiB, against 0.3 GiB.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "step": str(record.step)}}
-    offset = 0
-    for tensor in tensors:
-        offsets = [offset, offset + tensor.num_bytes]
-        header[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
-        offset = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    places = create(path, tensors, metadata={"step": str(record.step)})
+    with path.open("r+b") as file:
         for tensor in tensors:
-            start = 8 + len(text) + header[tensor.name]["data_offsets"][0]
             for index, part in _parts(record, tensor):
-                _write_part(file, start, tensor.shape, index, part)
-        file.truncate(8 + len(text) + offset)
+                _write_part(file, places[tensor.name].offset, tensor.shape, index, part)
         file.flush()
         os.fsync(file.fileno())
 
@@ -246,13 +238,6 @@ def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...],
         if cast is not stored and np.isinf(cast).any() and not np.isinf(stored).any():
             raise ValueError(f"leaf {tensor.leaf!r} has values too large for {tensor.dtype}: export as bfloat16")
         yield index, cast
-
-
-def _write_index(path: pathlib.Path, files: Mapping[str, list[_Tensor]]) -> None:
-    total = sum(tensor.num_bytes for shard in files.values() for tensor in shard)
-    file_of = {tensor.name: name for name, shard in files.items() for tensor in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _existing(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -1,4 +1,4 @@
-"""The command line `zero-jax`: the only importer of `zero_jax.models`, the only place with process-wide settings.
+"""The command line `zero-jax`: the only place with process-wide settings.
 
 `main` parses the arguments and runs a command, which has its own module: `train`, `plan` (with `memory` and `comms`),
 `data`, `checkpoint`, `launch`. `options` makes the options from the fields of the config dataclasses,

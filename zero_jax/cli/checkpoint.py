@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_jax.checkpoint import describe, export, parse_size
-from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
+from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader, refuse
 from zero_jax.core.field_checks import check_fields
+from zero_jax.pretrained import export_hf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,15 @@ def add_commands(commands: Any) -> None:
         description="Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded "
         "memory.",
     )  # fmt: skip
-    export_parser.add_argument(
-        "--out", type=reader(str, place="local"), required=True, metavar="FOLDER", help="folder to write into"
+    target = export_parser.add_mutually_exclusive_group(required=True)
+    folder = reader(str, place="local")
+    target.add_argument("--out", type=folder, metavar="FOLDER", help="folder to write into")
+    target.add_argument(
+        "--to-hf",
+        type=folder,
+        metavar="FOLDER",
+        help="folder to make as the Hugging Face hub has them, for transformers: decoders alone, in the names of their "
+        "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",
     )
     add_fields(export_parser, ExportConfig, default_of=ExportConfig())
 
@@ -91,6 +99,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     config = ExportConfig(**field_values(ExportConfig, options))
+    if options.to_hf is not None:
+        refuse(options, ("--force", "--no-force"), reason="--to-hf writes over nothing: give a new folder")
+        return _export_hf(options, config)
     result = export(
         options.path,
         options.out,
@@ -99,6 +110,19 @@ def _export(options: argparse.Namespace) -> int:
         max_shard_bytes=parse_size(config.max_shard_size),
         ema=config.ema,
         force=config.force,
+    )
+    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
+    return 0
+
+
+def _export_hf(options: argparse.Namespace, config: ExportConfig) -> int:
+    result = export_hf(
+        options.path,
+        options.to_hf,
+        step=config.step,
+        dtype=config.dtype,
+        max_file_bytes=parse_size(config.max_shard_size),
+        ema=config.ema,
     )
     print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
     return 0

@@ -17,7 +17,8 @@ from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.config_file import read_file
-from zero_jax.cli.options import OptionKind, Parser
+from zero_jax.cli.model import model_keys
+from zero_jax.cli.options import Parser
 from zero_jax.core.extras import MissingPackage
 
 _COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_launch, cli_deepspeed)
@@ -54,11 +55,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if getattr(options, "config", None):
         try:
-            options.parser.set_defaults(
-                **read_file(
-                    options.config, cli_train.sections(), extra={"preset": OptionKind(base=str, is_optional=False)}
-                )
-            )
+            values = read_file(options.config, cli_train.sections(), extra=model_keys())
+            options.parser.set_defaults(**values)
         except ValueError as error:
             options.parser.error(str(error))
         options = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ def read_file(
         prefix = f"{sections[section].__name__}."
         kinds = {prefix + name: kind for name, kind in option_fields(sections[section]).items()}
         kinds |= extra if section == "model" else {}
-        by_name = {destination.removeprefix(prefix): destination for destination in kinds}
+        by_name = {destination.rpartition(".")[2]: destination for destination in kinds}
         for name, value in entries.items():
             _check_known(f"{path}: key of [{section}]", name, by_name)
             destination = by_name[name]

@@ -1,43 +1,39 @@
-"""The model of a command: a preset of the reference GPT, or the user's own functions."""
+"""The model of a command: a preset of the reference models, or the user's own functions."""
 
 import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.sharding import Mesh
 
-from zero_jax.attention import dot_product_attention
-from zero_jax.cli.options import add_fields, explicit, field_values, option_fields, reader, refuse
-from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_fields
+from zero_jax.cli.hub import MAX_SEQ_LEN, hub_config, model_name
+from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
+from zero_jax.cli.presets import (
+    PRESETS,
+    ActivationConfig,
+    ModelConfig,
+    add_shape_options,
+    check_changes,
+    decoder_keys,
+    find_preset,
+    generate_function,
+    init_function,
+    loss_function,
+    model_specs,
+    shape_changes,
+)
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree
-from zero_jax.models import gpt
+from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import batch_of, resolve
+from zero_jax.pretrained import open_hf
 from zero_jax.trainer import Model
-from zero_jax.training import MeshLoss, sequence_parallel, softmax_cross_entropy_with_integer_labels
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ActivationConfig:
-    """How the activations of a preset are sharded, and its loss is chunked.
-
-    Attributes:
-      sequence_parallel: shard the residual stream over the axis `model` along the sequence (Korthikanti et al. 2022).
-      loss_chunk: entries of the vocabulary whose logits are made at a time; None makes all at once.
-    """
-
-    sequence_parallel: bool = False
-    loss_chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, lowest={"loss_chunk": 1})
+from zero_jax.training import MeshLoss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,24 +54,37 @@ class PlannedModel:
     init_fn: Callable[..., PyTree]
     loss_fn: Callable[..., Any] | MeshLoss
     batch_fn: Callable[[int], PyTree]
-    config: gpt.GPTConfig | None
+    config: ModelConfig | None
     specs_fn: Callable[[int], PyTree] = lambda model: None
 
 
-def add_model_options(group: Any) -> None:
-    """Adds the options that choose a preset and change its shape."""
-    presets = ", ".join(gpt.PRESETS)
-    default = "gpt-tiny"
+def add_model_options(parser: argparse.ArgumentParser) -> Any:
+    """Adds the options that choose a preset and change its shape; returns their group."""
+    group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
         dest="preset",
         type=reader(str),
-        default=default,
+        default="gpt-tiny",
         metavar="PRESET",
-        help=f"one of {presets} (default: %(default)s)",
+        help=f"one of {', '.join(PRESETS)} (default: %(default)s)",
     )
-    add_fields(group, gpt.GPTConfig, default_of=None)
+    group.add_argument(
+        "--from-hf",
+        type=reader(str, is_optional=True, place="local"),
+        metavar="FOLDER",
+        help="a checkpoint of the Hugging Face hub, with config.json and *.safetensors: model, params and tokenizer "
+        f"are taken from there, and --seq-len is {MAX_SEQ_LEN:,} at most by default",
+    )
     add_fields(group, ActivationConfig, default_of=ActivationConfig())
+    add_shape_options(parser, group)
+    return group
+
+
+def model_keys() -> Mapping[str, OptionKind]:
+    """Returns the keys of the section `model` of a config file, by destination, that are no field of a GPT."""
+    kinds = {"preset": OptionKind(base=str, is_optional=False), "from_hf": OptionKind(base=str, is_optional=True)}
+    return kinds | decoder_keys()
 
 
 def add_own_model_options(group: Any) -> None:
@@ -104,70 +113,37 @@ def add_own_model_options(group: Any) -> None:
     )
 
 
-def preset_config(options: argparse.Namespace) -> gpt.GPTConfig:
-    """Returns the shape of the preset, with the changes by options.
+def preset_config(options: argparse.Namespace) -> ModelConfig:
+    """Returns the shape of the preset or of the hub's folder, with the changes by options.
 
     Raises:
-      ValueError: there is no such preset, or the shape cannot be built.
+      ValueError: there is no such preset or folder, or the shape cannot be built.
     """
-    name = options.preset
-    if name not in gpt.PRESETS:
-        hint = did_you_mean(name, gpt.PRESETS, cutoff=0)
-        raise ValueError(f"unknown model {name!r}: {hint}Choose one of {', '.join(gpt.PRESETS)}")
-    changes = {name: value for name, value in field_values(gpt.GPTConfig, options).items() if value is not None}
-    return dataclasses.replace(gpt.PRESETS[name], **changes)
+    if options.from_hf is not None:
+        return hub_config(options)
+    preset, changes = find_preset(options.preset), shape_changes(options)
+    check_changes(options.preset, preset, changes)
+    return dataclasses.replace(preset, **changes)
 
 
 def preset_model(options: argparse.Namespace) -> Model:
     """Returns the model to train."""
     config = preset_config(options)
     return Model(
-        name=options.preset,
+        name=model_name(options),
         config=config,
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
-        init_fn=functools.partial(gpt.init, config),
-        loss_fn=gpt_loss(config, _activations(options)),
-        generate_fn=functools.partial(gpt.generate, config),
-        param_specs=gpt_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
+        init_fn=init_function(config),
+        loss_fn=loss_function(config, _activations(options)),
+        generate_fn=generate_function(config),
+        param_specs=model_specs(config, getattr(options, "TrainConfig.model_axis", 1)),
+        load_fn=None if options.from_hf is None else open_hf(options.from_hf, seq_len=config.seq_len).load,
     )
-
-
-def gpt_loss(config: gpt.GPTConfig, activations: ActivationConfig) -> Callable[..., Any] | MeshLoss:
-    """Returns the loss function of a reference GPT, a `MeshLoss` if its activations depend on the mesh."""
-    if activations == ActivationConfig():
-        return gpt.loss_fn(config, attend=_attend)
-    return MeshLoss(functools.partial(_loss_on_mesh, config, activations))
-
-
-def _loss_on_mesh(config: gpt.GPTConfig, activations: ActivationConfig, mesh: Mesh) -> Callable[..., Any]:
-    place, token_losses = gpt.leave, gpt.whole_logits
-    if activations.sequence_parallel:
-        place = sequence_parallel(mesh)
-    if activations.loss_chunk is not None:
-        losses = softmax_cross_entropy_with_integer_labels
-        token_losses = functools.partial(losses, mesh=mesh, chunk_size=activations.loss_chunk)
-    return gpt.loss_fn(config, place=place, token_losses=token_losses, attend=_attend)
-
-
-def _attend(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, segments_BT: Array | None) -> Array:
-    """Runs causal attention by the kernel of the hardware that the step is for, if it has one."""
-    return dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, segment_ids=segments_BT)
 
 
 def _activations(options: argparse.Namespace) -> ActivationConfig:
     return ActivationConfig(**field_values(ActivationConfig, options))
-
-
-def gpt_specs(config: gpt.GPTConfig, model: int) -> PyTree:
-    """Returns the specs of a reference GPT's params; a vocabulary that does not divide is not sharded.
-
-    Raises:
-      ValueError: heads or hidden features that do not divide, or a size below 1.
-    """
-    if model < 1:
-        raise ValueError(f"model_axis={model}: give at least 1, which is no tensor parallelism")
-    return None if model == 1 else gpt.param_specs(config, vocab=config.vocab_size % model == 0, model_size=model)
 
 
 def planned_model(options: argparse.Namespace) -> PlannedModel:
@@ -197,20 +173,21 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             f"--param-specs {options.param_specs!r} is for a model of your own (--loss, --init, --batch): "
             "the presets know their specs"
         )
-    return gpt_model(options.preset, preset_config(options), _activations(options))
+    return reference_model(model_name(options), preset_config(options), _activations(options))
 
 
 def refuse_presets(options: argparse.Namespace) -> None:
     """Raises `ValueError` for options of the presets beside a model of the user's own."""
     reason = "is of the presets, and --loss stands for a model of your own: leave it out"
-    if "preset" in explicit(options):
-        raise ValueError(f"--model {options.preset}: that {reason}")
-    names = [name for config in (gpt.GPTConfig, ActivationConfig) for name in option_fields(config)]
+    for option, name in (("--model", "preset"), ("--from-hf", "from_hf")):
+        if name in explicit(options):
+            raise ValueError(f"{option} {getattr(options, name)}: that {reason}")
+    names = [name for config in (GPTConfig, DecoderConfig, ActivationConfig) for name in option_fields(config)]
     refuse(options, [f"--{name.replace('_', '-')}" for name in names], reason=f"that {reason}")
 
 
-def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = ActivationConfig()) -> PlannedModel:
-    """Returns a reference GPT with the trainer's batches."""
+def reference_model(name: str, config: ModelConfig, activations: ActivationConfig | None = None) -> PlannedModel:
+    """Returns a reference model with the trainer's batches."""
 
     def batch(num_examples: int) -> PyTree:
         tokens = jax.ShapeDtypeStruct((num_examples, config.seq_len), jnp.int32)
@@ -219,11 +196,11 @@ def gpt_model(name: str, config: gpt.GPTConfig, activations: ActivationConfig = 
 
     return PlannedModel(
         name=name,
-        init_fn=functools.partial(gpt.init, config),
-        loss_fn=gpt_loss(config, activations),
+        init_fn=init_function(config),
+        loss_fn=loss_function(config, activations or ActivationConfig()),
         batch_fn=batch,
         config=config,
-        specs_fn=functools.partial(gpt_specs, config),
+        specs_fn=functools.partial(model_specs, config),
     )
 
 

@@ -35,7 +35,7 @@ _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": 
 # have no use for the reference models. The `remat` of a command is the policy, for any model.
 _NOT_OPTIONS = frozenset(
     "zero data_axes replica_axes model_axes ZeroConfig.param_specs axis_rules overrides loss_weight "
-    "GPTConfig.remat".split()
+    "GPTConfig.remat DecoderConfig.remat".split()
 )
 # The text options that are paths.
 PLACES: Mapping[str, Place] = {
@@ -47,6 +47,7 @@ PLACES: Mapping[str, Place] = {
     "TrainConfig.checkpoints": "anywhere",
     "TrainConfig.init_from": "anywhere",
     "PlanConfig.cache": "local",
+    "from_hf": "local",
 }
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
 _WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
@@ -133,11 +134,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fields(group: Any, config_class: type, *, default_of: Any, without: Collection[str] = ()) -> None:
-    """Adds an option for each number, word or switch of a config; without `default_of`, None stands for not set."""
+    """Adds an option for each number, word or switch of a config; without `default_of`, what is not set is absent."""
     for name, kind in option_fields(config_class).items():
         if name in without:
             continue
-        default = None if default_of is None else getattr(default_of, name)
+        default = argparse.SUPPRESS if default_of is None else getattr(default_of, name)
         shown = "the preset's" if default_of is None else "none" if default is None else default
         text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
         option, destination = "--" + name.replace("_", "-"), f"{config_class.__name__}.{name}"

@@ -13,8 +13,9 @@ import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.model import ActivationConfig, add_model_options, add_own_model_options
+from zero_jax.cli.model import add_model_options, add_own_model_options
 from zero_jax.cli.options import add_fields, add_json, explicit, field_values, log_line, option_fields, reader, refuse
+from zero_jax.cli.presets import ActivationConfig, ModelConfig, shape_changes
 from zero_jax.cli.request import PlanConfig, Request, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (
@@ -85,9 +86,7 @@ def add_commands(commands: Any) -> None:
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
     parser = commands.add_parser(name, usage=f"zero-jax {name} [OPTION ...]", help=help, description=description)
     add_fields(parser.add_argument_group("hardware"), PlanConfig, default_of=PlanConfig())
-    model = parser.add_argument_group("model")
-    add_model_options(model)
-    add_own_model_options(model)
+    add_own_model_options(add_model_options(parser))
     defaults = TrainConfig()
     add_zero_options(parser.add_argument_group("ZeRO"), default=defaults.zero)
     add_fields(
@@ -205,7 +204,6 @@ def _write_config(
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
-    shape = dataclasses.asdict(request.model.config)
     fields = (
         "stage",
         "precision",
@@ -220,7 +218,7 @@ def _write_config(
         "compiler_options",
     )
     sections = {
-        "model": {"preset": options.preset} | {name: shape[name] for name in option_fields(type(request.model.config))},
+        "model": _written_model(options, request.model.config),
         "activations": field_values(ActivationConfig, options),
         "zero": {name: getattr(chosen, name) for name in fields} | {"remat": resolve_remat(chosen.remat).name},
         "optimizer": field_values(OptimizerConfig, options),
@@ -232,6 +230,14 @@ def _write_config(
     }
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
+
+
+def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str, Any]:
+    """Returns the section `model` of a config."""
+    if options.from_hf is not None:
+        return {"from_hf": str(pathlib.Path(options.from_hf).expanduser().absolute()), **shape_changes(options)}
+    shape = dataclasses.asdict(config)
+    return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config))}
 
 
 def _memory(options: argparse.Namespace) -> int:

@@ -21,9 +21,11 @@ from typing import Any
 import jax
 
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
+from zero_jax.cli.hub import hub_data, keep_companions
+from zero_jax.cli.model import add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
 from zero_jax.cli.own_model import OwnModelConfig, import_own_model, read_own_model
+from zero_jax.cli.presets import ActivationConfig, shape_changes
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
@@ -63,11 +65,11 @@ def add_commands(commands: Any) -> None:
         "train",
         usage="zero-jax train [OPTION ...]",
         help="train a transformer on text, or a model of your own on anything",
-        description="Trains a GPT on text, by default a small one on the source code of Python's standard library, at "
-        "ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and --batches any "
-        "model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its own. Exit "
-        "status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by a signal, "
-        "76 hung.",
+        description="Trains a transformer on text, by default a small GPT on the source code of Python's standard "
+        "library, at ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and "
+        "--batches any model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its "
+        "own. Exit status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by "
+        "a signal, 76 hung.",
     )
     parser.add_argument(
         "--config",
@@ -75,7 +77,7 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
     )
-    add_model_options(parser.add_argument_group("model"))
+    add_model_options(parser)
     add_fields(parser.add_argument_group("a model of your own"), OwnModelConfig, default_of=OwnModelConfig())
     defaults = TrainConfig()
     for field, title in _PARTS.items():
@@ -107,6 +109,9 @@ def _train(options: argparse.Namespace) -> int:
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
         own = read_own_model(options)
         model = preset_model(options) if own is None else None
+        if model is not None and options.from_hf is not None:
+            data = hub_data(config.data, options.from_hf, vocab_size=model.vocab_size)
+            config = dataclasses.replace(config, data=data)
         place = join()
     except ValueError as error:
         options.parser.error(str(error))
@@ -193,12 +198,15 @@ def _save_options(run: Run, options: argparse.Namespace) -> None:
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
     if values["own_model"]["loss"] is None:
         del values["own_model"]
-        shape = {name: value for name, value in values["model"].items() if value is not None}
-        values["model"] = {"preset": options.preset, **shape}
+        from_hf = None if options.from_hf is None else str(pathlib.Path(options.from_hf).expanduser().absolute())
+        model = {"preset": options.preset} if from_hf is None else {"from_hf": from_hf}
+        values["model"] = {**model, **shape_changes(options)}
     else:
         values = {name: values[name] for name in values if name not in ("model", "activations", "data")}
         values["run"] = {name: value for name, value in values["run"].items() if name not in TEXT_FIELDS}
     write_file(run.folder / "config.toml", values, title="the options of this run, for `zero-jax train --config`")
+    if options.from_hf is not None:
+        keep_companions(options.from_hf, run.folder)
 
 
 def _choose_platform(num_devices: int | None) -> None:

@@ -83,7 +83,7 @@ class JsonTokenizer:
     Attributes:
       name: the file's name.
       fingerprint: a hash of the file.
-      vocab_size: one more than the largest token.
+      vocab_size: one more than the largest token that text can become, or that ends a document.
       end_of_document: the token that ends a document.
       content: what is in the file.
       library: the library's own object.
@@ -140,11 +140,17 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
     return JsonTokenizer(
         name=path.name,
         fingerprint=hashlib.sha256(content).hexdigest()[:32],
-        vocab_size=max(library.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=max(_tokens_of_text(library) | {ends[0]}) + 1,
         end_of_document=ends[0],
         content=content,
         library=library,
     )
+
+
+def _tokens_of_text(library: Any) -> set[int]:
+    """Returns the tokens that text can become: special ones are no text, and may lie beyond a model's vocabulary."""
+    added = {token for token, entry in library.get_added_tokens_decoder().items() if not entry.special}
+    return added | set(library.get_vocab(with_added_tokens=False).values())
 
 
 def _parse(content: bytes, path: pathlib.Path) -> Any:

@@ -9,7 +9,7 @@ head, `F` hidden, `E` experts, `V` vocabulary.
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import Batch, LossFn, Params, TokenLosses, mean_loss, whole_logits
+from zero_jax.models.gpt import Attend, Batch, LossFn, Params, Place, TokenLosses, mean_loss, whole_logits
+from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+from zero_jax.models.sampling import generate_tokens
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -87,50 +89,14 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
     return specs
 
 
-def dot_product_attention(
-    query_BTNH: Array,
-    key_BTKH: Array,
-    value_BTKH: Array,
-    *,
-    scale: float,
-    is_causal: bool,
-    local_window_size: tuple[int, int] | None,
-    segment_ids: Array | None,
-    logits_soft_cap: float | None,
-) -> Array:
-    """Returns attention `[B, T, N, H]` with a float32 softmax; the arguments of `zero_jax.dot_product_attention`."""
-    B, T, N, H = query_BTNH.shape
-    K = key_BTKH.shape[2]
-    logits_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS",
-        query_BTNH.reshape(B, T, K, N // K, H),
-        key_BTKH,
-        preferred_element_type=jnp.float32,
-    )
-    logits_BKGTS *= scale
-    if logits_soft_cap is not None:
-        logits_BKGTS = logits_soft_cap * jnp.tanh(logits_BKGTS / logits_soft_cap)
-    distance_TT = jnp.arange(T)[:, None] - jnp.arange(T)
-    is_seen = distance_TT >= 0 if is_causal else jnp.ones((T, T), bool)
-    if local_window_size is not None:
-        left, right = local_window_size
-        is_seen &= (distance_TT <= left) & (distance_TT >= -right)
-    if segment_ids is not None:
-        is_seen = is_seen & (segment_ids[:, None, None, :, None] == segment_ids[:, None, None, None, :])
-    weights_BKGTS = jax.nn.softmax(jnp.where(is_seen, logits_BKGTS, -1e30)).astype(value_BTKH.dtype)
-    return jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, value_BTKH).reshape(B, T, N, H)
-
-
-Attention = Callable[..., Array]
-
-
 def hidden(
     config: DecoderConfig,
     params: Params,
     tokens_BT: Array,
     segments_BT: Array | None = None,
     *,
-    attention: Attention = dot_product_attention,
+    place: Place = leave,
+    attend: Attend = causal_attention,
 ) -> tuple[Array, Array]:
     """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
 
@@ -139,34 +105,42 @@ def hidden(
       params: its params.
       tokens_BT: the tokens.
       segments_BT: the document of each token; tokens attend to their own document only. None: one document.
-      attention: a function like `dot_product_attention`.
+      place: as for `gpt.hidden`.
+      attend: causal attention with the arguments of `layers.causal_attention`.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
         x_BTD *= jnp.asarray(config.d_model**0.5, x_BTD.dtype)
+    x_BTD = place(x_BTD, "residual")
+
+    def block(x_BTD: Array, layer: Params, window: bool) -> tuple[Array, Array]:
+        run = functools.partial(apply_block, config, segments_BT=segments_BT, place=place, attend=attend, window=window)
+        # Inside a scan XLA cannot merge the recomputation with the forward pass, so barriers against it only cost.
+        return (jax.checkpoint(run, prevent_cse=False) if config.remat else run)(x_BTD, layer)
 
     def period(x_BTD: Array, layers: Params, *, first: int, num_layers: int) -> tuple[Array, Array]:
         balance = jnp.zeros(())
         for i in range(num_layers):
-            block = functools.partial(
-                apply_block, config, segments_BT=segments_BT, attention=attention, window=config.has_window(first + i)
-            )
-            if config.remat:
-                block = jax.checkpoint(block, prevent_cse=False)
-            x_BTD, layer_balance = block(x_BTD, jax.tree.map(lambda stack, i=i: stack[i], layers))
+            layer = jax.tree.map(lambda stack, i=i: stack[i], layers)
+            x_BTD, layer_balance = block(x_BTD, layer, config.has_window(first + i))
             balance += layer_balance
         return x_BTD, balance
 
-    size = 1 if config.window is None else config.window_period
+    blocks, size = params["blocks"], 1 if config.window is None else config.window_period
+    if size == 1:
+        x_BTD, balances = jax.lax.scan(lambda x_BTD, layer: block(x_BTD, layer, config.has_window(0)), x_BTD, blocks)
+        return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balances.sum()
     num_periods, num_left = divmod(config.num_layers, size)
-    in_periods, left = num_periods * size, params["blocks"]
-    balances = jnp.zeros(1)
+    in_periods, balance = num_periods * size, jnp.zeros(())
     if num_periods:
-        stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), params["blocks"])
+        stacks = jax.tree.map(lambda w: w[:in_periods].reshape(num_periods, size, *w.shape[1:]), blocks)
         x_BTD, balances = jax.lax.scan(functools.partial(period, first=0, num_layers=size), x_BTD, stacks)
-        left = jax.tree.map(lambda w: w[in_periods:], params["blocks"])
-    x_BTD, balance = period(x_BTD, left, first=in_periods, num_layers=num_left)
-    return _rms_norm(config, x_BTD, params["final_norm"]), balances.sum() + balance
+        balance = balances.sum()
+    if num_left:
+        left = jax.tree.map(lambda w: w[in_periods:], blocks)
+        x_BTD, left_balance = period(x_BTD, left, first=in_periods, num_layers=num_left)
+        balance += left_balance
+    return place(_norm(config, x_BTD, params["final_norm"]), "gathered"), balance
 
 
 def apply_block(
@@ -175,28 +149,26 @@ def apply_block(
     params: Params,
     *,
     segments_BT: Array | None,
-    attention: Attention,
+    place: Place,
+    attend: Attend,
     window: bool,
 ) -> tuple[Array, Array]:
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
-    norm = functools.partial(_rms_norm, config)
-    y_BTD = _attend(config, norm(x_BTD, params["attention_norm"]), params, segments_BT, attention, window)
+    norm = functools.partial(_norm, config)
+    y_BTD = place(norm(x_BTD, params["attention_norm"]), "gathered")
+    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend, window), "residual")
     x_BTD += norm(y_BTD, params["attention_post_norm"]) if config.post_norms else y_BTD
-    y_BTD, balance = norm(x_BTD, params["mlp_norm"]), jnp.zeros(())
+    y_BTD, balance = place(norm(x_BTD, params["mlp_norm"]), "gathered"), jnp.zeros(())
     if config.num_experts:
         y_BTD, balance = _experts(config, y_BTD, params)
     else:
         y_BTD = (_ACTIVATIONS[config.activation](y_BTD @ params["gate"]) * (y_BTD @ params["up"])) @ params["down"]
+    y_BTD = place(y_BTD, "residual")
     return x_BTD + (norm(y_BTD, params["mlp_post_norm"]) if config.post_norms else y_BTD), balance
 
 
-def _attend(
-    config: DecoderConfig,
-    y_BTD: Array,
-    params: Params,
-    segments_BT: Array | None,
-    attention: Attention,
-    window: bool,
+def _attention(
+    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, attend: Attend, window: bool
 ) -> Array:
     heads = []
     for name in ("query", "key", "value"):
@@ -206,24 +178,23 @@ def _attend(
         heads.append(projected.reshape(*y_BTD.shape[:2], -1, config.head_dim))
     query_BTNH, key_BTKH, value_BTKH = heads
     if config.qk_norm:
-        query_BTNH = _rms_norm(config, query_BTNH, params["query_norm"])
-        key_BTKH = _rms_norm(config, key_BTKH, params["key_norm"])
-    cos, sin = _rotations(config, y_BTD.shape[1], window)
-    out_BTNH = attention(
-        _rotate(query_BTNH, cos, sin),
-        _rotate(key_BTKH, cos, sin),
+        query_BTNH = _norm(config, query_BTNH, params["query_norm"])
+        key_BTKH = _norm(config, key_BTKH, params["key_norm"])
+    frequencies = _frequencies(config, window)
+    out_BTNH = attend(
+        rotate(query_BTNH, frequencies),
+        rotate(key_BTKH, frequencies),
         value_BTKH,
+        segments_BT,
         scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
-        is_causal=True,
         local_window_size=(config.window - 1, 0) if window and config.window else None,
-        segment_ids=segments_BT,
         logits_soft_cap=config.attention_soft_cap,
     )
     return out_BTNH.reshape(*y_BTD.shape[:2], -1) @ params["out"]
 
 
-def _rotations(config: DecoderConfig, num_tokens: int, window: bool) -> tuple[Array, Array]:
-    """Returns the cosines and sines `[T, 1, H/2]` of rotary positions."""
+def _frequencies(config: DecoderConfig, window: bool) -> Array:
+    """Returns the frequencies `[H/2]` of rotary positions, of a layer with a sliding window or of one without."""
     theta = config.window_rope_theta if window and config.window_rope_theta else config.rope_theta
     frequencies = theta ** (-jnp.arange(0, config.head_dim, 2) / config.head_dim)
     scaling = config.rope_scaling
@@ -236,22 +207,11 @@ def _rotations(config: DecoderConfig, num_tokens: int, window: bool) -> tuple[Ar
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             share = jnp.clip((turns - low) / (high - low), 0, 1)
             frequencies = share * frequencies + (1 - share) * stretched
-    angles_T1F = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
-    return jnp.cos(angles_T1F), jnp.sin(angles_T1F)
+    return frequencies
 
 
-def _rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
-
-
-def _rms_norm(config: DecoderConfig, x: Array, scale: Array) -> Array:
-    """Scales vectors to a root mean square of 1, in float32, then by `scale` (or 1 + `scale`)."""
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_eps)
-    if config.norm_offset:
-        return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-    return y.astype(x.dtype) * scale
+def _norm(config: DecoderConfig, x: Array, scale: Array) -> Array:
+    return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
 
 
 def _experts(config: DecoderConfig, y_BTD: Array, params: Params) -> tuple[Array, Array]:
@@ -290,6 +250,12 @@ def apply(config: DecoderConfig, params: Params, tokens_BT: Array, segments_BT: 
     return _capped(config, logits_BTV)
 
 
+def generate(config: DecoderConfig, params: Params, prompt_T: Array, key: Array, **settings: Any) -> Array:
+    """Samples tokens that follow a prompt; arguments as for `sampling.generate_tokens`."""
+    sizes = {"seq_len": config.seq_len, "vocab_size": config.vocab_size}
+    return generate_tokens(functools.partial(apply, config, params), prompt_T, key, **sizes, **settings)
+
+
 def _head(config: DecoderConfig, params: Params) -> Array:
     return params["embed"].T if config.tie_embedding else params["head"]
 
@@ -300,18 +266,24 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
 
 
 def loss_fn(
-    config: DecoderConfig, *, attention: Attention = dot_product_attention, token_losses: TokenLosses = whole_logits
+    config: DecoderConfig,
+    *,
+    place: Place = leave,
+    token_losses: TokenLosses = whole_logits,
+    attend: Attend = causal_attention,
 ) -> LossFn:
-    """Makes `loss_fn(params, batch) -> (loss, aux)`, with the batches and `token_losses` of the GPT's.
+    """Makes `loss_fn(params, batch) -> (loss, aux)`, with the arguments and batches of `gpt.loss_fn`.
 
     Raises:
       ValueError: `token_losses` that make the logits in parts, where the logits have a soft cap.
     """
     if config.logits_soft_cap is not None and token_losses is not whole_logits:
-        raise ValueError(f"logits_soft_cap={config.logits_soft_cap} needs logits made at once: leave token_losses out")
+        raise ValueError(
+            f"logits_soft_cap={config.logits_soft_cap} needs all logits at once: leave out token_losses (loss_chunk)"
+        )
 
     def loss(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        hidden_BTD, balance = hidden(config, params, batch["inputs"], batch.get("segments"), attention=attention)
+        hidden_BTD, balance = hidden(config, params, batch["inputs"], batch.get("segments"), place=place, attend=attend)
         head_DV, targets_BT = _head(config, params), batch["targets"]
         if config.logits_soft_cap is None:
             losses_BT = token_losses(hidden_BTD, head_DV, targets_BT)

@@ -4,27 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-ACTIVATIONS = ("silu", "gelu")
-
-
-_LARGEST = 2**31 - 1
-_MAY_BE_ZERO = ("num_experts", "expert_balance")
-
-
-def _check_number(name: str, value: Any, kind: Any) -> None:
-    """Raises `ValueError` for a boolean or number that is not of the kind that a field is annotated with."""
-    wanted = str(getattr(kind, "__name__", kind))
-    if value is None and "None" in wanted:
-        return
-    if wanted == "bool":
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={str(value)[:60]!r}: give True or False")
-    elif wanted.startswith(("int", "float")):
-        is_int = wanted.startswith("int")
-        if isinstance(value, bool) or not isinstance(value, int if is_int else int | float):
-            raise ValueError(f"{name}={str(value)[:60]!r}: give {'a whole number' if is_int else 'a number'}")
-        if not 0 <= value <= _LARGEST or (value == 0 and name not in _MAY_BE_ZERO):
-            raise ValueError(f"{name}={str(value)[:60]}: give a positive number of at most {_LARGEST}")
+from zero_jax.models.fields import check_fields, check_num_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +23,15 @@ class RopeScaling:
     low_freq_factor: float | None = None
     high_freq_factor: float = 4.0
     original_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        """Refuses factors that cannot be applied."""
+        check_fields(self)
+        if self.low_freq_factor is not None and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} is not below high_freq_factor={self.high_freq_factor}: give "
+                "a smaller one, or None for linear scaling"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +106,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Refuses shapes that cannot be built."""
-        for field in dataclasses.fields(self):
-            _check_number(field.name, getattr(self, field.name), field.type)
+        check_fields(self, may_be_zero=("num_experts", "expert_balance"))
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(f"rope_scaling={self.rope_scaling!r}: give a RopeScaling or None")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: query heads share "
@@ -126,10 +116,9 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions rotate pairs of features")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r} is unknown: use one of {', '.join(ACTIVATIONS)}")
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than num_experts={self.num_experts}")
+        check_num_params(self, "d_model", "num_layers", "d_hidden", "num_heads", "num_experts", "vocab_size")
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:

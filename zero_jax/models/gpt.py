@@ -18,18 +18,16 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from zero_jax.models.layers import causal_attention, leave, rotate
+from zero_jax.models.fields import check_fields, check_num_params
+from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
+from zero_jax.models.sampling import generate_tokens
 
 Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
 TokenLosses = Callable[[Array, Array, Array], Array]
 Place = Callable[[Array, str], Array]
-Attend = Callable[[Array, Array, Array, Array | None], Array]
-
-
-_MAX_LAYERS = 100_000
-_MAX_PARAMS = 10**16
+Attend = Callable[..., Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,21 +58,7 @@ class GPTConfig:
 
     def __post_init__(self):
         """Refuses shapes that cannot be built."""
-        sizes = ("vocab_size", "seq_len", "num_layers", "d_model", "num_heads", "mlp_ratio")
-        for name in sizes:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={str(value)[:60]!r}: give a whole number")
-            if value < 1:
-                raise ValueError(f"{name}={str(value)[:60]} is not positive: give {name} of at least 1")
-            largest = _MAX_LAYERS if name == "num_layers" else 2**31 - 1
-            if value > largest:
-                raise ValueError(f"{name}={str(value)[:60]}: give at most {largest}")
-        for name in ("scan", "remat"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={repr(getattr(self, name))[:60]}: give True or False")
-        if self.position not in ("rotary", "learned"):
-            raise ValueError(f"position={self.position!r} is unknown: use 'rotary' or 'learned'")
+        check_fields(self)
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model={self.d_model} does not split over num_heads={self.num_heads}: "
@@ -85,12 +69,7 @@ class GPTConfig:
                 f"rotary positions turn pairs, but d_model/num_heads={self.head_dim} is odd: "
                 "choose an even head size, or position='learned'"
             )
-
-        if self.num_params > _MAX_PARAMS:
-            raise ValueError(
-                f"d_model={self.d_model}, num_layers={self.num_layers}, mlp_ratio={self.mlp_ratio}, vocab_size="
-                f"{self.vocab_size} are {self.num_params:.2g} params: give sizes of at most {_MAX_PARAMS:.2g} in all"
-            )
+        check_num_params(self, "d_model", "num_layers", "mlp_ratio", "vocab_size")
 
     @property
     def head_dim(self) -> int:
@@ -218,7 +197,7 @@ def hidden(
       segments_BT: Which document each token belongs to; tokens then see their own document only. None: one document.
       place: `place(x_BTD, kind)` may shard activations: `residual` is what is added to the residual stream,
         `gathered` what goes into the matrices of a block or of the head, which need every token.
-      attend: causal attention `attend(q_BTHK, k_BTHK, v_BTHK, segments_BT)`.
+      attend: causal attention `attend(q_BTHK, k_BTHK, v_BTHK, segments_BT)`, as `causal_attention`.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
@@ -296,12 +275,6 @@ def mean_loss(losses_BT: Array, weights_BT: Array | None = None) -> tuple[Array,
     return loss, {"bits_per_token": loss / jnp.log(2.0)}
 
 
-def rms_norm(x_BTD: Array, scale_D: Array) -> Array:
-    """Scales every vector to a root mean square of one, measured in float32, then by `scale_D`."""
-    mean_square_BT1 = jnp.mean(jnp.square(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x_BTD * jax.lax.rsqrt(mean_square_BT1 + 1e-6)).astype(x_BTD.dtype) * scale_D
-
-
 def attention(
     config: GPTConfig,
     q_BTD: Array,
@@ -319,66 +292,10 @@ def attention(
     return attend(q_BTHK, k_BTHK, v_BTHK, segments_BT).reshape(q_BTD.shape)
 
 
-def generate(
-    config: GPTConfig,
-    params: Params,
-    prompt_T: Array,
-    key: Array,
-    *,
-    num_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> Array:
-    """Samples `num_tokens` tokens that follow a prompt.
-
-    The model sees a fixed window of `seq_len` tokens, so one compiled program serves every step. There is no cache of
-    keys and values: this is for looking at a small model, not for serving.
-
-    Args:
-      config: The model's shape.
-      params: Its params, in any dtype and with any sharding.
-      prompt_T: One or more tokens to go on from; only the last `seq_len` are seen.
-      key: PRNG key.
-      num_tokens: How many tokens to add.
-      temperature: Below one sharpens the choice, above one flattens it; 0 always takes the likeliest token.
-      top_k: Choose among this many of the likeliest tokens; None means among all.
-
-    Returns:
-      The new tokens, `[num_tokens]`, int32.
-
-    Raises:
-      ValueError: If the prompt is empty, or a number is out of its range.
-    """
-    if prompt_T.ndim != 1 or not prompt_T.size:
-        raise ValueError(f"the prompt has shape {prompt_T.shape}: give one row of at least one token")
-    if num_tokens < 1 or temperature < 0 or (top_k is not None and not 1 <= top_k <= config.vocab_size):
-        raise ValueError(
-            f"num_tokens={num_tokens}, temperature={temperature}, top_k={top_k}: num_tokens is at least 1, temperature "
-            f"not negative, top_k between 1 and the vocabulary's {config.vocab_size}, or None"
-        )
-    prompt_T = prompt_T[-config.seq_len :].astype(jnp.int32)
-    # Whatever is to the right of the last real token is never seen, because attention is causal.
-    window_T = jnp.zeros(config.seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)
-
-    def choose(logits_V: Array, key: Array) -> Array:
-        if temperature == 0:
-            return jnp.argmax(logits_V).astype(jnp.int32)
-        if top_k is not None:
-            floor = jax.lax.top_k(logits_V, top_k)[0][-1]
-            logits_V = jnp.where(logits_V < floor, -jnp.inf, logits_V)
-        return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)
-
-    def add_token(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
-        window_T, length = carry
-        logits_V = apply(config, params, window_T[None])[0, length - 1].astype(jnp.float32)
-        token = choose(logits_V, key)
-        is_full = length == config.seq_len
-        window_T = jnp.where(is_full, jnp.roll(window_T, -1), window_T)
-        length = jnp.where(is_full, length, length + 1)
-        return (window_T.at[length - 1].set(token), length), token
-
-    _, tokens = jax.lax.scan(add_token, (window_T, jnp.int32(prompt_T.size)), jax.random.split(key, num_tokens))
-    return tokens
+def generate(config: GPTConfig, params: Params, prompt_T: Array, key: Array, **settings: Any) -> Array:
+    """Samples tokens that follow a prompt; arguments as for `sampling.generate_tokens`."""
+    sizes = {"seq_len": config.seq_len, "vocab_size": config.vocab_size}
+    return generate_tokens(functools.partial(apply, config, params), prompt_T, key, **sizes, **settings)
 
 
 def _normal(key: Array, shape: tuple[int, ...], scale: float = 1.0) -> Array:

@@ -1,6 +1,8 @@
-"""Checkpoints of the Hugging Face hub as decoders: the config, and the name of every param."""
+"""Checkpoints of the Hugging Face hub as decoders: `config.json` both ways, and the name of every param."""
 
 import dataclasses
+import difflib
+import string
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +10,17 @@ from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
 
 _GEMMA = ("gemma2", "gemma3_text")
 _EXPERTS = ("mixtral", "qwen3_moe")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_GEMMA, *_EXPERTS)
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+MODEL_TYPES = tuple(_ARCHITECTURES)
 # What a decoder cannot do, by key of config.json: the values that mean it is not asked for.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
@@ -16,6 +28,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "mlp_only_layers": ([], None),
     "decoder_sparse_step": (1, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
 }
 # What a key that is missing means, where that is not what it means for Llama.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -30,24 +44,35 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 @dataclasses.dataclass(frozen=True)
 class TensorName:
-    """Where a param of a decoder is in a checkpoint.
+    """Where a param is in a checkpoint: in one tensor, or in several of which each is a slice of its leading dims.
 
     Attributes:
-      template: the tensor's name; `{layer}` and `{expert}` stand for the indices of leading dims of the param.
-      is_transposed: whether the tensor is `[out, in]`, as PyTorch's `Linear` has it.
+      template: the tensor's name; each placeholder, such as `{layer}`, stands for the index of a leading dim of the
+        param, in order.
+      is_transposed: whether the tensor's dims are in reverse order, as PyTorch's `Linear` has `[out, in]`.
+      shape: the tensor's shape where it has fewer dims than the (rest of the) param: `[out, in]` for a param of
+        `[in, heads, head]`. None: it has the same ones.
     """
 
     template: str
     is_transposed: bool = False
+    shape: tuple[int, ...] | None = None
 
     @property
     def num_indices(self) -> int:
         """How many leading dims of the param are spread over several tensors."""
-        return self.template.count("{")
+        return len(self._fields)
+
+    @property
+    def _fields(self) -> list[str]:
+        return [field for _, field, _, _ in string.Formatter().parse(self.template) if field is not None]
 
     def of(self, index: tuple[int, ...]) -> str:
         """Returns the name of the tensor at an index of the leading dims: the layer, and the expert if there is one."""
-        return self.template.format(**dict(zip(("layer", "expert"), index, strict=False)))
+        fields = self._fields
+        if not all(fields):
+            return self.template.format(*index)
+        return self.template.format(**dict(zip(fields, index, strict=True)))
 
 
 def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
@@ -62,12 +87,15 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     """
     model_type = hf_config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}")
+        near = difflib.get_close_matches(str(model_type), MODEL_TYPES, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise ValueError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}{hint}")
     defaults = _DEFAULTS.get(model_type, {}) | (_GEMMA_DEFAULTS if model_type in _GEMMA else {})
     hf_config = {**defaults, **hf_config}
     for key, allowed in _MUST_BE.items():
         if hf_config.get(key) not in allowed:
             raise ValueError(f"{key}={hf_config[key]!r} is not supported: a decoder needs {allowed[0]!r}")
+    _check_sizes(hf_config, model_type)
     activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act={activation!r} is not supported: only {', '.join(_ACTIVATIONS)} are")
@@ -100,11 +128,28 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         }
     if model_type in _EXPERTS:
         settings |= {
-            "num_experts": hf_config["num_local_experts" if model_type == "mixtral" else "num_experts"],
+            "num_experts": _num_experts(hf_config),
             "experts_per_token": hf_config["num_experts_per_tok"],
             "normalize_expert_weights": model_type == "mixtral" or hf_config.get("norm_topk_prob", False),
         }
     return DecoderConfig(**settings)
+
+
+def _check_sizes(hf_config: Mapping[str, Any], model_type: str) -> None:
+    """Raises `ValueError` for a size that is missing, or no whole number."""
+    keys = ["vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings"]
+    keys.append("moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size")
+    if model_type in _EXPERTS:
+        keys += ["num_experts", "num_experts_per_tok"]
+    for key in keys:
+        value = _num_experts(hf_config) if key == "num_experts" else hf_config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key}={value!r}: the config needs a whole number of at least 1")
+
+
+def _num_experts(hf_config: Mapping[str, Any]) -> Any:
+    """Returns the number of experts; releases of transformers differ in the key."""
+    return hf_config.get("num_local_experts", hf_config.get("num_experts"))
 
 
 def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:
@@ -139,6 +184,8 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     full = parameters.get("full_attention", parameters)
     sliding = parameters.get("sliding_attention") or {}
     scaling = full if full.get("factor") is not None else hf_config.get("rope_scaling")
+    if full.get("partial_rotary_factor") not in _MUST_BE["partial_rotary_factor"]:
+        raise ValueError(f"partial_rotary_factor={full['partial_rotary_factor']} is not supported: only 1 is")
     settings: dict[str, Any] = {
         "rope_theta": float(full.get("rope_theta") or hf_config.get("rope_theta") or 10_000.0),
         "window_rope_theta": sliding.get("rope_theta") or hf_config.get("rope_local_base_freq"),
@@ -158,6 +205,95 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
             original_seq_len=scaling["original_max_position_embeddings"],
         )
     }
+
+
+def hf_config(config: DecoderConfig) -> dict[str, Any]:
+    """Returns a `config.json` that describes a decoder.
+
+    Raises:
+      ValueError: no family has such settings; it names those that the nearest one has not.
+    """
+    model_type = _model_type(config)
+    found: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size": config.d_hidden,
+        "max_position_embeddings": config.seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embedding,
+        "sliding_window": config.window,
+        "hidden_act": "silu",
+    }
+    if config.rope_scaling is not None:
+        found["rope_scaling"] = _scaling(config.rope_scaling)
+    if config.window is not None and model_type not in ("mistral", "mixtral"):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        found["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
+        found |= {"use_sliding_window": True} if model_type.startswith("qwen") else {}
+    if model_type in _GEMMA:
+        scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
+        found |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
+        found |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+        found |= {"attn_logit_softcapping": config.attention_soft_cap}
+        found |= {"final_logit_softcapping": config.logits_soft_cap}
+    if config.window_rope_theta is not None:
+        found["rope_local_base_freq"] = config.window_rope_theta
+    if model_type in _EXPERTS:
+        found["num_local_experts" if model_type == "mixtral" else "num_experts"] = config.num_experts
+        found |= {"num_experts_per_tok": config.experts_per_token, "norm_topk_prob": config.normalize_expert_weights}
+    _check_described(config, found)
+    return found
+
+
+def _model_type(config: DecoderConfig) -> str:
+    """Returns the family that a decoder is nearest to."""
+    if config.norm_offset:
+        return "gemma3_text" if config.qk_norm else "gemma2"
+    if config.num_experts:
+        return "qwen3_moe" if config.qk_norm else "mixtral"
+    if config.qk_norm or config.qkv_bias:
+        return "qwen3" if config.qk_norm else "qwen2"
+    return "llama" if config.window is None else "mistral"
+
+
+def _scaling(scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.low_freq_factor is None:
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_seq_len,
+    }
+
+
+def _check_described(config: DecoderConfig, found: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for settings that a `config.json` does not describe."""
+    described = decoder_config(found, seq_len=config.seq_len)
+    own = {"remat", "expert_capacity", "expert_balance"}  # of training, not of the function
+    own |= set() if config.num_experts else {"experts_per_token", "normalize_expert_weights"}
+    own |= {"window_period"} if config.window is None else set()
+    differ = []
+    for field in dataclasses.fields(config):
+        wanted, got = getattr(config, field.name), getattr(described, field.name)
+        if field.name == "query_scale":
+            wanted, got = (config.head_dim**-0.5 if scale is None else scale for scale in (wanted, got))
+            got = wanted if abs(wanted - got) <= 1e-9 * wanted else got
+        if wanted != got and field.name not in own:
+            differ.append(f"{field.name}={wanted!r}")
+    if differ:
+        raise ValueError(
+            f"no family of the hub has these settings: the nearest, {found['model_type']}, is without "
+            f"{', '.join(differ)}: export as plain safetensors instead"
+        )
 
 
 def tensor_names(config: DecoderConfig, *, model_type: str) -> dict[str, TensorName]:

@@ -1,6 +1,7 @@
-"""Layers without params of their own: causal self-attention and rotary positions.
+"""Layers without params of their own: normalization, causal self-attention and rotary positions.
 
-Names end in the letters of their dims: `B` batch, `T` and `S` tokens, `H` heads, `K` head.
+Names end in the letters of their dims: `B` batch, `T` and `S` tokens, `H` heads (of queries), `G` heads of keys and
+values, `R` heads of queries that share one of those, `K` head.
 """
 
 import functools
@@ -16,29 +17,79 @@ def leave(x: Array, kind: str) -> Array:
     return x
 
 
-def causal_attention(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, segments_BT: Array | None = None) -> Array:
-    """Returns causal self-attention `[B, T, H, K]`, within segments, with a float32 softmax."""
+def rms_norm(x: Array, scale: Array, eps: float = 1e-6, *, offset: bool = False) -> Array:
+    """Scales every vector to a root mean square of one, measured in float32, then by `scale`, or by 1 + `scale`."""
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    y = x * jax.lax.rsqrt(mean_square + eps)
+    return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype) if offset else y.astype(x.dtype) * scale
+
+
+def causal_attention(
+    q_BTHK: Array,
+    k_BTGK: Array,
+    v_BTGK: Array,
+    segments_BT: Array | None = None,
+    *,
+    scale: float | None = None,
+    local_window_size: tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+) -> Array:
+    """Returns causal self-attention `[B, T, H, K]`, within segments, with a float32 softmax.
+
+    Args:
+      q_BTHK: queries.
+      k_BTGK: keys; `H / G` heads of queries share each.
+      v_BTGK: values.
+      segments_BT: the document of each token; a token attends to its own alone. None: there is one document.
+      scale: what logits are multiplied by; None is `K ** -0.5`.
+      local_window_size: tokens to the left and to the right that a token attends to besides itself; None: all before.
+      logits_soft_cap: c: logits x become `c * tanh(x / c)`.
+    """
+    if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None:
+        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, scale, local_window_size, logits_soft_cap)
     same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
-    if q_BTHK.dtype == jnp.float16:
-        return _float16_attention(q_BTHK, k_BTHK, v_BTHK, same_B1TT)
-    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, mask=same_B1TT, is_causal=True)
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BTGK, v_BTGK, mask=same_B1TT, is_causal=True, scale=scale, local_window_size=local_window_size
+    )
 
 
-def _float16_attention(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, mask_B1TT: Array | None) -> Array:
-    """Does what `jax.nn.dot_product_attention` does, which asks for a float16 dot that only GPUs have."""
+def _capped_attention(
+    q_BTHK: Array,
+    k_BTGK: Array,
+    v_BTGK: Array,
+    segments_BT: Array | None,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    cap: float | None,
+) -> Array:
+    """Does what `jax.nn.dot_product_attention` does, which has no cap, and whose float16 dot only GPUs have."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    num_tokens, head_dim = q_BTHK.shape[1], q_BTHK.shape[-1]
-    is_seen = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    is_seen = is_seen if mask_B1TT is None else is_seen & mask_B1TT
-    logits_BHTT = einsum("BTHK,BSHK->BHTS", q_BTHK, k_BTHK) * head_dim**-0.5
-    weights_BHTT = jax.nn.softmax(jnp.where(is_seen, logits_BHTT, -1e30))
-    return einsum("BHTS,BSHK->BTHK", weights_BHTT.astype(v_BTHK.dtype), v_BTHK).astype(v_BTHK.dtype)
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    distance_TT = jnp.arange(T)[:, None] - jnp.arange(T)
+    is_seen = distance_TT >= 0
+    if window is not None:
+        is_seen &= (distance_TT <= window[0]) & (distance_TT >= -window[1])
+    if segments_BT is not None:
+        is_seen = is_seen & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None, :])
+    logits_BGRTT = einsum("BTGRK,BSGK->BGRTS", q_BTHK.reshape(B, T, G, H // G, K), k_BTGK)
+    logits_BGRTT *= K**-0.5 if scale is None else scale
+    if cap is not None:
+        logits_BGRTT = cap * jnp.tanh(logits_BGRTT / cap)
+    weights_BGRTT = jax.nn.softmax(jnp.where(is_seen, logits_BGRTT, -1e30)).astype(v_BTGK.dtype)
+    return einsum("BGRTS,BSGK->BTGRK", weights_BGRTT, v_BTGK).astype(v_BTGK.dtype).reshape(B, T, H, K)
 
 
-def rotate(x_BTHK: Array) -> Array:
-    """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34)."""
+def rotate(x_BTHK: Array, frequencies: Array | None = None) -> Array:
+    """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34).
+
+    Args:
+      x_BTHK: queries or keys.
+      frequencies: the angle from a token to the next, of each pair: `[K/2]`; None takes those of the paper.
+    """
     num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
-    frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
+    if frequencies is None:
+        frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
     angles_T1K = (jnp.arange(num_tokens)[:, None] * frequencies)[:, None]
     cos, sin = jnp.cos(angles_T1K), jnp.sin(angles_T1K)
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)

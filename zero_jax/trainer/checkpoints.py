@@ -21,7 +21,7 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
-from zero_jax.trainer.run import Run
+from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
@@ -73,7 +73,9 @@ def begin(run: Run) -> Start:
             return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    return Start(state=init_state(run.model.init_fn, run.tx, key, mesh=run.mesh, config=run.zero))
+    load_fn = run.model.load_fn if isinstance(run.model, Model) else None
+    params = run.model.init_fn if load_fn is None else load_fn(run.mesh, run.zero)
+    return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 
 def _accept(extra: Mapping[str, Any]) -> None:

@@ -52,6 +52,8 @@ class Model:
       generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
       param_specs: how the params are sharded over the mesh axis `model`, as for `ZeroConfig.param_specs`; used where
         that axis has more than one device. None where the params carry their specs themselves, or have none.
+      load_fn: `load_fn(mesh, zero_config) -> params`, the params that a run begins with, sharded; None makes them by
+        `init_fn`, which always says their shapes.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Model:
     loss_fn: Callable[..., Any] | MeshLoss
     generate_fn: Callable[..., Array] | None = None
     param_specs: Any = None
+    load_fn: Callable[[Mesh, ZeroConfig], Any] | None = None
 
 
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.

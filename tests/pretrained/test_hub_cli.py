@@ -1,0 +1,128 @@
+"""The command line on folders of the hub: train from one, write one, and what it refuses."""
+
+import json
+
+import pytest
+from hub_folders import FOLDERS, read, tensors_of, write
+
+from zero_jax.cli import commands as cli
+from zero_jax.cli.presets import PRESETS
+
+SMALL = "--seq-len 16 --steps 2 --warmup-steps 1 --eval-batches 1 --sample-tokens 0 --token-cache none".split()
+LLAMA = FOLDERS["llama"] | {"vocab_size": 320, "num_hidden_layers": 1}
+
+
+def run(arguments, capsys):
+    """Returns exit status, output and error output of a command."""
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    return status, *capsys.readouterr()
+
+
+def tokenizer(path, *, num_tokens, more=None, added=()):
+    """Writes a tokenizer of bytes, further tokens of text (`more`), and special ones (`added`)."""
+    alphabet = sorted({chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 324))})[: num_tokens - 1]
+    vocab = {"<|endoftext|>": 0} | {token: i + 1 for i, token in enumerate(alphabet)} | (more or {})
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    entries = [{"id": 0, "content": "<|endoftext|>", **special}, *({**special, **entry} for entry in added)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    path.write_text(
+        json.dumps(
+            {"version": "1.0", "added_tokens": entries, "pre_tokenizer": level, "decoder": level, "model": model}
+        )
+    )
+
+
+@pytest.fixture
+def hub(tmp_path):
+    folder = write(tmp_path / "tiny-llama", LLAMA, tensors_of(LLAMA, "bfloat16"), num_files=2)
+    tokenizer(folder / "tokenizer.json", num_tokens=250)
+    (tmp_path / "text.txt").write_text("".join(f"def f{i}(x): return {i * i} * x\n\n" for i in range(400)))
+    return folder
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, capsys):
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
+    status, out, err = run(["train", "--from-hf", str(hub), *SMALL, *data, "--name", "a", "--json"], capsys)
+    assert status == 0, err
+    assert json.loads(out)["model"] == "tiny-llama"
+    assert (tmp_path / "runs/a/hf/tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
+    assert f'[model]\nfrom_hf = "{hub}"\nseq_len = 16\n' in (tmp_path / "runs/a/config.toml").read_text()
+    status, out, err = run(["export", str(tmp_path / "runs/a"), "--to-hf", str(tmp_path / "out"), "--json"], capsys)
+    assert status == 0 and json.loads(out)["num_files"] == 1, err
+    before, after = tensors_of(LLAMA, "bfloat16"), read(tmp_path / "out")
+    assert {name: (x.shape, x.dtype) for name, x in after.items()} == {n: (x.shape, x.dtype) for n, x in before.items()}
+    moved = [name for name, x in before.items() if x.tobytes() != after[name].tobytes()]
+    assert (
+        0 < len(moved) and abs(after["lm_head.weight"].astype("f") - before["lm_head.weight"].astype("f")).max() < 0.1
+    )
+    assert json.loads((tmp_path / "out/config.json").read_text()) == LLAMA | {"torch_dtype": "bfloat16"}
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
+    tokenizer(hub / "tokenizer.json", num_tokens=250, more={"zz": 320})
+    status, _, err = run(["train", "--from-hf", str(hub), *SMALL, *data], capsys)
+    assert status == 2 and "tokenizer.json makes tokens up to 320, and the model in" in err and "has 320" in err
+    (hub / "tokenizer.json").unlink()
+    status, _, err = run(["train", "--from-hf", str(hub), *SMALL, *data], capsys)
+    assert status == 2 and "has no tokenizer.json: give --tokenizer" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_special_tokens_that_no_text_becomes_may_be_beyond_the_vocabulary(hub):
+    from zero_jax.data import load_tokenizer
+
+    tokenizer(hub / "tokenizer.json", num_tokens=250, added=[{"id": 250, "content": "<image>"}])
+    loaded = load_tokenizer(hub / "tokenizer.json")
+    assert loaded.vocab_size == 250 and loaded.encode("<image>").max() < 250
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--d-model", "8"], "--d-model: --from-hf takes the model's shape from its config.json: leave it out"),
+        (["--model", "gpt-tiny"], "are two models: leave out one of them"),
+        (["--seq-len", "65"], "has contexts of 64 at most"),
+    ],
+)
+def test_options_beside_a_folder_of_the_hub(arguments, message, hub, capsys):
+    for command in ("train", "plan"):
+        status, _, err = run([command, "--from-hf", str(hub), *arguments], capsys)
+        assert status == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_loaded_makes_no_run(hub, tmp_path, capsys):
+    (hub / "model-00002-of-00002.safetensors").unlink()
+    status, _, err = run(["train", "--from-hf", str(hub), *SMALL, "--out", str(tmp_path / "runs")], capsys)
+    assert status == 2 and "which is not there" in err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama-3-8"], "did you mean 'llama-3-8b'? Choose one of gpt-tiny"),
+        (["--model", "llama-3-8b", "--mlp-ratio", "4"], "--mlp-ratio: llama-3-8b is a decoder, which has no mlp_ratio"),
+        (["--num-kv-heads", "2"], "gpt-tiny is a GPT, which has no num_kv_heads: did you mean --num-heads?"),
+        (["--model", "gemma-2-2b", "--loss-chunk", "64"], "logits_soft_cap=30.0 needs all logits at once"),
+        (["--model", "llama-3-8b", "--head-dim", "7"], "head_dim=7 is odd"),
+    ],
+)
+def test_presets_refuse_what_they_have_not(arguments, message, capsys, tmp_path):
+    status, _, err = run(["train", "--out", str(tmp_path / "runs"), *arguments], capsys)
+    assert status == 2 and message in err and not (tmp_path / "runs").exists()
+
+
+def test_a_config_file_takes_fields_of_decoders(tmp_path):
+    from zero_jax.cli.model import preset_config
+
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\npreset = "mistral-7b"\nwindow = "none"\nnum_layers = 2\nqk_norm = true\n')
+    config = preset_config(cli.parse(["train", "--config", str(path), "--num-kv-heads", "4"]))
+    assert (config.window, config.num_layers, config.qk_norm, config.num_kv_heads) == (None, 2, True, 4)
+    assert config.d_hidden == PRESETS["mistral-7b"].d_hidden

@@ -1,0 +1,54 @@
+"""Folders of the hub with several processes: each reads its own shards, and together they write one folder."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from hub_folders import FOLDERS, assert_same_bits, read, tensors_of, write
+from reference import free_address
+
+WORKER = pathlib.Path(__file__).with_name("hub_worker.py")
+pytestmark = pytest.mark.slow
+
+
+def start(folders, out):
+    """Runs two processes, each with a folder of its own to read from; returns what each of them prints."""
+    address = free_address()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, address, "2", str(i), folder, out],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, folder in enumerate(folders)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+
+
+def test_two_processes_read_their_shards_and_write_one_folder(tmp_path):
+    tensors = tensors_of(FOLDERS["mixtral"], "bfloat16")
+    folder = write(tmp_path / "in", FOLDERS["mixtral"], tensors, num_files=2)
+    results = start([folder, folder], tmp_path / "out")
+    assert not any("error" in result for result in results), results
+    for result in results:
+        assert result["num_read"] < 0.6 * result["num_params"]
+    assert results[0]["saved"] == results[1]["saved"]
+    assert_same_bits(read(tmp_path / "out"), tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_folder_that_one_process_cannot_read_is_loaded_by_none(tmp_path):
+    folder = write(tmp_path / "in", FOLDERS["llama"], tensors_of(FOLDERS["llama"]))
+    results = start([folder, tmp_path / "none"], tmp_path / "out")
+    assert "process 1 cannot read" in results[0]["error"] and "is no folder" in results[1]["error"]
+    assert not (tmp_path / "out").exists()

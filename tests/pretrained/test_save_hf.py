@@ -1,0 +1,161 @@
+"""States as folders of the hub: the same names and bits, nothing written over, nothing left half."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hub_folders import FOLDERS, assert_params, assert_same_bits, read, tensors_of, write
+from test_load_hf import NAMES, config_of, own_model, own_tensors
+
+import zero_jax as zero
+from zero_jax.checkpoint import Checkpointer
+from zero_jax.models import decoder, huggingface
+from zero_jax.models.decoder_config import DECODERS, DecoderConfig
+from zero_jax.pretrained import export_hf, load_tensors, save_tensors, saving
+
+TX = optax.adam(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "stage"),
+    [("llama", "bfloat16", 3), ("qwen2", "float32", 1), ("gemma3", "bfloat16", None), ("mixtral", "float16", None)],
+)
+def test_a_round_trip_is_equal_to_the_bit(name, dtype, stage, tmp_path):
+    """Of a train state at a stage, or of the params as they were loaded."""
+    tensors = tensors_of(FOLDERS[name], dtype)
+    norm = next(tensor for tensor in tensors if "norm" in tensor)
+    tensors[norm] = tensors[norm].astype(np.float32)  # a folder may have several dtypes
+    write(tmp_path / "in", FOLDERS[name], tensors, num_files=2)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    mesh = zero.make_mesh(data=4, model=2)
+    loaded = zero.load_hf(tmp_path / "in", mesh=mesh, config=config_of(stage or 0))
+    state = loaded.params
+    if stage is not None:
+        state = zero.init_state(state, TX, jax.random.key(0), mesh=mesh, config=loaded.config)
+    done = zero.save_hf(tmp_path / "out", state, loaded, max_file_bytes=9000)
+    assert_same_bits(read(tmp_path / "out"), tensors)
+    assert (
+        done.num_tensors == len(tensors) and done.num_files == len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    )
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == FOLDERS[name] | {"torch_dtype": dtype}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}" and not list(tmp_path.glob(".*"))
+
+
+def test_params_of_a_shape_alone_get_a_config(tmp_path):
+    config = huggingface.decoder_config(FOLDERS["mixtral"], seq_len=32)
+    mesh = zero.make_mesh()
+    state = zero.init_state(
+        lambda key: decoder.init(config, key), TX, jax.random.key(0), mesh=mesh, config=config_of(3)
+    )
+    zero.save_hf(tmp_path / "out", state, config, dtype="bfloat16")
+    back = zero.load_hf(tmp_path / "out", mesh=mesh, config=config_of(0), seq_len=32)
+    assert back.source.config == config
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(back.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(x).astype(y.dtype), y)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_presets_have_a_config_of_the_hub(name):
+    config = DECODERS[name]
+    found = json.loads(json.dumps(huggingface.hf_config(config)))
+    back = huggingface.decoder_config(found, seq_len=config.seq_len)
+    assert back.shapes == config.shapes and back.rope_scaling == config.rope_scaling
+    assert [back.has_window(i) for i in range(9)] == [config.has_window(i) for i in range(9)]
+
+
+def test_settings_of_no_family_are_named():
+    with pytest.raises(ValueError, match=r"the nearest, llama, is without logits_soft_cap=3\.0: export as plain"):
+        huggingface.hf_config(DecoderConfig(logits_soft_cap=3.0))
+
+
+def test_a_model_of_ones_own_is_saved_by_names(tmp_path):
+    tensors = own_tensors()
+    write(tmp_path / "in", {}, tensors)
+    params = load_tensors(tmp_path / "in", own_model(), NAMES, mesh=zero.make_mesh(), config=config_of(3))
+    save_tensors(tmp_path / "out", params, NAMES)
+    assert_same_bits(read(tmp_path / "out"), tensors)
+
+
+def loaded_llama(tmp_path):
+    write(tmp_path / "in", FOLDERS["llama"], tensors_of(FOLDERS["llama"]))
+    return zero.load_hf(tmp_path / "in", mesh=zero.make_mesh(), config=config_of(3))
+
+
+def test_what_is_there_stays(tmp_path):
+    loaded = loaded_llama(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "in").iterdir()}
+    with pytest.raises(ValueError, match="in it: choose a folder that is new or empty"):
+        zero.save_hf(tmp_path / "in", loaded.params, loaded)
+    assert {path: path.read_bytes() for path in (tmp_path / "in").iterdir()} == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is no folder"):
+        zero.save_hf(tmp_path / "file", loaded.params, loaded)
+    (tmp_path / "empty").mkdir()
+    zero.save_hf(tmp_path / "empty", loaded.params, loaded)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "in"]
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    loaded = loaded_llama(tmp_path)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "copy_companions", full)
+    with pytest.raises(ValueError, match="No space left on device; nothing was left there"):
+        zero.save_hf(tmp_path / "out", loaded.params, loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda p: p | {"head": p["head"] * 1e6}, {"dtype": "float16"}, "leaf 'head' has values too large for float16"),
+        (lambda p: p | {"head": p["head"].T}, {}, r"param 'head' has shape \[64, 16\], the model \[16, 64\]"),
+        (lambda p: {"hed": p["head"]}, {}, "param 'hed' has no tensor's name: did you mean 'head'"),
+        (lambda p: p, {"dtype": "int8"}, "dtype='int8': give a floating dtype"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(change, options, message, tmp_path):
+    loaded = loaded_llama(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        zero.save_hf(tmp_path / "out", change(loaded.params), loaded, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def checkpoint(folder, config, mesh):
+    state = zero.init_state(
+        lambda key: decoder.init(config, key), TX, jax.random.key(0), mesh=mesh, config=config_of(3)
+    )
+    model = json.loads(json.dumps(dataclasses.asdict(config)))
+    with Checkpointer(folder / "checkpoints", log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state, extra={"config": {"model": {"name": "m", **model}}}, loss=1.0)
+    return state
+
+
+def test_a_checkpoint_is_exported_for_the_hub(tmp_path):
+    config = huggingface.decoder_config(FOLDERS["llama"], seq_len=16)
+    state = checkpoint(tmp_path / "run", config, zero.make_mesh())
+    done = export_hf(tmp_path / "run", tmp_path / "out", dtype="float32")
+    assert done.num_files == 1
+    host = jax.tree.map(np.asarray, state.params)
+    assert_params(host, read(tmp_path / "out"), FOLDERS["llama"])
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found["model_type"] == "llama" and found["rope_scaling"] == FOLDERS["llama"]["rope_scaling"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    mesh = zero.make_mesh()
+    state = zero.init_state(
+        lambda key: {"w": jax.random.normal(key, (8, 8))}, TX, jax.random.key(0), mesh=mesh, config=config_of(3)
+    )
+    with Checkpointer(tmp_path / "run", log=pytest.fail) as checkpointer:
+        checkpointer.save(1, state, extra={"config": {"model": {"name": "gpt-tiny"}}}, loss=1.0)
+    with pytest.raises(ValueError, match="of the model 'gpt-tiny', which is no decoder"):
+        export_hf(tmp_path / "run", tmp_path / "out")

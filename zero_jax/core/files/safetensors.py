@@ -1,0 +1,195 @@
+"""Safetensors files: headers that are checked, tensors as views of a file, files that are made before their tensors.
+
+The format (https://github.com/huggingface/safetensors, "Format") is 8 bytes with the length of the header, a header in
+JSON, and the tensors' bytes. The library `safetensors` takes and returns tensors in memory; here slices of them are
+read and written in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.core.files.untrusted import parse_json, shape, whole_number
+
+# Names of dtypes in the format's headers.
+DTYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+INDEX = "model.safetensors.index.json"
+_NAMES = {code: name for name, code in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # of the library
+_METADATA = "__metadata__"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor of a file: its name there, and the name of its dtype."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor(Tensor):
+    """A tensor in a file, and the byte that it begins at."""
+
+    path: pathlib.Path
+    offset: int
+
+    def open(self, mode: Any = "r") -> np.ndarray:
+        """Returns the tensor as a map of the file, of which only what is used is read ("r") or written ("r+")."""
+        if 0 in self.shape:
+            return np.empty(self.shape, jnp.dtype(self.dtype))
+        return np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,)).reshape(self.shape)
+
+
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name; of the file only the header is read.
+
+    Raises:
+      ValueError: the file is missing, cut off, or no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no regular file")
+            size = status.st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError(f"its header would take {length:,} of its {size:,} bytes")
+            header = _parse(file.read(length))
+        return _tensors(path, header, start=8 + length, size=size)
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no complete safetensors file: {error}. Copy or download it again") from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError("a name is in its header twice")
+        return dict(pairs)
+
+    parse_json(text)  # refuses what is nested too deeply
+    header = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    return header
+
+
+def _tensors(path: pathlib.Path, header: Mapping[str, Any], *, start: int, size: int) -> dict[str, StoredTensor]:
+    tensors, end = {}, 0
+    entries = {name: entry for name, entry in header.items() if name != _METADATA}
+    for name, entry in sorted(entries.items(), key=lambda item: _offsets(*item)):
+        first, last = _offsets(name, entry)
+        if entry["dtype"] not in _NAMES:
+            raise ValueError(f"the dtype {entry['dtype']!r} of {name!r} is unknown")
+        tensor = StoredTensor(
+            path=path, name=name, dtype=_NAMES[entry["dtype"]], shape=shape(entry["shape"]), offset=start + first
+        )
+        if first != end or last - first != tensor.num_bytes:
+            raise ValueError(f"{name!r} of shape {list(tensor.shape)} would be at bytes {first} to {last}")
+        tensors[name], end = tensor, last
+    if start + end != size:
+        raise ValueError(f"it has {size:,} bytes, and its tensors end at {start + end:,}")
+    return tensors
+
+
+def _offsets(name: str, entry: Any) -> tuple[int, int]:
+    if not (isinstance(entry, dict) and entry.keys() >= {"dtype", "shape", "data_offsets"}):
+        raise ValueError(f"the entry of {name!r} lacks dtype, shape or data_offsets")
+    offsets = entry["data_offsets"]
+    if not (isinstance(offsets, list) and len(offsets) == 2):
+        raise ValueError(f"the data_offsets of {name!r} are no pair")
+    first, last = map(whole_number, offsets)
+    return first, last
+
+
+def split_by_size(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+    """Assigns tensors to files by size, in their order; a larger tensor has a file of its own."""
+    files: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(x.num_bytes for x in files[-1]) + tensor.num_bytes > max_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Makes a file with a header and room for the tensors, and returns them by name, to be written in place.
+
+    Raises:
+      OSError: there is no space, or the file exists.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **metadata}}
+    end = 0
+    for tensor in tensors:
+        offsets = [end, end + tensor.num_bytes]
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        end = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        if end and hasattr(os, "posix_fallocate"):  # a map of a file without space ends the process
+            os.posix_fallocate(file.fileno(), 0, start + end)
+        file.truncate(start + end)
+    return {
+        tensor.name: StoredTensor(
+            path=path,
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            offset=start + header[tensor.name]["data_offsets"][0],
+        )
+        for tensor in tensors
+    }
+
+
+def write_index(path: pathlib.Path, files: Mapping[str, Sequence[Tensor]]) -> None:
+    """Writes the index of several files: the file of each tensor."""
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+    file_of = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

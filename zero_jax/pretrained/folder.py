@@ -1,0 +1,111 @@
+"""A folder of a checkpoint as the hub has it: its config, and the tensors of its files, checked and not yet read."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
+from zero_jax.core.files.untrusted import mapping, parse_json, read_file, text
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+# What goes with the weights: tokenizer and settings of generation.
+COMPANIONS = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_RUN_FOLDER = "hf"  # of a run, with the config and the companions of the checkpoint that it began with
+_FILE = "model.safetensors"
+_MAX_JSON_BYTES = 1 << 27
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the content of a folder's `config.json`.
+
+    Raises:
+      ValueError: there is no such folder or file, or it is no JSON.
+    """
+    path = _local(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder: give one with {CONFIG} and *.safetensors, as the hub has them")
+    return dict(_read_json(path / CONFIG))
+
+
+def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder's files by name, from the files' headers.
+
+    Raises:
+      ValueError: a file is missing, cut off or damaged, or the index disagrees with the files.
+    """
+    path = _local(folder)
+    if not (path / INDEX).exists():
+        if not (path / _FILE).exists():
+            others = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth"))
+            there = f"it has {', '.join(others[:4])}" if others else "it has no weights"
+            raise ValueError(f"{path} has neither {_FILE} nor {INDEX} ({there}): give a folder with one of them")
+        return read_header(path / _FILE)
+    index = _read_json(path / INDEX)
+    try:
+        file_of = {name: text(file) for name, file in mapping(index.get("weight_map")).items()}
+    except ValueError as error:
+        raise ValueError(f"{path / INDEX} has no weight_map from tensors to files: {error}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(file_of.values())):
+        if file != pathlib.PurePath(file).name or not (path / file).exists():
+            there = [entry.name for entry in path.glob("*.safetensors")]
+            raise ValueError(
+                f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, there)}copy or "
+                "download it"
+            )
+        found = read_header(path / file)
+        twice = sorted(tensors.keys() & found.keys())
+        if twice:
+            raise ValueError(f"{path / file} has {twice[0]!r}, which {tensors[twice[0]].path.name} has too")
+        tensors |= found
+    for name, file in file_of.items():
+        if name not in tensors or tensors[name].path.name != file:
+            raise ValueError(
+                f"{path / INDEX} says that {name!r} is in {file}, which does not have it: download both again"
+            )
+    return tensors
+
+
+def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> None:
+    """Copies the config, tokenizer and generation settings of a folder to another one."""
+    for name in (CONFIG, *COMPANIONS):
+        if (_local(source) / name).is_file():
+            shutil.copyfile(_local(source) / name, target / name)
+
+
+def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the folder in the folder of a run that has the config and companions of what the run began with."""
+    return pathlib.Path(run) / _RUN_FOLDER
+
+
+def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
+    return pathlib.Path(folder).expanduser()
+
+
+def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        # Not the largest size: so much memory would be taken for a small file too.
+        limit_bytes = min(path.stat().st_size, _MAX_JSON_BYTES)
+        return mapping(parse_json(read_file(epath.Path(path), limit_bytes=limit_bytes)))
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON object: {error}") from error

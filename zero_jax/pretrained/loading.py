@@ -1,0 +1,214 @@
+"""Reads checkpoints of the hub onto a mesh: each process its own shards, leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from zero_jax.attention import dot_product_attention
+from zero_jax.core.agreement import Agreement
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.models import decoder
+from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
+from zero_jax.pretrained.folder import read_config, read_tensors
+from zero_jax.pretrained.mapping import LeafTensors, match
+from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.training import ZeroConfig, make_placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HFModel:
+    """A folder of the hub that was checked against its model; no tensor of it is read yet.
+
+    Attributes:
+      folder: the folder.
+      hf_config: the content of its `config.json`.
+      config: the shape of the decoder.
+      leaves: the tensors of each param, by its path.
+    """
+
+    folder: str
+    hf_config: Mapping[str, Any]
+    config: DecoderConfig
+    leaves: Mapping[str, LeafTensors] = dataclasses.field(repr=False)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of each tensor, by its name."""
+        return {tensor.name: tensor.dtype for leaf in self.leaves.values() for tensor in leaf.tensors.values()}
+
+    def load(self, mesh: Mesh, config: ZeroConfig, *, dtype: Any = None) -> PyTree:
+        """Reads the params onto a mesh, as `load_hf` does."""
+        shapes = jax.eval_shape(functools.partial(decoder.init, self.config), jax.eval_shape(lambda: jax.random.key(0)))
+        return _load(shapes, self.leaves, mesh=mesh, config=self.with_specs(mesh, config), dtype=dtype)
+
+    def with_specs(self, mesh: Mesh, config: ZeroConfig) -> ZeroConfig:
+        """Returns a config with the decoder's specs, where the mesh has an axis `model` and the config no specs."""
+        model = axis_size(mesh, config.axes_of(mesh).model)
+        if model == 1 or config.param_specs is not None:
+            return config
+        specs = decoder.param_specs(self.config, vocab=self.config.vocab_size % model == 0, model_size=model)
+        return dataclasses.replace(config, param_specs=specs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A checkpoint of the hub on a mesh.
+
+    Attributes:
+      source: the folder, its `config.json` and the decoder's shape.
+      params: the params, sharded as the config's master params are.
+      config: the config to go on with: the one given, with the specs of the axis `model` where the mesh has one.
+      loss_fn: `loss_fn(params, batch) -> (loss, aux)`; a batch has `inputs` and `targets` `[batch, seq_len]`, and maybe
+        `weights` and `segments`.
+    """
+
+    source: HFModel
+    params: PyTree
+    config: ZeroConfig
+    loss_fn: Callable[..., Any]
+
+
+def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
+    """Returns the shape of the decoder that the `config.json` of a folder describes.
+
+    Args:
+      folder: the folder.
+      seq_len: tokens in a training sequence; None takes the model's longest context.
+
+    Raises:
+      ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.
+    """
+    found = read_config(folder)
+    try:
+        config = decoder_config(found, seq_len=seq_len)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
+    longest = found["max_position_embeddings"]
+    if seq_len is not None and seq_len > longest:
+        raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
+    return config
+
+
+def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HFModel:
+    """Checks a folder of the hub: config, index, the files' headers and sizes, all tensors' names, shapes and dtypes.
+
+    Args:
+      folder: a folder with `config.json` and `model.safetensors`, or several files with an index.
+      seq_len: tokens in a training sequence; None takes the model's longest context.
+
+    Raises:
+      ValueError: a family or setting that the decoder does not have, or tensors that are missing, left over, mis-shaped
+        or cut off.
+    """
+    hf_config, config = read_config(folder), read_decoder(folder, seq_len=seq_len)
+    names = tensor_names(config, model_type=hf_config["model_type"])
+    left = {"lm_head.weight"} if config.tie_embedding else set()
+    leaves = match(folder, read_tensors(folder), config.shapes, names, may_be_left=left)
+    return HFModel(folder=os.fspath(folder), hf_config=hf_config, config=config, leaves=leaves)
+
+
+def load_hf(
+    folder: str | os.PathLike[str], *, mesh: Mesh, config: ZeroConfig, seq_len: int | None = None, dtype: Any = None
+) -> Pretrained:
+    """Loads a checkpoint of the Hugging Face hub: Llama, Qwen, Gemma, Mistral, Mixtral, on any mesh, for any stage.
+
+    Each process reads the slices of its own shards, one param at a time. Before the first one all files are checked.
+
+        loaded = zero.load_hf("Llama-3.2-1B", mesh=mesh, config=config)
+        state = zero.init_state(loaded.params, tx, key, mesh=mesh, config=loaded.config)
+        step = zero.make_train_step(loaded.loss_fn, tx, mesh=mesh, config=loaded.config)
+
+    Args:
+      folder: a folder with `config.json` and `model.safetensors`, or several files with an index.
+      mesh: the mesh.
+      config: stage, precision and rules; `init_state` casts the params as its precision says.
+      seq_len: tokens in a training sequence; None takes the model's longest context.
+      dtype: floating dtype of the params; None keeps that of the files, or float32 if the precision has no master
+        params of a dtype of their own.
+
+    Raises:
+      ValueError: as `open_hf`.
+    """
+    check_arguments(folder=folder, mesh=mesh, config=config, seq_len=seq_len, dtype=dtype)
+    with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
+        source = open_hf(folder, seq_len=seq_len)
+        config = source.with_specs(mesh, config)
+    return Pretrained(
+        source=source,
+        params=source.load(mesh, config, dtype=dtype),
+        config=config,
+        loss_fn=decoder.loss_fn(source.config, attend=attend),
+    )
+
+
+def load_tensors(
+    folder: str | os.PathLike[str],
+    shapes: PyTree,
+    names: Mapping[str, TensorName],
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+    dtype: Any = None,
+) -> PyTree:
+    """Loads the params of any model from safetensors files, by the names of their tensors.
+
+    Args:
+      folder: a folder with `model.safetensors`, or several files with an index.
+      shapes: the params' shapes, as `jax.eval_shape(init_fn, key)` returns them.
+      names: the tensors of each param, by its path (`a/b/c`).
+      mesh: the mesh.
+      config: stage, precision and rules.
+      dtype: as for `load_hf`.
+
+    Raises:
+      ValueError: params without names, or tensors that are missing, left over, mis-shaped or cut off.
+    """
+    check_arguments(folder=folder, param_shapes=shapes, mesh=mesh, config=config, dtype=dtype)
+    paths = dict(zip(leaf_names(shapes), (tuple(x.shape) for x in jax.tree.leaves(shapes)), strict=True))
+    with Agreement(lambda failed: ValueError(f"process {failed} cannot read {os.fspath(folder)}: see its log")):
+        leaves = match(folder, read_tensors(folder), paths, names)
+    return _load(shapes, leaves, mesh=mesh, config=config, dtype=dtype)
+
+
+def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, config: ZeroConfig, dtype: Any) -> PyTree:
+    placement = make_placement(shapes, mesh=mesh, config=config)
+    if dtype is None and resolve_precision(config.precision).master is None:
+        dtype = jnp.float32
+    shardings = jax.tree.leaves(placement.param_shardings("master"))
+    arrays = [
+        load_leaf(leaves[path], sharding, leaves[path].dtype if dtype is None else dtype)
+        for path, sharding in zip(leaf_names(shapes), shardings, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def load_leaf(leaf: LeafTensors, sharding: NamedSharding, dtype: Any) -> Array:
+    """Reads this process's shards of a param, one after the other: one is in host memory at a time."""
+    devices_of: dict[Any, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        key = tuple((at.start, at.stop) for at in index or ())
+        devices_of.setdefault(key, []).append(device)
+    arrays = []
+    for key, devices in devices_of.items():
+        values = leaf.read(tuple(slice(*ends) for ends in key), jnp.dtype(dtype))
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
+        arrays += jax.block_until_ready([jax.device_put(values, place) for place in places])
+        del values  # before the next shard is read
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+
+
+def attend(query: Array, key: Array, value: Array, segments: Array | None, **settings: Any) -> Array:
+    """Runs causal attention by the kernel of the hardware that the step is for, if it has one."""
+    return dot_product_attention(query, key, value, is_causal=True, segment_ids=segments, **settings)

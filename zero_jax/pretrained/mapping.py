@@ -1,0 +1,164 @@
+"""Which slices of which tensors make a slice of a param."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.files.safetensors import StoredTensor
+from zero_jax.models.huggingface import TensorName
+
+Index = tuple[slice, ...]
+_READABLE = ("float32", "float16", "bfloat16")
+_SHOWN = 4
+# Tensors that transformers does not read either.
+_UNUSED = ("rotary_emb.inv_freq",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafTensors:
+    """A param as tensors in files: `tensors` by the index of its leading dims."""
+
+    path: str
+    shape: tuple[int, ...]
+    name: TensorName
+    tensors: Mapping[tuple[int, ...], StoredTensor]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that holds the values of all tensors."""
+        dtypes = {tensor.dtype for tensor in self.tensors.values()}
+        return jnp.dtype(dtypes.pop()) if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+
+    def read(self, index: Index, dtype: Any) -> np.ndarray:
+        """Reads a slice of the param, and nothing else of the files, as a new array."""
+        out = np.empty([len(range(*at.indices(size))) for at, size in zip(index, self.shape, strict=True)], dtype)
+        for place, tensor, rest in self._parts(index):
+            out[place] = self._view(tensor, "r")[rest]
+        return out
+
+    def write(self, index: Index, values: np.ndarray) -> None:
+        """Writes a slice of the param to its places in the files.
+
+        Raises:
+          ValueError: finite values that the files' dtype does not hold.
+        """
+        for place, tensor, rest in self._parts(index):
+            part = values[place]
+            with np.errstate(over="ignore"):
+                cast = part.astype(jnp.dtype(tensor.dtype))
+            if cast.dtype != part.dtype and np.isinf(cast).any() and not np.isinf(part).any():
+                raise ValueError(
+                    f"leaf {self.path!r} has values too large for {tensor.dtype}: save it as bfloat16 or float32"
+                )
+            self._view(tensor, "r+")[rest] = cast
+
+    def _parts(self, index: Index) -> Iterator[tuple[tuple[int, ...], StoredTensor, Index]]:
+        """Yields the tensors of a slice, each with its place in the slice and the slice of it."""
+        num = self.name.num_indices
+        lead = [range(*at.indices(size)) for at, size in zip(index[:num], self.shape[:num], strict=True)]
+        for place in np.ndindex(*map(len, lead)):
+            yield place, self.tensors[tuple(at[i] for at, i in zip(lead, place, strict=True))], index[num:]
+
+    def _view(self, tensor: StoredTensor, mode: str) -> np.ndarray:
+        """Returns a map of the file in the dims of the param: reversed and divided dims need no copy."""
+        mapped = tensor.open(mode)
+        return (mapped.T if self.name.is_transposed else mapped).reshape(self.shape[self.name.num_indices :])
+
+
+def tensor_shape(path: str, shape: tuple[int, ...], name: TensorName) -> tuple[int, ...]:
+    """Returns the shape that a param's tensors have in the files.
+
+    Raises:
+      ValueError: a name with more indices than dims, or a shape of its own that the param's dims do not divide.
+    """
+    rest = shape[name.num_indices :]
+    if name.num_indices > len(shape):
+        raise ValueError(f"{path}: {name.template!r} has {name.num_indices} indices, and the param {len(shape)} dims")
+    if name.shape is None:
+        return rest[::-1] if name.is_transposed else rest
+    own = name.shape[::-1] if name.is_transposed else name.shape
+    if not _divides(own, rest):
+        raise ValueError(f"{path}: dims {list(rest)} of the param do not divide the dims {list(own)} of its tensor")
+    return name.shape
+
+
+def _divides(dims: tuple[int, ...], parts: tuple[int, ...]) -> bool:
+    """Returns whether each dim is the product of the next parts, in order."""
+    left = list(parts)
+    for dim in dims:
+        size = 1
+        while left and size < dim:
+            size *= left.pop(0)
+        if size != dim:
+            return False
+    return math.prod(left) == 1
+
+
+def indices(shape: tuple[int, ...], name: TensorName) -> Iterator[tuple[int, ...]]:
+    """Yields the index of each tensor of a param."""
+    return np.ndindex(*shape[: name.num_indices])
+
+
+def match(
+    where: object,
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, TensorName],
+    *,
+    may_be_left: Collection[str] = (),
+) -> dict[str, LeafTensors]:
+    """Returns the tensors of each param, by its path.
+
+    Args:
+      where: the folder, for messages.
+      tensors: the tensors of the folder.
+      shapes: the shapes of the params.
+      names: the names of their tensors.
+      may_be_left: names of tensors that need not be used.
+
+    Raises:
+      ValueError: tensors that are missing, left over, or of another shape or dtype; it lists the first of them.
+    """
+    check_paths(shapes, names)
+    found: dict[str, LeafTensors] = {}
+    problems: list[str] = []
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path, shape in shapes.items():
+        each = tensor_shape(path, shape, names[path])
+        own = {index: names[path].of(index) for index in indices(shape, names[path])}
+        wanted |= {name: (path, each) for name in own.values()}
+        here = {index: tensors[name] for index, name in own.items() if name in tensors}
+        found[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=here)
+    surplus = [name for name in tensors if name not in wanted and name not in may_be_left]
+    surplus = [name for name in surplus if not name.endswith(_UNUSED)]
+    for name, (path, each) in wanted.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            hint = did_you_mean(name, surplus, "; is it {!r}?")
+            problems.append(f"{name} of the param {path!r} is missing{hint}")
+        elif tensor.shape != each:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {list(each)}")
+        elif tensor.dtype not in _READABLE:
+            problems.append(f"{name} is {tensor.dtype}: only {', '.join(_READABLE)} are read")
+    problems += [f"{name} is in the files, and the model has no such tensor" for name in surplus]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(f"{where} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}: take another folder")
+    return found
+
+
+def check_paths(shapes: Collection[str], names: Collection[str]) -> None:
+    """Raises `ValueError` if the params and the names differ."""
+    for path in shapes:
+        if path not in names:
+            raise ValueError(f"param {path!r} has no tensor's name: {did_you_mean(path, names)}add it to the names")
+    for path in names:
+        if path not in shapes:
+            raise ValueError(f"{path!r} has a tensor's name and is no param: {did_you_mean(path, shapes)}leave it out")

@@ -1,0 +1,274 @@
+"""Writes params as a folder of the hub: config, tokenizer, and safetensors files in the names of the family.
+
+The files appear all at once, by a rename. One process writes its shards straight to their places in the files. Of
+several processes each writes its shards to a file of its own, from which the first one fills the tensors: no file is
+written by two processes, which network file systems do not all support.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.models.huggingface import TensorName, hf_config, tensor_names
+from zero_jax.pretrained.folder import CONFIG, copy_companions
+from zero_jax.pretrained.loading import HFModel, Pretrained
+from zero_jax.pretrained.mapping import LeafTensors, check_paths, indices, tensor_shape
+from zero_jax.pretrained.parts import Pieces, make_parts, own_shards, pieces_of_parts, write_parts
+from zero_jax.training import TrainState
+
+MAX_FILE_BYTES = 5 * 10**9
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Leaf(Protocol):
+    """A param to write: an array, or the record of a saved one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedHF:
+    """A folder that was written, with the number and bytes of its tensors."""
+
+    folder: str
+    num_files: int
+    num_tensors: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tensors} tensors, {self.num_bytes:,} bytes, in {self.num_files} files in {self.folder}"
+
+
+def save_hf(
+    folder: str | os.PathLike[str],
+    params: TrainState | PyTree,
+    like: Pretrained | HFModel | DecoderConfig,
+    *,
+    dtype: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> SavedHF:
+    """Writes the params of a decoder as a folder of the Hugging Face hub, which transformers loads.
+
+    Every process calls it; the folder is one that all of them see. It appears when all of it is written.
+
+    Args:
+      folder: the folder to make; it must not exist, or be empty.
+      params: the params, or a train state, whose master params are written.
+      like: what the params were loaded from, whose config, tokenizer and dtypes are taken; or the shape of a decoder,
+        for a config of the nearest family.
+      dtype: floating dtype of the files; None takes those that the params were loaded from, or the params' own.
+      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+      ValueError: the folder has something in it, params of another model, a shape that no family has, no space.
+    """
+    check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
+    source = like.source if isinstance(like, Pretrained) else like
+    is_shape = isinstance(source, DecoderConfig)
+    config, found = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
+    tree = params.masters if isinstance(params, TrainState) else params
+    names = tensor_names(config, model_type=found["model_type"])
+    dtypes = source.dtypes if isinstance(source, HFModel) and dtype is None else {}
+
+    def add(target: pathlib.Path, written: Mapping[str, str]) -> None:
+        if isinstance(source, HFModel):
+            copy_companions(source.folder, target)
+        write_config(target, found, written)
+
+    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    _check_shapes(leaves, config.shapes)
+    return save_arrays(folder, leaves, names, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add)
+
+
+def save_tensors(
+    folder: str | os.PathLike[str],
+    params: TrainState | PyTree,
+    names: Mapping[str, TensorName],
+    *,
+    dtype: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> SavedHF:
+    """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
+
+    Raises:
+      ValueError: the folder has something in it, params without names, no space.
+    """
+    check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
+    tree = params.masters if isinstance(params, TrainState) else params
+    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    return save_arrays(folder, leaves, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes)
+
+
+def save_arrays(
+    folder: str | os.PathLike[str],
+    leaves: Mapping[str, Array],
+    names: Mapping[str, TensorName],
+    *,
+    dtype: Any,
+    dtypes: Mapping[str, str],
+    max_file_bytes: int,
+    add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
+) -> SavedHF:
+    """Writes arrays on the devices of any number of processes; arguments as for `write_folder`."""
+    if jax.process_count() == 1:
+        pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
+        return write_folder(
+            folder, leaves, names, pieces, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add
+        )
+    target = pathlib.Path(folder).absolute()
+
+    def begin() -> str:
+        check_free(target)
+        return str(make_parts(target))
+
+    parts = pathlib.Path(from_first_process(begin))
+    failed = lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")  # noqa: E731
+    try:
+        with Agreement(failed):
+            write_parts(parts / str(jax.process_index()), leaves.values())
+        with Agreement(failed):
+            plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)  # the same error in all processes
+            result = None
+            if jax.process_index() == 0:
+                pieces = pieces_of_parts(parts, leaves)
+                result = write_folder(
+                    folder, leaves, names, pieces, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add
+                )
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+    tensors = [tensor for each in plan.values() for tensor in each.values()]
+    return result or SavedHF(
+        folder=str(target),
+        num_files=len(split_by_size(tensors, max_file_bytes)),
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+def write_folder(
+    folder: str | os.PathLike[str],
+    leaves: Mapping[str, Leaf],
+    names: Mapping[str, TensorName],
+    pieces: Mapping[str, Pieces],
+    *,
+    dtype: Any,
+    dtypes: Mapping[str, str],
+    max_file_bytes: int,
+    add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
+) -> SavedHF:
+    """Writes a folder from slices of params, under another name first.
+
+    Args:
+      folder: the folder to make; it must not exist, or be empty.
+      leaves: the params, by path.
+      names: the tensors of each.
+      pieces: returns the slices of each, which are written one after the other.
+      dtype: floating dtype of the files, or None.
+      dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
+      max_file_bytes: bytes of tensors in a file.
+      add: `add(folder, dtypes)` writes what else belongs there.
+
+    Raises:
+      ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
+    """
+    plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)
+    target = pathlib.Path(folder).absolute()
+    check_free(target)
+    tensors = [tensor for each in plan.values() for tensor in each.values()]
+    files = split_by_size(tensors, max_file_bytes)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        stored: dict[str, StoredTensor] = {}
+        for name, each in files.items():
+            stored |= create(partial / name, each, metadata={})
+        for path, each in plan.items():
+            here = {index: stored[tensor.name] for index, tensor in each.items()}
+            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=here)
+            for index, values in pieces[path]():
+                leaf.write(index, values)
+        if len(files) > 1:
+            write_index(partial / INDEX, files)
+        add(partial, {tensor.name: tensor.dtype for tensor in tensors})
+        for name in files:
+            with (partial / name).open("r+b") as file:
+                os.fsync(file.fileno())
+        partial.rename(target)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror or error}; nothing was left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    return SavedHF(folder=str(target), num_files=len(files), num_tensors=len(tensors), num_bytes=num_bytes)
+
+
+def plan_tensors(
+    leaves: Mapping[str, Leaf], names: Mapping[str, TensorName], *, dtype: str | None, dtypes: Mapping[str, str]
+) -> dict[str, dict[tuple[int, ...], Tensor]]:
+    """Returns the tensors to write of each param, by the index of its leading dims."""
+    dtype = None if dtype is None else jnp.dtype(dtype).name
+    if dtype is not None and dtype not in _FLOATS:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(_FLOATS)}, or none")
+    check_paths(leaves, names)
+    plan = {}
+    for path, leaf in leaves.items():
+        own = jnp.dtype(leaf.dtype).name
+        if own not in _FLOATS and dtype is None:
+            raise ValueError(f"param {path!r} is {own}: give a dtype of the files, one of {', '.join(_FLOATS)}")
+        shape = tensor_shape(path, tuple(leaf.shape), names[path])
+        plan[path] = {
+            index: Tensor(name=name, dtype=dtype or dtypes.get(name, own), shape=shape)
+            for index in indices(tuple(leaf.shape), names[path])
+            for name in [names[path].of(index)]
+        }
+    return plan
+
+
+def check_free(target: pathlib.Path) -> None:
+    """Raises `ValueError` for a folder that has something in it: nothing is overwritten."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{target} is no folder: choose another one")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"{target} has {next(target.iterdir()).name} in it: choose a folder that is new or empty")
+
+
+def write_config(folder: pathlib.Path, found: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+    """Writes `config.json`, with the dtype of most tensors."""
+    config = dict(found)
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    names = list(dtypes.values())
+    config[key] = max(sorted(set(names)), key=names.count)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    check_paths(leaves, shapes)
+    for path, shape in shapes.items():
+        if tuple(leaves[path].shape) != shape:
+            raise ValueError(
+                f"param {path!r} has shape {list(leaves[path].shape)}, the model {list(shape)}: give its own params"
+            )

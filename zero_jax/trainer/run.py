@@ -52,6 +52,8 @@ class Model:
       generate_fn: `generate_fn(params, prompt, key, num_tokens=, temperature=, top_k=) -> tokens`, or None.
       param_specs: how the params are sharded over the mesh axis `model`, as for `ZeroConfig.param_specs`; used where
         that axis has more than one device. None where the params carry their specs themselves, or have none.
+      base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
+      adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Model:
     loss_fn: Callable[..., Any] | MeshLoss
     generate_fn: Callable[..., Array] | None = None
     param_specs: Any = None
+    base_init_fn: Callable[[Array], Any] | None = None
+    adapt_fn: Callable[[Any, Array], Any] | None = None
 
 
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.

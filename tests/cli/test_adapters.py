@@ -8,7 +8,7 @@ import pytest
 from zero_jax.cli import commands as cli
 
 SMALL = (
-    "--vocab-size 256 --seq-len 64 --num-layers 2 --d-model 64 --num-heads 2 --warmup-steps 1 --eval-batches 1 "
+    "--vocab-size 256 --seq-len 64 --num-layers 2 --d-model 64 --num-heads 2 --warmup-steps 0 --eval-batches 1 "
     "--sample-tokens 0 --log-every 1"
 ).split()
 LORA = "--lora blocks/query,blocks/up --lora-rank 2 --lora-base nf4".split()
@@ -26,6 +26,7 @@ def train(folder, *options):
     return cli.main(["train", *SMALL, "--out", str(folder), "--json", *options])
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_the_base_of_another_run_and_resumed(tmp_path, chat, capsys):
     data = ["--data", chat, "--format", "chat"]
     assert train(tmp_path, *data, "--steps", "1", "--name", "base") == 0

@@ -27,8 +27,17 @@ def plain_base(variables):
     )
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("base", ["own", "bfloat16", "int8", "nf4"])
+@pytest.mark.parametrize(
+    ("base", "dora"),
+    [
+        ("own", False),
+        ("nf4", True),
+        *(
+            pytest.param(base, dora, marks=pytest.mark.slow)
+            for base, dora in [("own", True), ("nf4", False), ("bfloat16", True), ("int8", False)]
+        ),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_formula(base, dora):
     lora, variables = made(base=base, dora=dora)
     variables, frozen = moved(variables), plain_base(variables)

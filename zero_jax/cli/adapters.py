@@ -93,6 +93,14 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
     )
 
 
+def refuse_lora(options: argparse.Namespace) -> None:
+    """Raises `ValueError` for options of adapters beside a model of the user's own."""
+    if LoraConfig(**field_values(LoraConfig, options)) != LoraConfig():
+        raise ValueError(
+            "--lora is for the presets: adapt your own loss function with zero.Lora, and leave it out here"
+        )
+
+
 def _rules(text: str, *, stacked: bool) -> dict[str, str]:
     """Returns the rules of an option; matrices of a model that stacks its layers are `sio` in its blocks."""
     rules = {}

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from zero_jax.cli.adapters import LoraConfig, adapted_model, add_lora_options
+from zero_jax.cli.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.model import ActivationConfig, add_model_options, preset_model
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
@@ -109,6 +109,8 @@ def _train(options: argparse.Namespace) -> int:
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
         own = read_own_model(options)
         model = adapted_model(preset_model(options), options) if own is None else None
+        if own is not None:
+            refuse_lora(options)
         place = join()
     except ValueError as error:
         options.parser.error(str(error))

@@ -22,7 +22,7 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
-from zero_jax.trainer.run import Run
+from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
@@ -70,12 +70,13 @@ def begin(run: Run) -> Start:
             return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
-            if run.model.base_init_fn is not None:
-                options |= {"init_fn": run.model.base_init_fn, "tx": optax.identity()}
+            model = run.model if isinstance(run.model, Model) else None
+            if model is not None and model.base_init_fn is not None:
+                options |= {"init_fn": model.base_init_fn, "tx": optax.identity()}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
             state = restored.state
-            if run.model.adapt_fn is not None:
-                variables = jax.jit(run.model.adapt_fn)(state.variables, key)
+            if model is not None and model.adapt_fn is not None:
+                variables = jax.jit(model.adapt_fn)(state.variables, key)
                 state = init_state(variables, run.tx, key, mesh=run.mesh, config=run.zero)
             return Start(state=state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:

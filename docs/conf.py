@@ -53,6 +53,7 @@ TITLES = {
     "core": "Model state",
     "transforms": "Transforms: gather on use, remat, attention",
     "attention": "Attention",
+    "finetuning": "Fine-tuning",
     "analysis": "Memory, traffic, the paper",
     "planning": "Planning",
     "checkpoint": "Checkpoints",

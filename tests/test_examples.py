@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 TRAINER = "train_own_model.py"
 VISION = "vit_digits.py"
+FINETUNING = "finetune_docstrings.py"
 NEEDS = {"equinox_model.py": "equinox", "haiku_model.py": "haiku", VISION: "sklearn"}
 # The figure that an example prints first and last falls at least to this share; the slow ones are marked.
 SHARES = {
@@ -27,14 +28,14 @@ SHARES = {
     "t5.py": 0.3,
 }
 QUICK = ("plain_pytree.py", "flax_train_state.py")
-IN_PROCESSES = [name for name in EXAMPLES if name not in (*SHARES, TRAINER, VISION)]
+IN_PROCESSES = [name for name in EXAMPLES if name not in (*SHARES, TRAINER, VISION, FINETUNING)]
 
 
-def run(name, *, num_devices, folder=None):
+def run(name, *options, num_devices, folder=None):
     """Runs an example with warnings as errors and returns what it prints."""
     flags = os.environ.get("XLA_FLAGS", "")
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": str(num_devices), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name), *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -117,3 +118,12 @@ def test_trainer_with_own_model_resumes(tmp_path):
     again = run(TRAINER, num_devices=4, folder=tmp_path)
     assert "resuming after step 60" in again
     assert f"{begun:.3f} -> {ended:.3f}" in again, again
+
+
+@pytest.mark.slow
+def test_adapters_learn_to_answer():
+    printed = run(FINETUNING, "--steps", "20", num_devices=8)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    base, adapters = losses[:6], losses[6:]
+    assert len(adapters) == 6 and base[-1] < 0.8 * base[0] and adapters[-1] < adapters[0], printed
+    assert "tokens of answers to learn" in printed and "model_state/base/blocks/up/codes" in printed

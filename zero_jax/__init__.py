@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zero_jax.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, Restored, restore
     from zero_jax.core.variables import Variables
     from zero_jax.data import BatchBuffers
+    from zero_jax.finetuning import Lora
     from zero_jax.planning import (
         AutoPlan,
         CompilerCrash,
@@ -71,6 +72,7 @@ _PUBLIC = {
     "zero_jax.checkpoint": "CheckpointConfig CheckpointError Checkpointer Restored restore",
     "zero_jax.core.variables": "Variables",
     "zero_jax.data": "BatchBuffers",
+    "zero_jax.finetuning": "Lora",
     "zero_jax.planning": "AutoPlan CompilerCrash LayoutPlans ModelError PlanReport plan plan_auto plan_layouts",
     "zero_jax.pretrained": "Pretrained load_hf save_hf",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
@@ -100,6 +102,7 @@ __all__ = [
     "CompilerCrash",
     "GatherReport",
     "LayoutPlans",
+    "Lora",
     "LossScaleConfig",
     "LossTrace",
     "MeshLoss",

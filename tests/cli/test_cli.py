@@ -16,15 +16,16 @@ from zero_jax.training.state.train_state import ZeroConfig
 TRAIN_OPTIONS = """
 --attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option
 --config --d-model --data --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --eval-loss
---final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered
---keep-last --learning-rate --log-every --loss --loss-chunk --max-nonfinite-steps --min-shard-size --mlp-ratio
---model --model-axis --momentum --name --no-decay --no-keep-gathered --no-overlap --no-scan --no-separate-documents
---no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
---optimizer --out --overlap --paper-config --param-specs --position --precision --prefetch-batches --profile-steps
---remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --seed
---separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard
---text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb
---warmup-steps --weight-decay -h
+--final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
+--learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
+--max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
+--no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-separate-documents --no-sequence-parallel
+--no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
+--paper-config --param-specs --position --precision --prefetch-batches --profile-steps --remat --replica --resume
+--sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len
+--sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
+--token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps
+--weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model

@@ -216,7 +216,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "loss_weight",
         "optimizer",
     }
-    words |= {"no_decay", "topology", "data_layout", "dtype", "max_shard_size", "preset"}
+    words |= {"lora", "lora_train", "no_decay", "topology", "data_layout", "dtype", "max_shard_size", "preset"}
     words |= {"loss", "init", "batches", "validation", "eval_loss", "param_specs"}  # module:name, or file.py:name
     classes = [*cli_train.sections().values(), cli_request.PlanConfig, cli_checkpoint.ExportConfig]
     for config_class in [*classes, cli_checkpoint.InspectConfig, cli_launch.LaunchConfig]:

@@ -213,13 +213,15 @@ def test_generate_refuses_an_empty_prompt():
     "variant", [pytest.param(VARIANTS[0], id="scan"), pytest.param(VARIANTS[3], id="loop", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
-def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant):
-    config = gpt.GPTConfig(**SIZES, **{**variant, "position": "rotary"})
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant, position):
+    config = gpt.GPTConfig(**SIZES, **{**variant, "position": position})
     loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
     convert = {gpt: lambda params, _: params, gpt_linen: to_linen, gpt_nnx: to_nnx}[module]
     params = convert(noisy_params(config), config)
     both = make_batch(config)
-    # Rotary positions are relative, so the second document, which begins at 10, may be looked at by itself.
+    # Rotary positions are relative, and learned ones begin anew: the second document, which begins at 10, may be
+    # looked at by itself.
     segments = jnp.where(jnp.arange(config.seq_len) < 10, 0, 1)[None].repeat(2, 0)
     only_second = jnp.where(segments == 1, 1.0, 0.0)
     run = jax.jit(loss_fn)

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from zero_jax.cli.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.hub import hub_data, keep_companions
 from zero_jax.cli.model import add_model_options, preset_model
@@ -79,6 +80,7 @@ def add_commands(commands: Any) -> None:
     )
     add_model_options(parser)
     add_fields(parser.add_argument_group("a model of your own"), OwnModelConfig, default_of=OwnModelConfig())
+    add_lora_options(parser.add_argument_group("adapters"))
     defaults = TrainConfig()
     for field, title in _PARTS.items():
         part = getattr(defaults, field)
@@ -97,7 +99,7 @@ def sections() -> dict[str, type]:
     """Returns the config class of each section of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
-    own = {"own_model": OwnModelConfig}
+    own = {"own_model": OwnModelConfig, "lora": LoraConfig}
     return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
 
 
@@ -108,7 +110,9 @@ def _train(options: argparse.Namespace) -> int:
         config = TrainConfig(**field_values(TrainConfig, options))
         config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
         own = read_own_model(options)
-        model = preset_model(options) if own is None else None
+        model = adapted_model(preset_model(options), options) if own is None else None
+        if own is not None:
+            refuse_lora(options)
         if model is not None and options.from_hf is not None:
             data = hub_data(config.data, options.from_hf, vocab_size=model.vocab_size)
             config = dataclasses.replace(config, data=data)

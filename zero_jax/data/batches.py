@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core.extras import extra
 from zero_jax.core.tree import PyTree
+from zero_jax.data.conversations import ConversationPart
 from zero_jax.data.dataset import Dataset
 from zero_jax.data.train_validation_split import TokenPart
 
@@ -26,12 +27,14 @@ _MAX_THREADS = 4
 _NO_ROW = -1
 
 
-def num_rows(part: TokenPart, *, seq_len: int) -> int:
+def num_rows(part: TokenPart | ConversationPart, *, seq_len: int) -> int:
     """Returns the number of rows of a part; the last one may be shorter."""
+    if isinstance(part, ConversationPart):
+        return part.num_rows
     return -(-(part.size - 1) // seq_len)
 
 
-def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
+def cut_rows(part: TokenPart | ConversationPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
     """Reads packed rows of tokens by their numbers, with targets, weights and segments; -1 is a row of weight 0.
 
     Returns:
@@ -39,6 +42,8 @@ def cut_rows(part: TokenPart, rows: np.ndarray, *, seq_len: int) -> dict[str, np
       end, else 1; `segments`, int32: the document of each input, numbered from 0 in each row. All are
       `[len(rows), seq_len]`.
     """
+    if isinstance(part, ConversationPart):
+        return part.cut_rows(rows, seq_len=seq_len)
     positions = rows[:, None].astype(np.int64) * seq_len + np.arange(seq_len + 1)
     exists = (rows[:, None] != _NO_ROW) & (positions < part.size)
     tokens, documents = np.zeros(exists.shape, np.int32), np.full(exists.shape, -1)
@@ -201,7 +206,7 @@ class ValidationBatches(Sequence[Batch]):
       share: the rows of a batch that this process reads.
     """
 
-    part: TokenPart
+    part: TokenPart | ConversationPart
     rows: np.ndarray
     seq_len: int
     share: _Share

@@ -8,6 +8,7 @@ import numpy as np
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.user_cache import cache_folder
+from zero_jax.data.conversations import ConversationPart, load_conversations
 from zero_jax.data.sources import Format, find_source
 from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
@@ -26,7 +27,8 @@ class DataConfig:
       data: the documents: `stdlib` is the source code of Python's own standard library, anything else is the path of
         a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a folder that
         `zero-jax tokenize` wrote.
-      format: how to read it; `auto` goes by the names of the files.
+      format: how to read it; `auto` goes by the names of the files, `chat` are conversations or prompts with
+        completions in JSON Lines.
       text_field: field of a JSON line, or column of a Parquet file, that holds the text.
       tokenizer: `bytes`, or the path of a JSON file of the tokenizers library; `auto` takes a token folder's own, and
         bytes for everything else.
@@ -62,6 +64,11 @@ class DataConfig:
                 raise ValueError(f"{name}='' says nothing: leave it out for {getattr(DataConfig, name)!r}")
 
     @property
+    def has_segments(self) -> bool:
+        """Whether batches have `segments`: conversations never see one another."""
+        return self.separate_documents or self.format == "chat"
+
+    @property
     def cache(self) -> pathlib.Path | None:
         """The folder of the token cache, or None."""
         if self.token_cache == "default":
@@ -86,8 +93,8 @@ class Dataset:
     name: str
     tokenizer: Tokenizer
     num_documents: int
-    train: TokenPart
-    validation: TokenPart
+    train: TokenPart | ConversationPart
+    validation: TokenPart | ConversationPart
     fingerprint: str
     notes: tuple[str, ...] = ()
 
@@ -118,6 +125,8 @@ def load_dataset(
         with another tokenizer, or there are too few for a row.
     """
     folder = pathlib.Path(config.data).expanduser()
+    if config.format == "chat":
+        return _load_chat(config, tokenizer, seq_len)
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
@@ -146,6 +155,25 @@ def load_dataset(
         validation=validation,
         fingerprint=_fingerprint(tokens, train, validation),
         notes=_notes(tokens, num_left_out),
+    )
+
+
+def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) -> Dataset:
+    source = find_source(config.data, format="chat")
+    tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
+    found = load_conversations(source, tokenizer, seq_len=seq_len, validation_fraction=config.validation_fraction)
+    num_targets = int(found.train.is_answer.sum())
+    notes = [f"{num_targets:,} tokens of answers to learn, in {found.train.num_rows:,} rows"]
+    if found.num_cut:
+        notes.append(f"{found.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
+    return Dataset(
+        name=source.name,
+        tokenizer=tokenizer,
+        num_documents=found.num_conversations,
+        train=found.train,
+        validation=found.validation,
+        fingerprint=found.fingerprint,
+        notes=tuple(notes),
     )
 
 

@@ -50,7 +50,7 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
         try:
             yield from read(file, text_field)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again") from error
+            raise _unreadable(file, error) from error
         file.check()
 
 
@@ -88,28 +88,54 @@ def _decode(raw: bytes, *, ends: bool = True) -> Piece:
 
 
 def _read_json_lines(file: SourceFile, text_field: str) -> Iterator[Piece]:
+    for where, record, num_replaced in _records(file):
+        yield _string(_field(record, text_field, where), num_replaced)
+
+
+def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Reads the objects of JSON Lines, each with its place, `line N of FILE`.
+
+    Raises:
+      ValueError: a file cannot be read, or a line is no object in UTF-8.
+    """
+    for file in source.files:
+        try:
+            for where, record, num_replaced in _records(file):
+                if num_replaced:
+                    raise ValueError(f"{where} is not in UTF-8: mend or remove the line")
+                yield where, record
+        except (OSError, EOFError, zlib.error) as error:
+            raise _unreadable(file, error) from error
+        file.check()
+
+
+def _records(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Reads the objects of a file, each with its place and the number of replacements for invalid Unicode."""
     with _open_maybe_zipped(file) as stream:
         for number, line in enumerate(stream, 1):
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            decoded = _decode(line)
-            yield _string(_json_text(decoded.text, text_field, f"line {number} of {file.path}"), decoded.num_replaced)
+            if line.strip():
+                decoded, where = _decode(line), f"line {number} of {file.path}"
+                yield where, _json_object(decoded.text, where), decoded.num_replaced
+
+
+def _unreadable(file: SourceFile, error: Exception) -> ValueError:
+    return ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again")
 
 
 def _open_maybe_zipped(file: SourceFile) -> Any:
     return gzip.open(file.path) if file.path.name.lower().endswith(".gz") else file.path.open("rb")
 
 
-def _json_text(line: str, text_field: str, where: str) -> str:
+def _json_object(line: str, where: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # thousands of brackets
         raise ValueError(f"{where} is no JSON ({error}): mend or remove the line") from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{{text_field!r}: ...}}")
-    return _field(record, text_field, where)
+        raise ValueError(f"{where} is a JSON {type(record).__name__}, not an object: write {{...}} with its fields")
+    return record
 
 
 def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:

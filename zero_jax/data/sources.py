@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-Format = Literal["auto", "text", "jsonl", "parquet", "tokens", "arrayrecord"]
+Format = Literal["auto", "text", "jsonl", "chat", "parquet", "tokens", "arrayrecord"]
 
 # Tables, generated text and code about syntax, unlike the Python that people write.
 _STDLIB_SKIPPED = frozenset(
@@ -151,7 +151,8 @@ def _format_of(path: pathlib.Path) -> Format:
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
     """Makes a source of the files that are not empty and, for text, not binary."""
     paths = sorted(paths)
-    named = [path for path in paths if _format_of(path) == format] if format != "text" else []
+    by_name = "jsonl" if format == "chat" else format
+    named = [path for path in paths if _format_of(path) == by_name] if format != "text" else []
     counted = [path for path in named or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
     if not counted:
         raise ValueError(

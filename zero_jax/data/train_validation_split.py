@@ -64,7 +64,7 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
     room = int(validation_fraction * int(tokens.offsets[-1]))
     _, group = np.unique(tokens.hashes, return_inverse=True)
     sizes = np.bincount(group, weights=lengths).astype(np.int64)
-    is_validation = _first_that_fit(sizes, room)[group]
+    is_validation = first_that_fit(sizes, room)[group]
     starts = np.asarray(tokens.offsets[:-1])
     if is_validation.any():
         return _part(tokens, starts[~is_validation], lengths[~is_validation]), _part(
@@ -83,7 +83,7 @@ def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
     return TokenPart(tokens=tokens.tokens, starts=starts, offsets=offsets, file=tokens.file)
 
 
-def _first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
+def first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
     """Selects sizes in order, each that still fits, and returns a mask of them."""
     selected = np.zeros(len(sizes), bool)
     remaining = np.arange(len(sizes))

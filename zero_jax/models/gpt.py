@@ -201,7 +201,7 @@ def hidden(
     """
     x_BTD = params["embed"][tokens_BT]
     if config.position == "learned":
-        x_BTD += params["position"][: tokens_BT.shape[1]]
+        x_BTD += params["position"][places(tokens_BT, segments_BT)]
     x_BTD = place(x_BTD, "residual")
     block = functools.partial(apply_block, config, segments_BT=segments_BT, place=place, attend=attend)
     if config.remat:
@@ -213,6 +213,15 @@ def hidden(
         for block_params in params["blocks"]:
             x_BTD = block(x_BTD, block_params)
     return place(rms_norm(x_BTD, params["final_norm"]), "gathered")
+
+
+def places(tokens_BT: Array, segments_BT: Array | None) -> slice | Array:
+    """Returns the places of tokens: a slice, or `[B, T]`, from 0 in each segment."""
+    if segments_BT is None:
+        return slice(tokens_BT.shape[1])
+    places_T = jnp.arange(tokens_BT.shape[1])
+    begins_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+    return places_T - jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
 
 
 def apply_block(

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models import gpt
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, whole_logits
+from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, places, whole_logits
 
 _normal = nn.initializers.normal(0.02)
 
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         x_BTD = embed(tokens_BT)
         if config.position == "learned":
             position_TD = self.param("position", _normal, (config.seq_len, config.d_model))
-            x_BTD += position_TD[: tokens_BT.shape[1]]
+            x_BTD += position_TD[places(tokens_BT, segments_BT)]
         block = nn.remat(Block, prevent_cse=not config.scan) if config.remat else Block
         if config.scan:
             stack = nn.scan(

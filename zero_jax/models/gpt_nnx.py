@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models import gpt
-from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, whole_logits
+from zero_jax.models.gpt import Batch, GPTConfig, LossFn, TokenLosses, attention, mean_loss, places, whole_logits
 
 _normal = nnx.initializers.normal(0.02)
 
@@ -80,7 +80,7 @@ class GPT(nnx.Module):
 
         x_BTD = self.embed(tokens_BT)
         if config.position == "learned":
-            x_BTD += self.position[: tokens_BT.shape[1]]
+            x_BTD += self.position[places(tokens_BT, segments_BT)]
         if config.remat:
             apply_block = nnx.remat(apply_block, prevent_cse=not config.scan)
         if config.scan:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax
 
 from zero_jax.checkpoint import (
     Checkpointer,
@@ -69,12 +70,21 @@ def begin(run: Run) -> Start:
             return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
+            model = run.model if isinstance(run.model, Model) else None
+            if model is not None and model.base_init_fn is not None:
+                options |= {"init_fn": model.base_init_fn, "tx": optax.identity()}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
-            return Start(state=restored.state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
+            state = restored.state
+            if model is not None and model.adapt_fn is not None:
+                variables = jax.jit(model.adapt_fn)(state.variables, key)
+                state = init_state(variables, run.tx, key, mesh=run.mesh, config=run.zero)
+            return Start(state=state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
     load_fn = run.model.load_fn if isinstance(run.model, Model) else None
     params = run.model.init_fn if load_fn is None else load_fn(run.mesh, run.zero)
+    if load_fn is not None and run.model.adapt_fn is not None:
+        params = jax.jit(run.model.adapt_fn)(params, key)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 

@@ -54,6 +54,8 @@ class Model:
         that axis has more than one device. None where the params carry their specs themselves, or have none.
       load_fn: `load_fn(mesh, zero_config) -> params`, the params that a run begins with, sharded; None makes them by
         `init_fn`, which always says their shapes.
+      base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
+      adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Model:
     generate_fn: Callable[..., Array] | None = None
     param_specs: Any = None
     load_fn: Callable[[Mesh, ZeroConfig], Any] | None = None
+    base_init_fn: Callable[[Array], Any] | None = None
+    adapt_fn: Callable[[Any, Array], Any] | None = None
 
 
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.

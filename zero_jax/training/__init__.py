@@ -9,6 +9,7 @@ from zero_jax.training import losses
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.training.grads import MeshLoss, check_batch, normalize_loss
+from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
@@ -34,6 +35,7 @@ from zero_jax.training.zero_config import ZeroConfig
 
 __all__ = [
     "CompilerOption",
+    "LossFunction",
     "MeshLoss",
     "Metrics",
     "NoiseScale",
@@ -53,11 +55,13 @@ __all__ = [
     "ema_params",
     "flag_words",
     "init_state",
+    "key_parameter",
     "losses",
     "make_eval_step",
     "make_placement",
     "make_train_step",
     "merge",
+    "model_state_parameter",
     "needed_grads",
     "nonfinite_leaves",
     "normalize_loss",

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import is_traced
+from zero_jax.core.jaxprs import is_traced, open_jaxpr
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
@@ -326,6 +326,7 @@ class _Program(UpdateProgram):
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
             is_local = "grads" not in placement.groups
+            passes_state = _changes_model_state(traced, variables, batch, key)
             found = separability(
                 traced,
                 variables,
@@ -335,9 +336,9 @@ class _Program(UpdateProgram):
                 axes=placement.axes,
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
-                local=is_local and not jax.tree.leaves(model_state),
+                local=is_local and not passes_state,
             )
-            if jax.tree.leaves(model_state):
+            if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
             out, grads, parts = self.accumulated(
                 accumulator, own_grads if is_local else None, placed_grads, inputs, found
@@ -378,3 +379,16 @@ class _Program(UpdateProgram):
                 stacklevel=2,
             )
         return results or accumulator.sharded(placed_grads, *inputs)
+
+
+def _changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
+    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
+    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
+    if not num_leaves:
+        return False
+    closed, out_shape = traced.trace(variables, batch, key)
+    jaxpr, _ = open_jaxpr(closed)
+    first = len(jax.tree.leaves(variables)) - num_leaves
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
+    given = jaxpr.invars[first : first + num_leaves]
+    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

@@ -1,15 +1,18 @@
 """Function in, function out: transforms of a loss function by its jaxpr.
 
 `attention/` computes attention by a fused kernel, `gather/` gathers each sharded param where it is used, `remat/`
-recomputes blocks in the backward pass, `separable/` decides whether a loss may be called on parts of a batch,
-`propagation/` estimates the sharding of every value, `blocks/` finds the layers of a Python loop. All read jaxprs
-through `zero_jax.core`: `jaxprs`, `subcalls`, `passes`.
+recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
+`separable/` decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every
+value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
+`passes`.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
+from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
+from zero_jax.transforms.low_rank.weight import Weight, as_stored
 from zero_jax.transforms.microbatch_weights import with_weight
 from zero_jax.transforms.passthrough import ELEMENTWISE, is_contraction
 from zero_jax.transforms.propagation.alive import sources
@@ -23,6 +26,7 @@ from zero_jax.transforms.separable.decision import Separability, separability
 
 __all__ = [
     "ELEMENTWISE",
+    "AdaptedReport",
     "AttentionReport",
     "GatherReport",
     "Kernel",
@@ -32,9 +36,13 @@ __all__ = [
     "RematReport",
     "Separability",
     "ValueSharding",
+    "Weight",
+    "WeightUse",
+    "as_stored",
     "attention_flops",
     "attention_report",
     "count_flops",
+    "evaluate_adapted",
     "forward_flops",
     "fuse_attention",
     "gather_on_use",

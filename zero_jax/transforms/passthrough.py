@@ -92,7 +92,7 @@ def _reshape(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | No
     if dims is None or eqn.params.get("dimensions") is not None or 0 in old:
         return None
     result: list[tuple[str, ...]] = [()] * len(new)
-    for group_old, group_new in _reshape_groups(old, new):
+    for group_old, group_new in reshape_groups(old, new):
         sharded = [i for i in group_old if dims[i]]
         if not sharded:
             continue
@@ -105,7 +105,7 @@ def _reshape(eqn: Any, dims_in: Sequence[Dims | None], shards: Any) -> Dims | No
     return tuple(result)
 
 
-def _reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Splits the dims of both shapes into the shortest runs with equal products."""
     groups = []
     i = j = 0

@@ -34,7 +34,7 @@ from zero_jax.training import (
     unchanged,
 )
 
-_HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+_HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[Esti
         return
     for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
         gathers = list(_gathers(leaf, placement))
-        if gathers and jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact):
+        if gathers:  # integers too: the codes of a quantized base
             yield from _rows("all-gather", gathers, leaf.dtype, "forward", config.num_microbatches)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis.comms.rows import UNKNOWN_AXES, Row, axes_name
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.variables import MODEL_STATE
 
 _WIDE, _NARROW = {"f32", "f64"}, {"bf16", "f16"}
 _ITEM_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
@@ -56,6 +57,7 @@ def find(rows: Sequence[Row], leaves: Sequence[ArgumentLeaf], *, mesh: Mesh | No
     parts = (math.prod(leaf.global_dims) / max(math.prod(leaf.dims), 1) for leaf in leaves)
     sharded = not leaves or max(parts, default=1) > model
     shapes = {leaf.path_in_group: leaf.global_dims for leaf in params}
+    shapes |= {f"{MODEL_STATE}/{x.path_in_group}": x.global_dims for x in leaves if x.group == MODEL_STATE}
     findings = [*_wide(rows, large / 10), *_gathered_often(rows, shapes, large)]
     if sharded:
         findings += [

@@ -126,7 +126,7 @@ class TextInput:
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "sharding": batch_sharding(self.mesh),
-            "separate_documents": self.config.separate_documents,
+            "separate_documents": self.config.has_segments,
         }
 
 

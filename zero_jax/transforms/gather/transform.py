@@ -156,11 +156,11 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     each = dims_of_each(params, specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
-        if carries(dims, options.axes.data) and is_float(aval):
-            # Whatever the uses are, their cotangents add up to a shard.
-            shard = Chain((named(options.mesh, dims),))
-            with gather_scope(name):
-                root = jaxprs.reshard(leaf, forward=Chain(), backward=shard)
+        if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            root = leaf
+            if is_float(aval):  # whatever the uses are, their cotangents add up to a shard
+                with gather_scope(name):
+                    root = jaxprs.reshard(leaf, forward=Chain(), backward=Chain((named(options.mesh, dims),)))
             marked.append(Lazy((root,), as_it_is, aval, name, dims))
         elif options.reduce_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))

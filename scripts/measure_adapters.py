@@ -1,0 +1,67 @@
+"""Compares adapters with training all params: what a device holds and sends, from programs compiled for TPUs.
+
+python scripts/measure_adapters.py --topology v5p:2x2x4 --stage 0 3 --base none nf4
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zero_jax as zero
+from zero_jax.models import gpt
+
+ROW = "{:>5} {:>9} {:>10} {:>14} {:>11} {:>13} {:>12}"
+
+
+def row(config, base, *, stage, mesh, rank):
+    """Returns the figures of a step: of all params if `base` is none, else of adapters."""
+    tx, loss_fn = optax.adamw(1e-3), gpt.loss_fn(config)
+    init_fn = make = lambda key: gpt.init(config, key)
+    if base != "none":
+        lora = zero.Lora(rules={"blocks/*": "sio"}, rank=rank, base=base)
+        make, loss_fn = (lambda key: lora.init(init_fn(key), key)), lora.loss_fn(loss_fn)
+    settings = {"mesh": mesh, "config": zero.ZeroConfig(stage=stage, precision="bf16", overlap=False)}
+    state = zero.abstract_state(make, tx, **settings)
+    tokens = jax.ShapeDtypeStruct((mesh.size, config.seq_len), jnp.int32)
+    step = zero.make_train_step(loss_fn, tx, **settings)
+    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+    analysis = compiled.memory_analysis()
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state))
+    held = (num_bytes, analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)
+    sent = zero.comms.measure(compiled).sent_bytes
+    return sum(x.size for x in jax.tree.leaves(state.params)), *(f"{x / 1e6:.2f} MB" for x in (*held, sent))
+
+
+def main():
+    """Prints a row for each stage and base."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", default="v5p:2x2x4")
+    parser.add_argument("--stage", type=int, nargs="+", default=[0, 3])
+    parser.add_argument(
+        "--base", nargs="+", default=["none", "nf4"], choices=["none", "own", "bfloat16", "int8", "nf4"]
+    )
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--d-model", type=int, default=512)
+    options = parser.parse_args()
+    sizes = {"num_layers": options.num_layers, "d_model": options.d_model, "num_heads": options.d_model // 64}
+    config = gpt.GPTConfig(vocab_size=512, seq_len=256, **sizes)
+    mesh = zero.make_mesh(topology=options.topology)
+    print(ROW.format("stage", "base", "trained", "opt_state", "arguments", "temporaries", "sent"))
+    for stage in options.stage:
+        for base in options.base:
+            num_params, *figures = row(config, base, stage=stage, mesh=mesh, rank=options.rank)
+            print(ROW.format(stage, base, f"{num_params:,}", *figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

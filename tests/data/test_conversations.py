@@ -1,0 +1,138 @@
+"""Conversations: loss on answers only, whole ones packed in rows, and bad lines named by file and line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from zero_jax.data import DataConfig, load_dataset, load_tokenizer
+from zero_jax.data.batches import cut_rows, num_rows
+from zero_jax.data.conversations import pack
+
+END = 0  # of bytes
+
+
+def chat(*turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def written(folder, *records, name="chat.jsonl"):
+    path = folder / name
+    path.write_text("".join(f"{json.dumps(r) if not isinstance(r, str) else r}\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+def loaded(path, *, seq_len=64, **settings):
+    config = DataConfig(data=path, format="chat", validation_fraction=0.3, **settings)
+    return load_dataset(config, seq_len=seq_len)
+
+
+CONVERSATIONS = [
+    chat(("user", f"say {i}"), ("assistant", "abc" * (i + 1)), ("user", "more"), ("assistant", "z")) for i in range(6)
+]
+PROMPTS = [{"prompt": f"{i} + {i} = ", "completion": str(2 * i)} for i in range(4)]
+
+
+def unpacked(part, seq_len):
+    """Returns each conversation of the rows: its text, and the text of the targets that count."""
+    rows = cut_rows(part, np.arange(num_rows(part, seq_len=seq_len)), seq_len=seq_len)
+    decode = load_tokenizer("bytes").decode
+    found = []
+    for inputs, targets, weights, segments in zip(*rows.values(), strict=True):
+        for segment in np.unique(segments):
+            here = segments == segment
+            if not inputs[here].any():  # the padding
+                assert not weights[here].any()
+                continue
+            text = decode(np.append(inputs[here], targets[here][-1]))
+            found.append((text, decode(targets[here & (weights > 0)])))
+    return found
+
+
+def test_only_answers_and_their_ends_are_targets(tmp_path):
+    dataset = loaded(written(tmp_path, *CONVERSATIONS, *PROMPTS))
+    found = unpacked(dataset.train, 64) + unpacked(dataset.validation, 64)
+    expected = [
+        (
+            f"<|user|>\nsay {i}\n<|assistant|>\n{'abc' * (i + 1)}\0<|user|>\nmore\n<|assistant|>\nz\0",
+            f"{'abc' * (i + 1)}\0z\0",
+        )
+        for i in range(6)
+    ] + [(f"{i} + {i} = {2 * i}\0", f"{2 * i}\0") for i in range(4)]
+    fits = [(text, answers) for text, answers in expected if len(text) <= 65]
+    assert sorted(pair for pair in found if len(pair[0]) < 65) == sorted(p for p in fits if len(p[0]) < 65)
+    assert dataset.num_documents == 10
+
+
+def test_rows_are_packed_with_whole_conversations():
+    rows = pack(np.array([5, 3, 6, 2, 1, 8]), room=8)
+    assert rows == ((0, 1), (2, 3), (4,), (5,))
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    rows = pack(lengths, room=128)
+    assert sorted(i for row in rows for i in row) == list(range(500))
+    assert max(lengths[list(row)].sum() for row in rows) <= 128
+    assert len(rows) < 1.1 * lengths.sum() / 128
+
+
+def test_long_conversations_lose_their_end_and_are_counted(tmp_path):
+    long = chat(("user", "go"), ("assistant", "x" * 100))
+    dataset = loaded(written(tmp_path, *CONVERSATIONS, long), seq_len=96)
+    assert "1 conversations are longer than 96 tokens and lose their end" in str(dataset)
+
+
+def test_the_split_depends_on_content_alone(tmp_path):
+    first = loaded(written(tmp_path, *CONVERSATIONS), seq_len=96)
+    (tmp_path / "two").mkdir()
+    second = loaded(written(tmp_path / "two", *reversed(CONVERSATIONS), name="other.jsonl"), seq_len=96)
+    assert sorted(unpacked(first.validation, 96)) == sorted(unpacked(second.validation, 96))
+    assert first.fingerprint == loaded(str(tmp_path / "chat.jsonl"), seq_len=96).fingerprint != second.fingerprint
+
+
+BAD = {
+    "no JSON": ("{", "line 2 of {path} is no JSON"),
+    "a list": ([1], "line 2 of {path} is a JSON list, not an object"),
+    "other fields": (
+        {"text": "x"},
+        "line 2 of {path} has neither 'messages' nor 'prompt' and 'completion' (it has 'text')",
+    ),
+    "no messages": ({"messages": []}, "line 2 of {path}: 'messages' is []: give a list of messages"),
+    "a message of text": ({"messages": ["hi"]}, "line 2 of {path}: message 1 is str, not an object"),
+    "no content": ({"messages": [{"role": "user"}]}, "line 2 of {path}: message 1 has no field 'content'"),
+    "another role": (chat(("asistant", "x")), "message 1 has the role 'asistant': did you mean 'assistant'?"),
+    "no answer": (chat(("user", "x")), "line 2 of {path} has no message of the role 'assistant'"),
+    "no completion": ({"prompt": "x"}, "line 2 of {path} has no field 'completion'"),
+    "a number": ({"prompt": "x", "completion": 3}, "line 2 of {path}: 'completion' holds int, not a string"),
+    "half a character": (
+        '{"prompt": "\\ud800", "completion": ""}',
+        "line 2 of {path}: 'prompt' holds a lone surrogate",
+    ),
+    "a long prompt": (
+        {"prompt": "x" * 70, "completion": "y"},
+        "line 2 of {path}: no answer begins within the first 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_lines_are_named(tmp_path, name):
+    record, message = BAD[name]
+    path = written(tmp_path, CONVERSATIONS[0], record, CONVERSATIONS[1])
+    with pytest.raises(ValueError) as error:
+        loaded(path)
+    assert message.format(path=path) in str(error.value)
+
+
+def test_invalid_utf_8_is_named(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(json.dumps(PROMPTS[0]).encode() + b'\n{"prompt": "\xff", "completion": "x"}\n')
+    with pytest.raises(ValueError, match=f"line 2 of {path} is not in UTF-8"):
+        loaded(str(path))
+
+
+def test_too_few_conversations_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has 1 conversation, of which 0 fit into the validation_fraction of 0\.3"):
+        loaded(written(tmp_path, CONVERSATIONS[0]))
+
+
+def test_conversations_always_have_segments():
+    assert DataConfig(format="chat").has_segments and not DataConfig().has_segments

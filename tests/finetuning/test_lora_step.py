@@ -1,0 +1,147 @@
+"""Train steps of adapters: every stage as one device, the base as it was, microbatches, checkpoints."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from adapted import largest_difference
+from reference import mesh_of
+
+import zero_jax as zero
+from zero_jax.checkpoint import CheckpointConfig
+
+TX = optax.adamw(1e-2)
+WIDTH, LAYERS = 64, 3
+
+
+def init_fn(key):
+    up, down, head = jax.random.split(key, 3)
+    return {
+        "layers": {
+            "up": jax.random.normal(up, (LAYERS, WIDTH, 2 * WIDTH)) / 8,
+            "down": jax.random.normal(down, (LAYERS, 2 * WIDTH, WIDTH)) / 8,
+            "norm": jnp.ones((LAYERS, WIDTH)),
+        },
+        "head": jax.random.normal(head, (WIDTH, 16)),
+    }
+
+
+def loss_fn(params, batch):
+    def layer(x, p):
+        return x * p["norm"] + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
+    return jnp.square(x @ params["head"] - batch["y"].astype(x.dtype)).mean()
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    return {"x": rng.standard_normal((32, WIDTH), np.float32), "y": rng.standard_normal((32, 16), np.float32)}
+
+
+def adapters(**settings):
+    return zero.Lora(rules={"layers/*": "sio"}, rank=4, **settings)
+
+
+def begin(lora, mesh, **settings):
+    config = zero.ZeroConfig(min_shard_size=8, **settings)
+    make = lambda key: lora.init(init_fn(key), key)  # noqa: E731
+    state = zero.init_state(make, TX, jax.random.key(0), mesh=mesh, config=config)
+    return state, zero.make_train_step(lora.loss_fn(loss_fn), TX, mesh=mesh, config=config)
+
+
+def trained(lora, *, steps=3, mesh="8", **settings):
+    state, step = begin(lora, mesh_of(mesh), **settings)
+    for _ in range(steps):
+        state, metrics = step(state, make_batch())
+    return state, float(metrics.loss)
+
+
+def by_hand(lora, steps=3):
+    """Trains the adapters in plain optax, on one device."""
+    variables = lora.init(init_fn(jax.random.key(0)), jax.random.key(0))
+    params, opt_state = variables.params, TX.init(variables.params)
+    loss = lambda p: lora.loss_fn(loss_fn)(p, make_batch(), model_state=variables.model_state)[0]  # noqa: E731
+    for _ in range(steps):
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, float(value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (0, {"base": "own"}),
+        (3, {"base": "nf4", "dora": True}),
+        *(
+            pytest.param(s, {"base": b, "dora": d}, marks=pytest.mark.slow)
+            for s, b, d in [
+                (1, "int8", False),
+                (2, "bfloat16", False),
+                (2, "nf4", False),
+                (3, "int8", False),
+                (3, "own", True),
+            ]
+        ),
+    ],
+)
+def test_every_stage_trains_as_one_device(stage, settings):
+    lora = adapters(**settings)
+    state, loss = trained(lora, stage=stage)
+    params, expected = by_hand(lora)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    # Adam divides by the gradient's own size: float32 sums in another order, three updates.
+    assert largest_difference(state.params, params) < 1e-3
+    assert len(jax.tree.leaves(state.opt_state)) == 2 * len(jax.tree.leaves(params)) + 1
+
+
+def test_the_base_stays_and_is_sharded_in_the_bytes_it_is_stored_in():
+    lora = adapters(base="nf4")
+    state, step = begin(lora, mesh_of("8"), stage=3, precision="bf16")
+    before = jax.tree.map(np.asarray, state.model_state)
+    up = state.model_state["base"]["layers"]["up"]
+    assert (up.codes.dtype, up.codes.shape) == (jnp.uint8, (LAYERS, WIDTH // 2, 2 * WIDTH))
+    assert up.codes.addressable_shards[0].data.nbytes == up.codes.nbytes // 8
+    assert up.scales.addressable_shards[0].data.nbytes == up.scales.nbytes // 8
+    assert state.model_state["base"]["head"].dtype == jnp.bfloat16
+    state, _ = step(state, make_batch())
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state.model_state))
+    report = str(zero.sharding_report(state, mesh=mesh_of("8"), config=zero.ZeroConfig(min_shard_size=8)))
+    assert "model_state/base/layers/up/codes" in report
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_microbatches_are_one_batch_without_a_warning(stage):
+    """The frozen base does not change from one microbatch to the next, so gradients may be summed once."""
+    lora = adapters(base="int8")
+    _, loss = trained(lora, stage=stage, num_microbatches=2)
+    assert loss == pytest.approx(by_hand(lora)[1], rel=1e-5)
+
+
+def test_a_checkpoint_may_have_the_adapters_alone(tmp_path):
+    lora, mesh = adapters(base="nf4"), mesh_of("8")
+    config = zero.ZeroConfig(stage=3, min_shard_size=8)
+    state, _ = trained(lora, steps=1, stage=3)
+    small = dataclasses.replace(state, model_state=None)
+    with zero.Checkpointer(tmp_path, config=CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, small)
+    restored = zero.restore(tmp_path, init_fn=state.params, tx=TX, mesh=mesh, config=config).state
+    whole = dataclasses.replace(restored, model_state=state.model_state)
+    jax.tree.map(np.testing.assert_array_equal, lora.merge(whole), lora.merge(state))
+    num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert num_bytes < 12 * sum(x.size for x in jax.tree.leaves(state.params)) + 60_000
+
+
+def test_merged_params_go_on_as_plain_ones():
+    lora, mesh, config = adapters(base="bfloat16"), mesh_of("8"), zero.ZeroConfig(stage=3, min_shard_size=8)
+    state, _ = trained(lora, steps=2, stage=3)
+    loss = zero.make_eval_step(lora.loss_fn(loss_fn), mesh=mesh, config=config)(state, make_batch()).loss
+    params = lora.merge(state, dtype=jnp.float32)
+    assert jax.tree.structure(params) == jax.tree.structure(jax.eval_shape(init_fn, jax.random.key(0)))
+    plain = zero.init_state(params, TX, jax.random.key(0), mesh=mesh, config=config)
+    again = zero.make_eval_step(loss_fn, mesh=mesh, config=config)(plain, make_batch()).loss
+    assert float(again) == pytest.approx(float(loss), rel=1e-5)

@@ -1,0 +1,76 @@
+"""Quantized weights against their definitions: a scale per block, the nearest code, and a bounded error."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zero_jax.finetuning import dequantize, quantize
+from zero_jax.finetuning.quantization import NF4_LEVELS
+
+# The largest gap between two levels, halved: 0.1520 for NF4's widest, half a step of 1 / 127 for int8.
+LARGEST_ERROR = {"int8": 0.5 / 127, "nf4": max(np.diff(NF4_LEVELS)) / 2}
+
+
+def weight(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_each_element_is_the_nearest_code_of_its_block(format):
+    matrix = weight(128, 24)
+    found = quantize(matrix, format, block_size=64)
+    blocks = matrix.reshape(2, 64, 24)
+    scales = np.abs(blocks).max(1)
+    np.testing.assert_array_equal(found.scales, scales)
+    levels = np.arange(-127, 128) / 127 if format == "int8" else np.array(NF4_LEVELS)
+    unit = blocks / scales[:, None]
+    nearest = levels[np.abs(unit[..., None] - levels).argmin(-1)] * scales[:, None]
+    np.testing.assert_allclose(dequantize(found), nearest.reshape(128, 24), rtol=1e-6)
+    assert np.abs(dequantize(found) - matrix).max() <= LARGEST_ERROR[format] * scales.max() * 1.0001
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_what_a_code_stands_for_is_kept_exactly(format):
+    levels = np.arange(-127, 128, 2) / 127 if format == "int8" else np.array(NF4_LEVELS)
+    matrix = np.resize(levels, (len(levels) * 2, 3)).astype(np.float32)
+    found = dequantize(quantize(matrix, format, block_size=len(matrix)))
+    np.testing.assert_allclose(found, matrix, rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_stacks_and_kernels_of_many_dims(format):
+    kernel = weight(2, 8, 16, 4, 6)
+    found = quantize(kernel, format, num_stack=1, num_rows_dims=2, block_size=32)
+    assert found.shape == kernel.shape and found.scales.shape == (2, 4, 24)
+    one = quantize(kernel[1].reshape(128, 24), format, block_size=32)
+    np.testing.assert_array_equal(dequantize(found)[1], dequantize(one).reshape(kernel.shape[1:]))
+
+
+def test_bits_per_element():
+    matrix = weight(256, 128)
+    stored = {format: sum(x.nbytes for x in jax.tree.leaves(quantize(matrix, format))) for format in ("int8", "nf4")}
+    assert {name: 8 * size / matrix.size for name, size in stored.items()} == {"int8": 8.5, "nf4": 4.5}
+
+
+def test_zeros_and_vmap():
+    zeros = jnp.zeros((64, 4))
+    np.testing.assert_array_equal(dequantize(quantize(zeros, "nf4")), zeros)
+    stack = weight(3, 64, 4)
+    mapped = jax.vmap(lambda w: dequantize(quantize(w, "int8")))(stack)
+    np.testing.assert_array_equal(mapped, dequantize(quantize(stack, "int8", num_stack=1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "int4"}, "format='int4': choose one of int8, nf4"),
+        ({"format": "int8", "block_size": 48}, "a weight of 64 rows (shape [64, 4]) does not divide into blocks of 48"),
+        ({"format": "int8", "block_size": 0}, "does not divide into blocks of 0"),
+    ],
+)
+def test_what_does_not_divide_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        quantize(weight(64, 4), **arguments)

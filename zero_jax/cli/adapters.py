@@ -1,0 +1,111 @@
+"""Options for fine-tuning with adapters: `--lora` and those beside it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from zero_jax.cli.options import add_fields, field_values
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree
+from zero_jax.core.variables import Variables
+from zero_jax.finetuning import Lora
+from zero_jax.trainer import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The adapters of a run.
+
+    Attributes:
+      lora: train low-rank adapters of these leaves alone: patterns of paths separated by commas, each with the letters
+        of its dims where the model does not stack its layers: `blocks/query,blocks/value` or `layers/*/kernel=io`.
+      lora_rank: the rank of an update.
+      lora_alpha: updates are scaled by lora_alpha / lora_rank.
+      lora_dora: also learn the norm of each output (DoRA).
+      lora_base: how the frozen params are stored; int8 and nf4 (QLoRA) are for the adapted ones, the others are then in
+        bfloat16.
+      lora_train: patterns of leaves that are trained as they are, separated by commas.
+    """
+
+    lora: str | None = None
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    lora_dora: bool = False
+    lora_base: Literal["own", "bfloat16", "int8", "nf4"] = "bfloat16"
+    lora_train: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for invalid values."""
+        check_fields(self, lowest={"lora_rank": 1})
+        if self.lora_alpha <= 0:
+            raise ValueError(f"lora_alpha={self.lora_alpha}: give a positive number, such as twice the rank")
+
+
+def add_lora_options(group: Any) -> None:
+    """Adds the options of adapters."""
+    add_fields(group, LoraConfig, default_of=LoraConfig())
+
+
+def adapted_model(model: Model, options: argparse.Namespace) -> Model:
+    """Returns a model whose params are adapters, if the options ask for that, else the model itself.
+
+    Raises:
+      ValueError: rules that do not fit the model, or options of adapters without `--lora`.
+    """
+    config = LoraConfig(**field_values(LoraConfig, options))
+    if config.lora is None:
+        if config != LoraConfig():
+            raise ValueError("--lora-rank and its like need --lora: give the patterns of the leaves to adapt")
+        return model
+    if getattr(options, "TrainConfig.model_axis") > 1:
+        raise ValueError("--lora with --model-axis is not supported: shard over data, or train all params")
+    init_fn = model.init_fn
+    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    lora = Lora(
+        rules=_rules(config.lora, stacked=getattr(model.config, "scan", False)),
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dora=config.lora_dora,
+        base=config.lora_base,
+        train=tuple((config.lora_train or "").replace(",", " ").split()),
+    )
+    lora.targets(shapes)
+
+    def init_adapters(key: jax.Array) -> Variables:
+        return lora.init(init_fn(key), key)
+
+    def adapt(params: PyTree, key: jax.Array) -> Variables:
+        return lora.init(params, key)
+
+    jax.eval_shape(init_adapters, jax.eval_shape(lambda: jax.random.key(0)))
+    return dataclasses.replace(
+        model,
+        init_fn=init_adapters,
+        loss_fn=lora.loss_fn(model.loss_fn),
+        generate_fn=None,
+        param_specs=None,
+        base_init_fn=init_fn,
+        adapt_fn=adapt,
+    )
+
+
+def refuse_lora(options: argparse.Namespace) -> None:
+    """Raises `ValueError` for options of adapters beside a model of the user's own."""
+    if LoraConfig(**field_values(LoraConfig, options)) != LoraConfig():
+        raise ValueError(
+            "--lora is for the presets: adapt your own loss function with zero.Lora, and leave it out here"
+        )
+
+
+def _rules(text: str, *, stacked: bool) -> dict[str, str]:
+    """Returns the rules of an option; matrices of a model that stacks its layers are `sio` in its blocks."""
+    rules = {}
+    for rule in text.replace(",", " ").split():
+        pattern, separator, dims = rule.partition("=")
+        in_stack = stacked and pattern.startswith(("blocks/", "layers/"))
+        rules[pattern] = dims if separator else "sio" if in_stack else "io"
+    return rules

@@ -1,0 +1,260 @@
+"""Conversations and instructions from JSON Lines: only answers are targets, and rows are packed with whole ones.
+
+A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. A message
+becomes `<|role|>`, a line break, its content and a line break; an answer (role `assistant`, or a completion) ends with
+the tokenizer's end of document instead. A prompt and its completion stand without markers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.data.documents import json_lines
+from zero_jax.data.sources import Source
+from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data.train_validation_split import first_that_fit
+
+ROLES = ("system", "user", "assistant", "tool")
+_ANSWER = "assistant"
+# Rows that are kept open while conversations are packed: more fill rows better and take longer.
+_MAX_OPEN_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A part of a conversation's text, which the loss is on if it `is_answer`."""
+
+    text: str
+    is_answer: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ConversationPart:
+    """The conversations of a training or validation part, packed in rows.
+
+    Attributes:
+      tokens: all tokens, one conversation after the other.
+      is_answer: for each token whether it is of an answer.
+      offsets: where each conversation begins, and the end of the last one: `[num_conversations + 1]`.
+      rows: the conversations of each row.
+    """
+
+    tokens: np.ndarray
+    is_answer: np.ndarray
+    offsets: np.ndarray
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that the conversations are packed in."""
+        return len(self.rows)
+
+    def cut_rows(self, rows: np.ndarray, *, seq_len: int) -> dict[str, np.ndarray]:
+        """Returns packed rows by their numbers, as `batches.cut_rows` does; `weights` are 1 for targets in answers."""
+        shape = (len(rows), seq_len)
+        inputs, targets, segments = (np.zeros(shape, np.int32) for _ in range(3))
+        weights = np.zeros(shape, np.float32)
+        for i, row in enumerate(rows.tolist()):
+            place = 0
+            chosen = self.rows[row] if row >= 0 else ()
+            for segment, conversation in enumerate(chosen):
+                first, last = self.offsets[conversation], self.offsets[conversation + 1]
+                last = min(last, first + seq_len + 1)
+                span = slice(place, place + last - first - 1)
+                inputs[i, span] = self.tokens[first : last - 1]
+                targets[i, span] = self.tokens[first + 1 : last]
+                weights[i, span] = self.is_answer[first + 1 : last]
+                segments[i, span] = segment
+                place = span.stop
+            segments[i, place:] = len(chosen)
+        return {"inputs": inputs, "targets": targets, "weights": weights, "segments": segments}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversations:
+    """Tokenized conversations, split into two parts.
+
+    Attributes:
+      train: those to train on.
+      validation: those to validate on.
+      num_conversations: how many were read.
+      num_cut: how many are longer than a row and lose their end.
+      fingerprint: a hash of tokens, answers and split.
+    """
+
+    train: ConversationPart
+    validation: ConversationPart
+    num_conversations: int
+    num_cut: int
+    fingerprint: str
+
+
+def load_conversations(
+    source: Source, tokenizer: Tokenizer, *, seq_len: int, validation_fraction: float
+) -> Conversations:
+    """Reads and tokenizes conversations, splits them by a hash of their content, and packs them in rows.
+
+    Args:
+      source: files of JSON Lines.
+      tokenizer: the tokenizer.
+      seq_len: tokens in a row.
+      validation_fraction: the share of tokens to validate on, in whole conversations.
+
+    Raises:
+      ValueError: a line that is no conversation, with file and number; or one part has no conversation with an answer.
+    """
+    tokens, answers, num_cut = [], [], 0
+    for where, turns in read_conversations(source):
+        conversation, is_answer = _tokenized(turns, tokenizer)
+        num_cut += len(conversation) > seq_len + 1
+        if not is_answer[1 : seq_len + 1].any():
+            raise ValueError(
+                f"{where}: no answer begins within the first {seq_len} tokens of {len(conversation):,}: shorten the "
+                "prompt, or give a longer --seq-len"
+            )
+        tokens.append(conversation)
+        answers.append(is_answer)
+    chosen = _validation(tokens, validation_fraction, source)
+    digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
+    for vector in (*tokens, *answers, chosen):
+        digest.update(len(vector).to_bytes(8, "little") + np.ascontiguousarray(vector, "<u4").tobytes())
+    parts = [
+        _part([tokens[i] for i in which], [answers[i] for i in which], seq_len)
+        for which in (np.flatnonzero(~chosen), np.flatnonzero(chosen))
+    ]
+    return Conversations(
+        train=parts[0],
+        validation=parts[1],
+        num_conversations=len(tokens),
+        num_cut=num_cut,
+        fingerprint=digest.hexdigest()[:32],
+    )
+
+
+def read_conversations(source: Source) -> Iterator[tuple[str, list[Turn]]]:
+    """Reads the conversations of JSON Lines, each with its place, `line N of FILE`.
+
+    Raises:
+      ValueError: a line that is none.
+    """
+    for where, record in json_lines(source):
+        if "messages" in record:
+            yield where, _of_messages(record["messages"], where)
+        elif "prompt" in record or "completion" in record:
+            prompt, completion = (_text(record, name, where) for name in ("prompt", "completion"))
+            yield where, [Turn(prompt, is_answer=False), Turn(completion, is_answer=True)]
+        else:
+            fields = ", ".join(map(repr, list(record)[:8])) or "none"
+            raise ValueError(
+                f"{where} has neither 'messages' nor 'prompt' and 'completion' (it has {fields}): write one of them, "
+                "or read plain text with --format jsonl"
+            )
+
+
+def _of_messages(messages: Any, where: str) -> list[Turn]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: 'messages' is {json.dumps(messages)[:40]}: give a list of messages")
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
+        place = f"{where}: message {number}"
+        if not isinstance(message, dict):
+            raise ValueError(f"{place} is {type(message).__name__}, not an object: give 'role' and 'content'")
+        role = _text(message, "role", place)
+        if role not in ROLES:
+            hint = did_you_mean(role, ROLES)
+            raise ValueError(f"{place} has the role {role!r}: {hint}the roles are {', '.join(ROLES)}")
+        content = _text(message, "content", place)
+        turns.append(Turn(f"<|{role}|>\n", is_answer=False))
+        turns.append(Turn(content if role == _ANSWER else f"{content}\n", is_answer=role == _ANSWER))
+    if not any(turn.is_answer for turn in turns):
+        raise ValueError(f"{where} has no message of the role {_ANSWER!r}: nothing of it could be learned; remove it")
+    return turns
+
+
+def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in record:
+        raise ValueError(f"{where} has no field {name!r}: add it, or remove the line")
+    text = record[name]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {name!r} holds {type(text).__name__}, not a string: mend or remove the line")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: {name!r} holds a lone surrogate, no text: mend or remove the line") from None
+    return text
+
+
+def _tokenized(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a conversation and which of them are of answers, the end of each included."""
+    pieces, marks = [], []
+    for turn in turns:
+        piece = tokenizer.encode(turn.text).astype(np.int32)
+        if turn.is_answer:
+            piece = np.append(piece, np.int32(tokenizer.end_of_document))
+        pieces.append(piece)
+        marks.append(np.full(len(piece), turn.is_answer))
+    return np.concatenate(pieces), np.concatenate(marks)
+
+
+def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:
+    """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
+    hashes = [int.from_bytes(hashlib.blake2b(x.tobytes(), digest_size=8).digest(), "little") for x in tokens]
+    _, group = np.unique(np.array(hashes, np.uint64), return_inverse=True)
+    sizes = np.bincount(group, weights=[len(x) for x in tokens]).astype(np.int64) if tokens else np.zeros(0, np.int64)
+    chosen = first_that_fit(sizes, int(fraction * int(sizes.sum())))[group] if tokens else np.zeros(0, bool)
+    if not chosen.any() or chosen.all():
+        raise ValueError(
+            f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "
+            f"{int(chosen.sum()):,} fit into the validation_fraction of {fraction}: give more, or another fraction"
+        )
+    return chosen
+
+
+def _part(tokens: Sequence[np.ndarray], answers: Sequence[np.ndarray], seq_len: int) -> ConversationPart:
+    lengths = np.array([len(x) for x in tokens])
+    return ConversationPart(
+        tokens=np.concatenate(tokens),
+        is_answer=np.concatenate(answers),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        rows=pack(np.minimum(lengths - 1, seq_len), room=seq_len),
+    )
+
+
+def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
+    """Packs lengths into rows: each goes to the open row that it fills best, in their order.
+
+    Args:
+      lengths: lengths of at most `room`.
+      room: the length of a row.
+
+    Returns:
+      The numbers of the lengths in each row.
+    """
+    rows: list[list[int]] = []
+    left: dict[int, int] = {}  # of open rows, oldest first
+    for i, length in enumerate(lengths.tolist()):
+        fits = [(rest, row) for row, rest in left.items() if rest >= length]
+        row = min(fits)[1] if fits else len(rows)
+        if not fits:
+            rows.append([])
+            left[row] = room
+        rows[row].append(i)
+        left[row] -= length
+        if left[row] == 0:
+            del left[row]
+        for oldest in list(itertools.islice(left, max(0, len(left) - _MAX_OPEN_ROWS))):
+            del left[oldest]
+    return tuple(map(tuple, rows))

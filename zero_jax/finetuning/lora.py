@@ -1,0 +1,320 @@
+"""LoRA (arXiv:2106.09685) and DoRA (arXiv:2402.09353) on any loss function: adapters by path rule, the rest frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.field_checks import check_fields
+from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
+from zero_jax.core.variables import Variables
+from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
+from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
+from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter, model_state_parameter
+from zero_jax.transforms import AdaptedReport, Weight, WeightUse, as_stored, evaluate_adapted
+
+_BASE = "base"  # of the model state: the frozen params
+_OWN = "model_state"  # and the model's own
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Stands in the frozen params for a leaf that is trained itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters for the leaves that rules choose: `W + alpha / rank * A @ B`, with `W` frozen.
+
+    `init` makes `zero.Variables`: the params are the adapters, the model state is the frozen base. So the optimizer has
+    no state for the base, no gradient of it is computed or sent, and at stage 3 it is sharded and gathered on use.
+
+    Attributes:
+      rules: patterns of leaf paths (`layers/attention/*`, where `*` also matches `/`), or a dict from patterns to the
+        dims of such leaves: `i` for in, `o` for out, `s` for a leading dim of a stack of weights. `sio` is a stack
+        `[layers, in, out]`, `ioo` a kernel `[features, heads, head_dim]`, `iiio` one of a convolution. Leaves of two
+        dims are `io` without that; a pattern with a `*` passes over leaves of fewer dims.
+      rank: the rank of the update, the `r` of LoRA.
+      alpha: the update is scaled by `alpha / rank`.
+      dora: also learn the norm of each output (weight-decomposed low-rank adaptation).
+      base: how frozen floating leaves are stored: `bfloat16`; `own`, as they come; `int8` or `nf4` for the adapted
+        ones, and bfloat16 for the others.
+      train: patterns of leaves that are trained as they are, such as a new head.
+      block_size: with `int8` and `nf4`, the number of elements along the first side that share a scale.
+    """
+
+    rules: Sequence[str] | Mapping[str, str]
+    rank: int = 8
+    alpha: float = 16.0
+    dora: bool = False
+    base: Literal["own", "bfloat16", "int8", "nf4"] = "bfloat16"
+    train: Sequence[str] = ()
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules)
+        check_fields(self, lowest={"rank": 1, "block_size": 1})
+        if self.alpha <= 0:
+            raise ValueError(f"alpha={self.alpha!r}: give a positive number, such as twice the rank")
+        if isinstance(self.train, str) or not all(isinstance(pattern, str) for pattern in self.train):
+            raise ValueError(f"train={shown(self.train)}: give a list of patterns of leaf paths")
+
+    @property
+    def scale(self) -> float:
+        """The factor of `A @ B`."""
+        return self.alpha / self.rank
+
+    def targets(self, params: PyTree) -> dict[str, Target]:
+        """Returns the leaves that are adapted, by path.
+
+        Args:
+          params: arrays or `ShapeDtypeStruct`s.
+
+        Raises:
+          ValueError: a rule that matches nothing, or a leaf whose dims it does not decide.
+        """
+        return find_targets(self.rules, params, trained=self.trained(params))
+
+    def trained(self, params: PyTree) -> list[str]:
+        """Returns the paths of the leaves that are trained as they are."""
+        return matching("train", self.train, leaf_names(params))
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def init(self, params: PyTree, key: jax.Array) -> Variables:
+        """Returns adapters that change nothing yet, as params, and the frozen base, as model state.
+
+        It may be traced: `lambda key: lora.init(init_fn(key), key)` is an `init_fn` whose base is born sharded.
+
+        Args:
+          params: the params of the model; or `Variables`, for a model with state of its own.
+          key: seeds the adapters.
+
+        Raises:
+          ValueError: a rule that matches nothing, or a leaf that cannot be adapted or quantized.
+        """
+        own = params if isinstance(params, Variables) else Variables(params=params)
+        targets, trained = self.targets(own.params), self.trained(own.params)
+        adapters: dict[str, Any] = {}
+
+        def split(path: Any, leaf: Any) -> Any:
+            name = path_name(path)
+            if name in trained:
+                adapters[name] = leaf
+                return Trained()
+            target = targets.get(name)
+            stored = self._stored(leaf, target)
+            if target is not None:
+                adapters[name] = self._adapter(target, leaf, stored, key)
+            return stored
+
+        base = jax.tree_util.tree_map_with_path(split, own.params)
+        model_state = {_BASE: base} if own.model_state is None else {_BASE: base, _OWN: own.model_state}
+        return Variables(params=adapters, model_state=model_state)
+
+    def _stored(self, leaf: Any, target: Target | None) -> Any:
+        leaf = jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf
+        if self.base == "own" or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        if target is None or self.base == "bfloat16":
+            return leaf.astype(jnp.bfloat16)
+        num_rows = target.num_first
+        try:
+            return quantize(
+                leaf, self.base, num_stack=target.num_stack, num_rows_dims=num_rows, block_size=self.block_size
+            )
+        except ValueError as error:
+            raise ValueError(f"leaf {target.path!r}, base={self.base!r}: {error}") from None
+
+    def _adapter(self, target: Target, leaf: Any, stored: Any, key: jax.Array) -> dict[str, Any]:
+        shape = {side: [n for n, x in zip(leaf.shape, target.labels, strict=True) if x == side] for side in "sio"}
+        key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
+        bound = 1 / math.sqrt(math.prod(shape["i"]))
+        adapter = {
+            "a": jax.random.uniform(key, (*shape["s"], *shape["i"], self.rank), jnp.float32, -bound, bound),
+            "b": jnp.zeros((*shape["s"], self.rank, *shape["o"]), jnp.float32),
+        }
+        if self.dora:
+            base = dequantize(stored) if isinstance(stored, QuantizedWeight) else stored.astype(jnp.float32)
+            ins = tuple(i for i, label in enumerate(target.labels) if label == "i")
+            adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
+        return adapter
+
+    # --- the loss function -------------------------------------------------------------------------------------------
+
+    def loss_fn(self, loss_fn: Callable[..., Any] | MeshLoss) -> Callable[..., Any] | MeshLoss:
+        """Returns the loss function of `Variables` that `init` made, from the unmodified one of plain params.
+
+        The frozen leaves are seen in the dtype of the adapters, which is the compute dtype of the precision policy.
+
+        Args:
+          loss_fn: as for `zero.make_train_step`.
+        """
+        if isinstance(loss_fn, MeshLoss):
+            return MeshLoss(lambda mesh: self._adapted(loss_fn.make(mesh), []))
+        return self._adapted(loss_fn, [])
+
+    def _adapted(self, loss_fn: Callable[..., Any], uses: list[WeightUse]) -> Callable[..., Any]:
+        function = LossFunction(loss_fn, key_parameter(loss_fn), model_state_parameter(loss_fn))
+        function.check()
+
+        def call(params: PyTree, batch: PyTree, key: Any, model_state: PyTree) -> Any:
+            base, own = _base_of(model_state), model_state.get(_OWN)
+            leaves, tree = self._leaves(params, base)
+
+            def plain(params: PyTree, own: PyTree, batch: PyTree, key: Any) -> Any:
+                variables = params if own is None else Variables(params=params, model_state=own)
+                return function(variables, batch, key)
+
+            loss, (aux, own) = evaluate_adapted(plain, leaves, tree, (own, batch, key), uses)
+            return loss, aux, model_state if own is None else {**model_state, _OWN: own}
+
+        if function.key is None:
+
+            @functools.wraps(loss_fn)
+            def without_key(params: PyTree, batch: PyTree, *, model_state: PyTree) -> Any:
+                return call(params, batch, None, model_state)
+
+            del without_key.__wrapped__  # its signature is its own
+            return without_key
+
+        @functools.wraps(loss_fn)
+        def with_key(params: PyTree, batch: PyTree, key: jax.Array, *, model_state: PyTree) -> Any:
+            return call(params, batch, key, model_state)
+
+        del with_key.__wrapped__
+        return with_key
+
+    def report(self, loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> AdaptedReport:
+        """Reports where a loss function uses adapted weights, and whether on the factors or merged.
+
+        Args:
+          loss_fn: the unmodified loss function.
+          params: its params, or their shapes.
+          batch: a batch, or its shapes.
+        """
+        uses: list[WeightUse] = []
+        adapted = self._adapted(loss_fn, uses)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+
+        def call(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            variables = self.init(params, key)
+            keys = (key,) if key_parameter(loss_fn) is not None else ()
+            return adapted(variables.params, batch, *keys, model_state=variables.model_state)
+
+        jax.eval_shape(call, params, batch, key)
+        return AdaptedReport(tuple(dict.fromkeys(uses)))
+
+    def _leaves(self, adapters: Mapping[str, Any], base: PyTree) -> tuple[list[Any], Any]:
+        """Returns the leaves of the params, with frozen ones as `Weight`s, and their tree."""
+        nodes, tree = jax.tree_util.tree_flatten_with_path(base, is_leaf=_is_node)
+        dtypes = [x.dtype for x in jax.tree.leaves(adapters) if jnp.issubdtype(x.dtype, jnp.floating)]
+        named = {path_name(path): node for path, node in nodes}
+        targets = self.targets({name: _shape_of(node, adapters.get(name)) for name, node in named.items()})
+        leaves = []
+        for name, node in named.items():
+            if isinstance(node, Trained):
+                leaves.append(adapters[name])
+            elif isinstance(node, QuantizedWeight) or jnp.issubdtype(node.dtype, jnp.floating):
+                leaves.append(self._weight(name, node, targets.get(name), adapters.get(name), dtypes[0]))
+            else:
+                leaves.append(node)
+        return leaves, tree
+
+    def _weight(self, path: str, node: Any, target: Target | None, adapter: Any, dtype: Any) -> Any:
+        if target is None:
+            if node.dtype == dtype:
+                return node
+            labels = "s" * node.ndim
+            return Weight(path=path, roots=(node,), build=as_stored, labels=labels, shape=node.shape, dtype=dtype)
+        if isinstance(node, QuantizedWeight):
+            roots, build = (node.codes, node.scales), functools.partial(built, node.format, node.dims)
+        else:
+            roots, build = (node,), as_stored
+        factors = tuple(adapter[name] for name in ("a", "b", *(["magnitude"] if self.dora else [])))
+        return Weight(
+            path=path,
+            roots=roots,
+            build=build,
+            labels=target.labels,
+            shape=tuple(node.shape),
+            dtype=dtype,
+            factors=factors,
+            scale=self.scale,
+        )
+
+    # --- plain params again ------------------------------------------------------------------------------------------
+
+    def merge(self, state: TrainState | Variables, *, dtype: Any = None) -> PyTree:
+        """Returns plain params, in the structure that `init` was given: `W + alpha / rank * A @ B`, in float32.
+
+        Args:
+          state: the train state, or `Variables`; arrays on any devices.
+          dtype: the dtype of floating leaves; None: as they are stored, quantized ones in bfloat16.
+        """
+        variables = state.variables if isinstance(state, TrainState) else state
+        if isinstance(state, TrainState):
+            variables = Variables(params=state.masters, model_state=state.model_state)
+        base = _base_of(variables.model_state)
+        leaves, tree = self._leaves(variables.params, base)
+        nodes = jax.tree.leaves(base, is_leaf=_is_node)
+
+        def merged(leaf: Any, node: Any) -> Any:
+            if not isinstance(leaf, Weight):
+                is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+                return leaf.astype(dtype) if dtype is not None and is_float else leaf
+            own = jnp.bfloat16 if isinstance(node, QuantizedWeight) else node.dtype
+            return _merged(leaf.arrays, weight=_Recipe(leaf.cast(own if dtype is None else dtype)))
+
+        return tree.unflatten([merged(*pair) for pair in zip(leaves, nodes, strict=True)])
+
+
+class _Recipe:
+    """A `Weight` without its arrays, as a static argument."""
+
+    def __init__(self, weight: Weight):
+        self.weight = weight.with_arrays([None] * len(weight.arrays))
+        factors = len(self.weight.factors), self.weight.scale
+        build = getattr(weight.build, "args", None)
+        self.key = (len(self.weight.roots), build, weight.labels, weight.shape, str(jnp.dtype(weight.dtype)), factors)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Recipe) and self.key == other.key
+
+
+@functools.partial(jax.jit, static_argnames="weight")
+def _merged(arrays: tuple[Any, ...], *, weight: _Recipe) -> jax.Array:
+    found = weight.weight
+    return dataclasses.replace(found, roots=arrays[: len(found.roots)], factors=arrays[len(found.roots) :]).merged()
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, QuantizedWeight | Trained)
+
+
+def _shape_of(node: Any, adapter: Any) -> Any:
+    """Returns the shape of a leaf of the params."""
+    if isinstance(node, Trained):
+        return jax.ShapeDtypeStruct(adapter.shape, adapter.dtype)
+    dtype = jnp.float32 if isinstance(node, QuantizedWeight) else node.dtype
+    return jax.ShapeDtypeStruct(node.shape, dtype)
+
+
+def _base_of(model_state: Any) -> PyTree:
+    if not isinstance(model_state, Mapping) or _BASE not in model_state:
+        raise ValueError(
+            "the state has no frozen base: make it with Lora.init, as "
+            "zero.init_state(lambda key: lora.init(init_fn(key), key), tx, key, mesh=mesh, config=config)"
+        )
+    return model_state[_BASE]

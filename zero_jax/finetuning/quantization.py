@@ -1,0 +1,151 @@
+"""Frozen weights in 8 or 4 bits: int8 with a scale per block, and NF4 (QLoRA, arXiv:2305.14314).
+
+A weight is stored as a stack of matrices `[*stack, rows, columns]`. A block is `block_size` rows of one column, with
+one scale, its largest absolute value. Rows are inputs or outputs, whichever come first in the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+# QLoRA, appendix E: the quantiles of the normal distribution that NF4's 16 codes stand for.
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FORMATS = ("int8", "nf4")
+DEFAULT_BLOCK_SIZE = 64
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["format", "dims"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A frozen weight in few bits.
+
+    Attributes:
+      codes: `int8[*stack, rows, columns]`; for NF4 `uint8[*stack, rows / 2, columns]`, whose low four bits are the
+        codes of the first half of the rows.
+      scales: `float32[*stack, rows / block_size, columns]`.
+      format: `int8` or `nf4`.
+      dims: the shape of one weight of the stack.
+    """
+
+    codes: Any
+    scales: Any
+    format: str
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return (*self.scales.shape[:-2], *self.dims)
+
+
+def quantize(
+    weight: Any, format: str, *, num_stack: int = 0, num_rows_dims: int = 1, block_size: int = DEFAULT_BLOCK_SIZE
+) -> QuantizedWeight:
+    """Returns a weight with each element rounded to the nearest code of its block.
+
+    Args:
+      weight: the weight, `[*stack, *rows, *columns]`.
+      format: `int8` or `nf4`.
+      num_stack: how many dims are a stack of weights.
+      num_rows_dims: how many of the dims after it are rows.
+      block_size: the number of rows of a column that share a scale.
+
+    Raises:
+      ValueError: an unknown format, or rows that do not divide into blocks.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
+    stack, dims = weight.shape[:num_stack], tuple(weight.shape[num_stack:])
+    rows = math.prod(dims[:num_rows_dims])
+    if not isinstance(block_size, int) or block_size < 1 or rows % block_size or (format == "nf4" and rows % 2):
+        even = " and into two halves" if format == "nf4" else ""
+        raise ValueError(
+            f"a weight of {rows} rows (shape {list(weight.shape)}) does not divide into blocks of {block_size}{even}: "
+            "choose another block_size, or keep it in bfloat16"
+        )
+    codes, scales = _quantized(
+        jnp.reshape(weight, (*stack, rows, math.prod(dims[num_rows_dims:]))), format=format, block_size=block_size
+    )
+    return QuantizedWeight(codes=codes, scales=scales, format=format, dims=dims)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "block_size"))
+def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.Array, jax.Array]:
+    *stack, rows, columns = matrix.shape
+    blocks = matrix.astype(jnp.float32).reshape(*stack, rows // block_size, block_size, columns)
+    scales = jnp.abs(blocks).max(-2)
+    unit = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
+    if format == "int8":
+        return jnp.round(unit * 127).astype(jnp.int8).reshape(matrix.shape), scales
+    # The nearest level: how many midpoints between levels lie below.
+    levels = np.asarray(NF4_LEVELS, np.float32)
+    codes = sum((unit > middle).astype(jnp.uint8) for middle in (levels[1:] + levels[:-1]) / 2)
+    codes = jnp.asarray(codes).reshape(matrix.shape)
+    return codes[..., : rows // 2, :] | (codes[..., rows // 2 :, :] << 4), scales
+
+
+def dequantize(weight: QuantizedWeight) -> jax.Array:
+    """Returns a quantized weight in float32."""
+    return built(weight.format, weight.dims, weight.codes, weight.scales)
+
+
+def built(format: str, dims: tuple[int, ...], codes: Any, scales: Any) -> jax.Array:
+    """Returns the weight of codes and scales, `[*stack, *dims]`, of any part of the stack."""
+    return dequantize_p.bind(codes, scales, format=format).reshape(*scales.shape[:-2], *dims)
+
+
+def _dequantized(codes: jax.Array, scales: jax.Array, *, format: str) -> jax.Array:
+    if format == "int8":
+        unit = codes.astype(jnp.float32) / 127
+    else:
+        both = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
+        unit = jnp.asarray(NF4_LEVELS, jnp.float32)[both.astype(jnp.int32)]
+    *stack, num_blocks, columns = scales.shape
+    rows = unit.shape[-2]
+    unit = unit.reshape(*stack, num_blocks, rows // num_blocks, columns)
+    return (unit * scales[..., None, :]).reshape(*stack, rows, columns)
+
+
+# A primitive: nothing of it runs on shards, which would unpack the codes before they are gathered, and no remat policy
+# takes it for a product.
+
+dequantize_p = jex_core.Primitive("zero_dequantize")
+
+
+def _abstract(codes: Any, scales: Any, *, format: str) -> Any:
+    rows = codes.shape[-2] * (2 if format == "nf4" else 1)
+    return scales.update(shape=(*scales.shape[:-2], rows, scales.shape[-1]))
+
+
+def _jvp(primals: Any, tangents: Any, *, format: str) -> tuple[Any, Any]:
+    codes, scales = primals
+    out = dequantize_p.bind(codes, scales, format=format)
+    if isinstance(tangents[1], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, dequantize_p.bind(codes, ad.instantiate_zeros(tangents[1]), format=format)
+
+
+def _batch(args: Any, dims: Any, *, format: str) -> tuple[Any, int]:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    codes, scales = (batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
+    return dequantize_p.bind(codes, scales, format=format), 0
+
+
+dequantize_p.def_abstract_eval(_abstract)
+dequantize_p.def_impl(lambda *args, format: jax.jit(functools.partial(_dequantized, format=format))(*args))
+ad.primitive_jvps[dequantize_p] = _jvp
+batching.primitive_batchers[dequantize_p] = _batch
+mlir.register_lowering(dequantize_p, mlir.lower_fun(_dequantized, multiple_results=False))

@@ -1,0 +1,119 @@
+"""Which leaves rules choose to adapt, and which of their dims are a stack, in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.tree import PyTree, leaf_names, shown
+
+Rules = Sequence[str] | Mapping[str, str]
+_DIMS = re.compile(r"s*(i+o+|o+i+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf that is adapted: `labels` has `s` (stack), `i` (in) or `o` (out) for each dim."""
+
+    path: str
+    labels: str
+
+    @property
+    def num_stack(self) -> int:
+        """How many dims are a stack of weights."""
+        return self.labels.count("s")
+
+    @property
+    def num_first(self) -> int:
+        """How many dims the side has that comes first after the stack."""
+        return self.labels.count(self.labels[self.num_stack])
+
+
+def check_rules(rules: Any) -> None:
+    """Raises `ValueError` for anything but patterns of leaf paths, with the letters of dims or without."""
+    if isinstance(rules, str) or not rules or not all(isinstance(rule, str) for rule in rules):
+        raise ValueError(f"rules={shown(rules)}: give a list of patterns of leaf paths, as ['layers/*/kernel']")
+    for rule, labels in rules.items() if isinstance(rules, Mapping) else ():
+        if not isinstance(labels, str) or not _DIMS.fullmatch(labels):
+            raise ValueError(
+                f"rules: {rule!r} has dims {labels!r}: give a letter for each dim, first those of a stack (s), then "
+                "those of in (i) and of out (o), as 'io', 'sio' or 'ioo'"
+            )
+
+
+def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Returns the paths that match one of some patterns.
+
+    Raises:
+      ValueError: a pattern that matches nothing.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise _unmatched(what, pattern, names)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dict[str, Target]:
+    """Returns the leaves that rules choose, by path.
+
+    Args:
+      rules: the rules, as `Lora` takes them.
+      params: arrays or `ShapeDtypeStruct`s.
+      trained: the paths of leaves that no rule is for.
+
+    Raises:
+      ValueError: a rule that matches nothing, or a leaf whose dims it does not decide.
+    """
+    leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    found: dict[str, Target] = {}
+    for rule, labels in rules.items() if isinstance(rules, Mapping) else dict.fromkeys(rules).items():
+        matched = [path for path in leaves if fnmatch.fnmatchcase(path, rule) and path not in trained]
+        if not matched:
+            raise _unmatched("rules", rule, leaves)
+        targets = [_target(path, leaves[path], rule, labels) for path in matched]
+        chosen = [target for target in targets if target is not None]
+        if not chosen:
+            need = "of two dims" if labels is None else f"with the {len(labels)} dims {labels!r}"
+            raise ValueError(
+                f"rules: {rule!r} matches no floating leaf {need}: {matched[0]!r} has shape "
+                f"{list(leaves[matched[0]].shape)}; give a rule for matrices"
+            )
+        for target in chosen:
+            if found.setdefault(target.path, target) != target:
+                raise ValueError(
+                    f"leaf {target.path!r} has dims {found[target.path].labels!r} by one rule and {target.labels!r} by "
+                    f"{rule!r}: give it one rule"
+                )
+    return found
+
+
+def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | None:
+    """Returns the target that a rule makes of a leaf; None for one that a pattern with a `*` passes over."""
+    shape, is_float = list(leaf.shape), jnp.issubdtype(leaf.dtype, jnp.floating)
+    if labels is None and len(shape) > 2 and is_float:
+        example = "sio" if len(shape) == 3 else "i" * (len(shape) - 1) + "o"
+        raise ValueError(
+            f"leaf {path!r} of shape {shape} has {len(shape)} dims, and the rule {rule!r} does not say which are in "
+            f"and which out: give their letters, as rules={{{rule!r}: {example!r}}} (s: a stack of weights, i: in, "
+            "o: out)"
+        )
+    if is_float and len(shape) == len(labels or "io"):
+        return Target(path, labels or "io")
+    if any(x in rule for x in "*?["):
+        return None
+    raise ValueError(
+        f"leaf {path!r} of shape {shape} and dtype {leaf.dtype} cannot be adapted as {labels or 'io'!r}: give a "
+        "floating leaf of two dims, or the letters of its dims"
+    )
+
+
+def _unmatched(what: str, pattern: str, names: Iterable[str]) -> ValueError:
+    hint = did_you_mean(pattern, names, "the nearest is {!r}", cutoff=0.0) or "there are none"
+    return ValueError(f"{what}: {pattern!r} matches the path of no leaf that is left: {hint}")

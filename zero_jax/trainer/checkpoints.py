@@ -62,6 +62,7 @@ def begin(run: Run) -> Start:
       ResumeError: checkpoints of another model or text, or damaged ones alone.
     """
     config, key = run.config, jax.random.key(run.config.seed)
+    model = run.model if isinstance(run.model, Model) else None  # the presets'; those of a user's own have less
     lines: list[str] = []
     options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
@@ -70,7 +71,6 @@ def begin(run: Run) -> Start:
             return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
-            model = run.model if isinstance(run.model, Model) else None
             if model is not None and model.base_init_fn is not None:
                 options |= {"init_fn": model.base_init_fn, "tx": optax.identity()}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
@@ -81,10 +81,10 @@ def begin(run: Run) -> Start:
             return Start(state=state, lines=(f"params of step {restored.step} of {config.init_from}", *lines))
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    load_fn = run.model.load_fn if isinstance(run.model, Model) else None
-    params = run.model.init_fn if load_fn is None else load_fn(run.mesh, run.zero)
-    if load_fn is not None and run.model.adapt_fn is not None:
-        params = jax.jit(run.model.adapt_fn)(params, key)
+    params = run.model.init_fn
+    if model is not None and model.load_fn is not None:
+        params = model.load_fn(run.mesh, run.zero)
+        params = params if model.adapt_fn is None else jax.jit(model.adapt_fn)(params, key)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 
 

@@ -16,10 +16,10 @@ from zero_jax.cli import checkpoint as cli_checkpoint
 from zero_jax.cli import commands as cli
 from zero_jax.cli import data as cli_data
 from zero_jax.cli import launch as cli_launch
-from zero_jax.cli import model as cli_model
 from zero_jax.cli import options
 from zero_jax.cli import request as cli_request
 from zero_jax.cli import train as cli_train
+from zero_jax.cli.models import options as cli_model
 from zero_jax.cli.options import check_value
 from zero_jax.data.tokenizer import load_tokenizer
 from zero_jax.trainer import run as training_run

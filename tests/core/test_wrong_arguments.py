@@ -36,6 +36,9 @@ TREES = {*NUMBERS, "None", "list", "nothing", "dict"}
 # What some parameter may be all the same.
 RIGHT = {
     "batch": TREES,
+    "tree": TREES,
+    "write_leaf.value": {"array"},
+    "write_leaves.values": {"nothing"},
     "params": TREES,
     "model_state": {"text"},  # a path
     "init_fn": {"class", "function"},
@@ -44,6 +47,8 @@ RIGHT = {
     "log": {"class", "function"},
     "temporaries": {"class", "function"},
     "cache": {"text", "None"},
+    "num_devices_per_host": {"integer"},
+    "num_hosts": {"integer"},
     "plan.replica": {"integer", "huge"},  # of as many devices as the topology may have
     "plan.model": {"integer", "huge"},
     "plan.data_layout": {"list", "nothing"},
@@ -116,6 +121,8 @@ CALLS = {
     "plan": planned,
     "plan_auto": lambda: planned(max_compiles=0),
     "plan_layouts": planned,
+    "read_leaf": lambda: {"tree": {"a": jnp.ones(3)}, "path": "a"},
+    "read_leaves": lambda: {"tree": {"a": jnp.ones(3)}},
     "rematerialize": lambda: {"loss_fn": loss_fn, "remat": "full", "mesh": MESH},
     "save_hf": lambda: {
         "folder": tempfile.mkdtemp(),
@@ -127,7 +134,10 @@ CALLS = {
     "sharding_report": lambda: {"params": host_params(), **PLACED},
     "state_shardings": lambda: {"abstract_state": state(), **PLACED},
     "trace_loss": lambda: {"loss_fn": loss_fn, "params": host_params(), "batch": make_batch(), **PLACED},
+    "write_leaf": lambda: {"tree": {"a": jnp.ones(3)}, "path": "a", "value": jnp.ones(3)},
+    "write_leaves": lambda: {"tree": {"a": jnp.ones(3)}, "values": {"a": jnp.ones(3)}},
     "memory.estimate": lambda: {"state": state(), **PLACED},
+    "memory.estimate_stages": lambda: {"params": host_params(), "tx": TX},
     "memory.measure": lambda: {"compiled": compiled()},
     "comms.estimate": lambda: {"state": state(), **PLACED},
     "comms.measure": lambda: {"compiled": compiled(), "mesh": MESH},
@@ -135,7 +145,7 @@ CALLS = {
 COMPILING = ("name", "cache", "own_process", "timeout_seconds", "log")
 # Functions of arrays inside a traced function, or that others below are made of, and what the state is restored with.
 ELSEWHERE = {
-    "attention_report",
+    "attention_report", "summary",
     "dot_product_attention",
     "ema_params", "gather_report", "params_ema", "remat_report", "restore", "memory.compare", "memory.layout_options",
     "memory.measure_arrays", "memory.read_layout", "memory.transformer_residuals", "comms.compare",

@@ -12,7 +12,7 @@ import transformers_logits
 from jax.sharding import NamedSharding
 
 import zero_jax as zero
-from zero_jax.cli import presets
+from zero_jax.cli.models import presets
 from zero_jax.models import decoder, huggingface
 from zero_jax.models.decoder_config import DECODERS, DecoderConfig
 

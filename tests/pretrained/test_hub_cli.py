@@ -6,7 +6,7 @@ import pytest
 from hub_folders import FOLDERS, read, tensors_of, write
 
 from zero_jax.cli import commands as cli
-from zero_jax.cli.presets import PRESETS
+from zero_jax.cli.models.presets import PRESETS
 
 SMALL = "--seq-len 16 --steps 2 --warmup-steps 1 --eval-batches 1 --sample-tokens 0 --token-cache none".split()
 LLAMA = FOLDERS["llama"] | {"vocab_size": 320, "num_hidden_layers": 1}
@@ -119,7 +119,7 @@ def test_presets_refuse_what_they_have_not(arguments, message, capsys, tmp_path)
 
 
 def test_a_config_file_takes_fields_of_decoders(tmp_path):
-    from zero_jax.cli.model import preset_config
+    from zero_jax.cli.models.options import preset_config
 
     path = tmp_path / "a.toml"
     path.write_text('[model]\npreset = "mistral-7b"\nwindow = "none"\nnum_layers = 2\nqk_norm = true\n')

@@ -17,7 +17,7 @@ from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import train as cli_train
 from zero_jax.cli.config_file import read_file
-from zero_jax.cli.model import model_keys
+from zero_jax.cli.models.options import model_keys
 from zero_jax.cli.options import Parser
 from zero_jax.core.extras import MissingPackage
 

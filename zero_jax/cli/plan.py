@@ -13,9 +13,9 @@ import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.model import add_model_options, add_own_model_options
+from zero_jax.cli.models.options import add_model_options, add_own_model_options
+from zero_jax.cli.models.presets import ActivationConfig, ModelConfig, shape_changes
 from zero_jax.cli.options import add_fields, add_json, explicit, field_values, log_line, option_fields, reader, refuse
-from zero_jax.cli.presets import ActivationConfig, ModelConfig, shape_changes
 from zero_jax.cli.request import PlanConfig, Request, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (

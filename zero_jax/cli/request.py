@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from zero_jax.analysis import LossTrace, trace_loss
-from zero_jax.cli.model import PlannedModel, planned_model
+from zero_jax.cli.models.options import PlannedModel, planned_model
 from zero_jax.cli.options import field_values, log_line
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields

@@ -20,13 +20,13 @@ from typing import Any
 
 import jax
 
-from zero_jax.cli.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
 from zero_jax.cli.config_file import write_file
-from zero_jax.cli.hub import hub_data, keep_companions
-from zero_jax.cli.model import add_model_options, preset_model
+from zero_jax.cli.models.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
+from zero_jax.cli.models.hub import hub_data, keep_companions
+from zero_jax.cli.models.options import add_model_options, preset_model
+from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_model
+from zero_jax.cli.models.presets import ActivationConfig, shape_changes
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
-from zero_jax.cli.own_model import OwnModelConfig, import_own_model, read_own_model
-from zero_jax.cli.presets import ActivationConfig, shape_changes
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig

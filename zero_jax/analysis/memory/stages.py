@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zero_jax.analysis.memory.estimated import MemoryEstimate, estimate
 from zero_jax.core.field_checks import check_value
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree
 from zero_jax.training import ZeroConfig, abstract_state
@@ -91,6 +92,7 @@ def estimate_stages(
     Raises:
       ValueError: fewer than one host or device, or a config that offloads.
     """
+    check_arguments(config=config)
     for name, value in {"num_devices_per_host": num_devices_per_host, "num_hosts": num_hosts}.items():
         check_value(name, value, int)
         if value < 1:

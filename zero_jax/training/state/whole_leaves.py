@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global
-from zero_jax.core.tree import PyTree, leaf_names, shown
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown
 from zero_jax.training.state.train_state import TrainState
 
 _SHOWN_PATHS = 3
@@ -58,7 +58,10 @@ def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.nda
     Raises:
       ValueError: no regular expression, or one that no leaf's path matches.
     """
+    check_arrays("tree", tree, remedy="give a TrainState, its params, or any pytree of arrays")
     leaves = dict(_unique(tree))
+    if not isinstance(pattern, str):
+        raise ValueError(f"pattern={shown(pattern)}: give a regular expression of leaf paths, such as 'params/.*'")
     try:
         matching = [path for path in leaves if re.fullmatch(pattern, path)]
     except re.error as error:
@@ -95,10 +98,21 @@ def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, A
       values: the values by path, or an iterable of `(path, value)`, of which one is in host memory at a time.
     """
     leaves = dict(_unique(tree))
-    for path, value in values.items() if isinstance(values, Mapping) else values:
-        for name in _copies(tree, _found(leaves, str(path))):
+    for path, value in _pairs(values):
+        for name in _copies(tree, _found(leaves, path)):
             leaves[name] = _written(name, leaves[name], value)
     return jax.tree.structure(tree).unflatten(leaves.values())
+
+
+def _pairs(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yields paths and values; raises `ValueError` for anything else."""
+    wrong = f"values={shown(values)}: give a dict of values by path, or an iterable of (path, value)"
+    if isinstance(values, jax.Array | np.ndarray | str | bytes) or not isinstance(values, Iterable):
+        raise ValueError(wrong)
+    for pair in values.items() if isinstance(values, Mapping) else values:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(wrong)
+        yield pair[0], pair[1]
 
 
 def _unique(tree: PyTree) -> Iterator[tuple[str, Any]]:
@@ -115,6 +129,8 @@ def _found(names: Collection[str], path: str) -> str:
     Raises:
       ValueError: there is no such leaf; the message names the nearest.
     """
+    if not isinstance(path, str):
+        raise ValueError(f"path={shown(path)}: give the path of a leaf, such as 'params/embed'")
     if path in names:
         return path
     raise ValueError(f"there is no leaf {shown(path)}: {_nearest(path, names)}")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 
-from zero_jax.cli.model import function_of, own_specs, refuse_presets
+from zero_jax.cli.models.options import function_of, own_specs, refuse_presets
 from zero_jax.cli.options import field_values, option_fields, refuse
 from zero_jax.core.field_checks import check_fields
 from zero_jax.data import DataConfig

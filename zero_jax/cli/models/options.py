@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.cli.hub import MAX_SEQ_LEN, hub_config, model_name
-from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
-from zero_jax.cli.presets import (
+from zero_jax.cli.models.hub import MAX_SEQ_LEN, hub_config, model_name
+from zero_jax.cli.models.presets import (
     PRESETS,
     ActivationConfig,
     ModelConfig,
@@ -26,6 +25,7 @@ from zero_jax.cli.presets import (
     model_specs,
     shape_changes,
 )
+from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree
 from zero_jax.models.decoder_config import DecoderConfig

@@ -7,8 +7,8 @@ import dataclasses
 import pathlib
 import shutil
 
+from zero_jax.cli.models.presets import shape_changes
 from zero_jax.cli.options import explicit
-from zero_jax.cli.presets import shape_changes
 from zero_jax.data import DataConfig, load_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.pretrained import TOKENIZER, copy_companions, open_hf, read_decoder, run_companions, write_config

@@ -106,7 +106,9 @@ def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, A
 
 def _pairs(values: Any) -> Iterator[tuple[str, Any]]:
     """Yields paths and values; raises `ValueError` for anything else."""
-    wrong = f"values={shown(values)}: give a dict of values by path, or an iterable of (path, value)"
+    # Of an iterator, which may not be looked into, the type.
+    given = f"of type {type(values).__name__}" if isinstance(values, Iterator) else shown(values)
+    wrong = f"values={given}: give a dict of values by path, or an iterable of (path, value)"
     if isinstance(values, jax.Array | np.ndarray | str | bytes) or not isinstance(values, Iterable):
         raise ValueError(wrong)
     for pair in values.items() if isinstance(values, Mapping) else values:

@@ -1,5 +1,7 @@
 """Optimizer state and master params in host memory: the same numbers, and a window of them on the device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,20 +55,20 @@ def numbers(state):
     return jax.tree.map(np.asarray, (state.params, state.master, state.opt_state, state.step))
 
 
-def assert_same(a, b):
+def assert_same(a, b, *, atol):
     """Compares arrays; those of 16 bits may be rounded to a neighbor."""
     rtol = 1e-5 if a.dtype.itemsize > 2 else 1 / 128
-    np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=rtol, atol=1e-6)
+    np.testing.assert_allclose(a.astype(np.float64), b.astype(np.float64), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "precision"),
     [
-        # In bf16, XLA may leave out the rounding of gradients on one of the two ways.
         ("adamw", 0, "fp32"),
         ("adamw", 1, "fp16"),
         ("adamw", 2, "bf16"),
         ("adamw", 2, "fp32"),
+        ("adamw", 3, "fp32"),
         ("adamw", 3, "bf16"),
         *((name, 2, "bf16") for name in OPTIMIZERS if name != "adamw"),
     ],
@@ -75,7 +77,9 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(name, stage, precision)
     offload = zero.Offload(what="state", window_bytes=2000)
     there, there_metrics = trained(OPTIMIZERS[name], stage=stage, precision=precision, offload=offload)
     here, here_metrics = trained(OPTIMIZERS[name], stage=stage, precision=precision)
-    jax.tree.map(assert_same, numbers(there), numbers(here))
+    # Where gradients are of 16 bits, XLA may leave out their rounding on one of the two ways; updates are of 0.01.
+    atol = 1e-6 if precision == "fp32" else 1e-4
+    jax.tree.map(functools.partial(assert_same, atol=atol), numbers(there), numbers(here))
     np.testing.assert_allclose(there_metrics.loss, here_metrics.loss, rtol=1e-5)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(there.opt_state) if x.ndim and x.shape == (4, 32, 32)}
     assert kinds <= {"pinned_host"}

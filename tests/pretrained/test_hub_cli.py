@@ -126,3 +126,29 @@ def test_a_config_file_takes_fields_of_decoders(tmp_path):
     config = preset_config(cli.parse(["train", "--config", str(path), "--num-kv-heads", "4"]))
     assert (config.window, config.num_layers, config.qk_norm, config.num_kv_heads) == (None, 2, True, 4)
     assert config.d_hidden == PRESETS["mistral-7b"].d_hidden
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+def test_adapters_begin_at_the_checkpoint(hub, tmp_path, capsys):
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
+    losses = []
+    for name, options in {"all": [], "adapters": ["--lora", "blocks/query,blocks/value"]}.items():
+        arguments = [
+            "train",
+            "--from-hf",
+            str(hub),
+            *SMALL,
+            *data,
+            "--name",
+            name,
+            "--eval-every",
+            "1",
+            *options,
+            "--json",
+        ]
+        status, _, err = run(arguments, capsys)
+        assert status == 0, err
+        records = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append(next(record["loss"] for record in records if record["kind"] == "validation"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

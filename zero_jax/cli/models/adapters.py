@@ -66,7 +66,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     lora = Lora(
-        rules=_rules(config.lora, stacked=getattr(model.config, "scan", False)),
+        rules=_rules(config.lora, stacked=getattr(model.config, "scan", True)),
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dora=config.lora_dora,

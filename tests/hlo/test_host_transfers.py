@@ -43,6 +43,32 @@ def test_copies_from_and_to_the_host():
     assert found == {"in": (False, 1024, 4096), "out": (True, 1024, 4096), "away": (True, 32, 32)}
 
 
+def test_of_a_conditional_the_branch_that_moves_most_counts():
+    text = """HloModule m, is_scheduled=true
+
+%large (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %a = (f32[8]{0:S(5)}, f32[8]{0}, u32[]{:S(2)}) copy-start(%p)
+  ROOT %b = f32[8]{0:S(5)} copy-done(%a)
+}
+
+%small (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %s = f32[2]{0} slice(%q), slice={[0:2]}
+  %c = (f32[2]{0:S(5)}, f32[2]{0}, u32[]{:S(2)}) copy-start(%s)
+  %d = f32[2]{0:S(5)} copy-done(%c)
+  ROOT %e = f32[8]{0} copy(%q)
+}
+
+ENTRY %main (i: pred[], x: f32[8]) -> f32[8] {
+  %i = pred[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  ROOT %r = f32[8]{0} conditional(%i, %x, %x), true_computation=%large, false_computation=%small
+}
+"""
+    assert [(t.name, t.total_bytes) for t in hlo.host_transfers(text)] == [("a", 32)]
+
+
 def test_computation_waits_for_them():
     timeline = hlo.play(
         hlo.parse(TEXT),

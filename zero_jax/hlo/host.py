@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.program import Instruction, parse
-from zero_jax.hlo.traffic import executions
+from zero_jax.hlo.traffic import with_executions
 
 HOST_SPACE = 5  # of a layout
 _START = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-start")
@@ -31,6 +31,11 @@ class HostTransfer:
     num_executions: int
 
     @property
+    def sent_bytes(self) -> int:
+        """The bytes of one execution, under the name by which branches of conditionals are compared."""
+        return self.num_bytes
+
+    @property
     def total_bytes(self) -> int:
         """The bytes of all executions."""
         return self.num_bytes * self.num_executions
@@ -53,8 +58,7 @@ def host_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> t
         for start in instructions.values()
         if _START.fullmatch(start.opcode) and (transfer := _transfer(computation, start))
     }
-    counts = executions(program, by_key, unknown_trip_count)
-    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
+    return with_executions(program, by_key, unknown_trip_count)
 
 
 def _transfer(computation: str, start: Instruction) -> HostTransfer | None:

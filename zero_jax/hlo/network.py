@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.program import Instruction, integers, parse
-from zero_jax.hlo.traffic import executions
+from zero_jax.hlo.traffic import with_executions
 
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
@@ -72,8 +72,7 @@ def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -
         match = _GROUPS.search(send.line)
         transfer = _transfer(computation, send, int(match[1]) if match else largest)
         by_key[computation, send.name] = transfer
-    counts = executions(program, by_key, unknown_trip_count)
-    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
+    return with_executions(program, by_key, unknown_trip_count)
 
 
 def rendezvous(instruction: Instruction) -> str:

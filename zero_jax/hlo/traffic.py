@@ -150,8 +150,7 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
         starts = [key for key in keys if program.starts_asynchronously(key[0])]
         for key in set(keys).difference(starts or keys[:1]):
             del by_key[key]
-    counts = executions(program, by_key, unknown_trip_count)
-    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
+    return with_executions(program, by_key, unknown_trip_count)
 
 
 def sent_bytes(program: Program | str | Iterable[Collective]) -> float:
@@ -195,7 +194,13 @@ def _listed(program: Program | str | Iterable[Collective]) -> Iterable[Collectiv
     return collectives(program) if isinstance(program, Program | str) else program
 
 
-def executions(
+def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None) -> tuple:
+    """Returns the operations that run at all, with how often; arguments as for `_executions`."""
+    counts = _executions(program, by_key, unknown_trip_count)
+    return tuple(dataclasses.replace(by_key[key], num_executions=counts[key]) for key in by_key if counts[key])
+
+
+def _executions(
     program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None
 ) -> collections.Counter:
     """Counts the executions of operations that send in one run of a program.

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, is_bits
-from zero_jax.core.jaxprs import map_on_device
+from zero_jax.core.device_put import map_on_device
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training import TrainState
 

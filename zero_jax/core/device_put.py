@@ -1,14 +1,18 @@
-"""Moves arrays to a sharding (device_put, reshard), on the devices of this process and of others."""
+"""Moves arrays to a sharding (device_put, reshard), on the devices of this process and of others, or off the host."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax.core.jaxprs import is_on_host
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -32,6 +36,23 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array on the devices to another sharding of the same mesh; without a copy where it has that already."""
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
+
+
+def to_device(x: Any, *, after: Any = None) -> Any:
+    """Returns a traced value in device memory; one that is on the host is fetched after another value is there."""
+    if not is_on_host(jax.typeof(x)):
+        return x
+    if after is not None:
+        x, _ = lax.optimization_barrier((x, after))
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
+    """Returns a traced function of each array; those in host memory are fetched one after another."""
+    results: list[Any] = []
+    for x in arrays:
+        results.append(function(to_device(x, after=results[-1] if results else None)))
+    return results
 
 
 def _identity(x: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 
 
 def with_results(jaxpr: Jaxpr, atoms: Sequence[Any]) -> Jaxpr:
-    """Returns a closed jaxpr with other variables or literals for its results."""
+    """Returns a jaxpr, open or closed as it is given, with other variables or literals for its results."""
     if not hasattr(jaxpr, "consts"):
         return jaxpr.replace(outvars=list(atoms))
     return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms)))
@@ -345,23 +345,6 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def is_on_host(aval: Any) -> bool:
     """Tells whether a traced value is in host memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
-
-
-def to_device(x: Any, *, after: Any = None) -> Any:
-    """Returns a traced value in device memory; one that is on the host is fetched after another value is there."""
-    if not is_on_host(jax.typeof(x)):
-        return x
-    if after is not None:
-        x, _ = lax.optimization_barrier((x, after))
-    return jax.device_put(x, jax.memory.Space.Device)
-
-
-def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
-    """Returns a traced function of each array; those in host memory are fetched one after another."""
-    results: list[Any] = []
-    for x in arrays:
-        results.append(function(to_device(x, after=results[-1] if results else None)))
-    return results
 
 
 # --- `order` --------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def generate_tokens(
             f"not negative, top_k between 1 and the vocabulary's {vocab_size}, or None"
         )
     prompt_T = prompt_T[-seq_len:].astype(jnp.int32)
-    # Whatever lies to the right of the last real token is never seen, because attention is causal.
+    # Whatever is to the right of the last real token is never seen, because attention is causal.
     window_T = jnp.zeros(seq_len, jnp.int32).at[: prompt_T.size].set(prompt_T)
 
     def choose(logits_V: Array, key: Array) -> Array:

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import is_traced, to_device
+from zero_jax.core.device_put import to_device
+from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables

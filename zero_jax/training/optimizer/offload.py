@@ -94,9 +94,9 @@ def on_host(
     Raises:
       ValueError: a pattern that no param matches.
     """
-    leaves = {group: list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()}
     if offload is None:
-        return {group: [False] * len(named) for group, named in leaves.items()}
+        return {group: [False] * len(jax.tree.leaves(tree)) for group, tree in groups.items()}
+    leaves = {group: list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()}
     chosen = set(params)
     if offload.paths is not None:
         for pattern in offload.paths:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.spec import dims_of, num_shards
+from zero_jax.training.optimizer.offload import HOST
 from zero_jax.transforms import ELEMENTWISE
 
 _CHUNKED = ELEMENTWISE | {"convert_element_type", "sharding_constraint"}
@@ -60,9 +61,9 @@ def stream(
       into: for each result the index of the argument that it replaces, of its shape and dtype.
       window_bytes: bytes of a chunk on a device.
     """
-    closed = trace_flat(lambda *xs: function(*xs), [_aval(x.array) for x in arguments])
-    jaxpr, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
     arrays = [x.array for x in arguments]
+    closed = trace_flat(function, arrays)
+    jaxpr, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
     results: list[Any] = [None] * len(into)
     for i, var in enumerate(jaxpr.outvars):
         if var is jaxpr.invars[into[i]]:  # unchanged: it stays where it is
@@ -75,16 +76,12 @@ def stream(
         results[i] = _pinned(x, arguments[into[i]].sharding)
     token = None
     for unit in units:
-        loop = _Loop.of(unit.jaxpr, [arguments[i].on_host for i in range(len(arrays))])
-        run = _run_whole if loop is None else functools.partial(_run_chunks, loop)
-        made, token = run(unit, arguments, into, consts, window_bytes, token)
+        loop = _Loop.of(unit.jaxpr, [x.on_host for x in arguments])
+        run = _run_whole if loop is None else functools.partial(_run_chunks, loop, window_bytes)
+        made, token = run(unit, arguments, into, consts, token)
         for i, x in zip(unit.results, made, strict=True):
             results[i] = x
     return results
-
-
-def _aval(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def _pinned(x: Any, sharding: NamedSharding | None) -> Any:
@@ -150,25 +147,22 @@ class _Loop:
         used = {x for eqn in jaxpr.eqns for x in eqn.invars if not jaxprs.is_literal(x)} | set(jaxpr.outvars)
         if any(var.aval.shape != shape for var in needs_host & used):
             return None
-        chunked, eqns = {var for var in jaxpr.invars if var.aval.shape == shape}, []
+        eqns = []
         for eqn in jaxpr.eqns:
             operands = [x for x in eqn.invars if not jaxprs.is_literal(x)]
             if _is_chunked(eqn, shape) and all(x.aval.shape in (shape, ()) for x in eqn.invars):
                 eqns.append(eqn)
-                chunked.update(eqn.outvars)
                 needs_host.update(eqn.outvars if needs_host.intersection(operands) else ())
             elif needs_host.intersection(operands):
                 return None
         # From the results back: what a chunk needs, down to inputs and to what is computed before.
-        wanted, needed_eqns, whole = set(jaxpr.outvars), [], []
+        wanted, needed_eqns = set(jaxpr.outvars), []
         for eqn in reversed(eqns):
             if wanted.intersection(eqn.outvars):
                 needed_eqns.append(eqn)
                 wanted.update(x for x in eqn.invars if not jaxprs.is_literal(x))
         made = {var for eqn in needed_eqns for var in eqn.outvars}
-        given = {*jaxpr.invars, *jaxpr.constvars}
         whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in wanted and var not in made]
-        whole = [var for var in whole if var not in given]
         before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
         return cls(shape=shape, eqns=needed_eqns[::-1], before=before, whole=whole)
 
@@ -183,10 +177,9 @@ def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _run_whole(
-    unit: _Unit, arguments: Sequence[Argument], into: Sequence[int], consts: Any, window_bytes: int, token: Any
+    unit: _Unit, arguments: Sequence[Argument], into: Sequence[int], consts: Any, token: Any
 ) -> tuple[list[Any], Any]:
     """Computes results whose arrays of the host have to be on the device whole."""
-    del window_bytes
     arrays = [x.array for x in arguments]
     fetched = _after(token, [arrays[i] for i in unit.on_host])
     for i, x in zip(unit.on_host, fetched, strict=True):
@@ -202,11 +195,11 @@ def _run_whole(
 
 def _run_chunks(
     loop: _Loop,
+    window_bytes: int,
     unit: _Unit,
     arguments: Sequence[Argument],
     into: Sequence[int],
     consts: Any,
-    window_bytes: int,
     token: Any,
 ) -> tuple[list[Any], Any]:
     """Computes elementwise results chunk by chunk."""
@@ -281,7 +274,7 @@ def _cut(shape: Sequence[int], sharding: NamedSharding, num_bytes: int, window_b
 
 def _host(sharding: NamedSharding | None) -> NamedSharding:
     assert sharding is not None
-    return sharding.with_memory_kind("pinned_host")
+    return sharding.with_memory_kind(HOST)
 
 
 def _after(token: Any, arrays: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import map_on_device
+from zero_jax.core.device_put import map_on_device
 from zero_jax.core.tree import leaf_names
 from zero_jax.training.state.train_state import TrainState
 

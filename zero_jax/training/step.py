@@ -196,7 +196,6 @@ class _Program(UpdateProgram):
             new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers)
             new_masters = keep_same(masters, new_masters, same)
             new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
-            opt_state = jax.tree.map(lax.with_sharding_constraint, opt_state, placement.opt_shardings(opt_state))
             low = new_masters
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
         kept = keep_same(state.params, placement.params_of(low, into=state.params), same)

@@ -219,43 +219,55 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     Raises:
       ValueError: an update changes the state's structure in another way.
     """
-    state = tx.init(params)
-    before = jax.eval_shape(lambda x: x, state)
-    settled = before
-    for _ in range(3):  # a wider leaf may widen others
-        wider = _after_update(tx, params, settled)
-        if _described(wider) == _described(settled):
-            break
-        settled = wider
-    if settled is before:
+    state, settled = tx.init(params), first_opt_state(tx, params)
+    if _described(jax.eval_shape(lambda x: x, state)) == _described(settled):
         return state
     first = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     names, (leaves, tree) = leaf_names(settled), jax.tree.flatten(settled)
-    traced = trace_update(tx, params, settled)
-    used = used_inputs(traced.jaxpr)[traced.num_grads :]
-    read = dict(zip(names, used, strict=False))
-    odd = [name for name in names if name not in first and read[name]] + [name for name in first if name not in names]
-    if odd:
-        raise ValueError(
-            f"the first update changes the structure of the optimizer's state: leaf {odd[0]!r} is in it before or "
-            "after only, and is read: give an optimizer whose init returns what its update does"
-        )
     return tree.unflatten(
         jnp.asarray(first[name], x.dtype) if name in first else jnp.zeros(x.shape, x.dtype)
         for name, x in zip(names, leaves, strict=True)
     )
 
 
-def is_settled(tx: Any, params: PyTree, opt_state: PyTree) -> bool:
-    """Tells whether an optimizer state has the leaves and dtypes of its first state, and keeps them in an update."""
-    first = jax.eval_shape(tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-    described = _described(opt_state)
-    return _described(first) == described and _described(_after_update(tx, params, opt_state)) == described
+def first_opt_state(tx: Any, params: PyTree) -> PyTree:
+    """Returns the shapes of what `init_opt_state` returns; the last ones are remembered.
+
+    Args:
+      tx: the optimizer.
+      params: the params that have gradients, or their shapes.
+
+    Raises:
+      ValueError: an update changes the state's structure, other than by leaves that no update reads.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    return _first_opt_state(_Optimizer(tx), tree, shapes, jnp.result_type(float))
 
 
-def _after_update(tx: Any, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Returns the shapes of an optimizer state after an update, each leaf no narrower than before."""
-    return _widened(opt_state, trace_update(tx, params, opt_state).new_state)
+@functools.lru_cache(maxsize=16)
+def _first_opt_state(tx: _Optimizer, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
+    del default  # dtypes depend on whether JAX has 64 bits enabled
+    params = tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
+    before = settled = jax.eval_shape(tx.value.init, params)
+    for _ in range(3):  # a wider leaf may widen others
+        wider = _widened(settled, trace_update(tx.value, params, settled).new_state)
+        if _described(wider) == _described(settled):
+            break
+        settled = wider
+    names, names_before = leaf_names(settled), leaf_names(before)
+    if names != names_before:
+        traced = trace_update(tx.value, params, settled)
+        used = used_inputs(traced.jaxpr)[traced.num_grads :]
+        read = dict(zip(names, used, strict=False))
+        odd = [name for name in names if name not in names_before and read[name]]
+        odd += [name for name in names_before if name not in names]
+        if odd:
+            raise ValueError(
+                f"the first update changes the structure of the optimizer's state: leaf {odd[0]!r} is in it before or "
+                "after only, and is read: give an optimizer whose init returns what its update does"
+            )
+    return settled
 
 
 def _described(tree: PyTree) -> list[tuple[str, Any, Any]]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.training.optimizer.update import init_opt_state, is_settled
+from zero_jax.training.optimizer.update import first_opt_state
 from zero_jax.training.state.train_state import TrainState, make_placement, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
@@ -127,15 +127,12 @@ def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh:
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
-    if is_settled(tx, trainable(state.masters), state.opt_state):
-        return
-    shapes_of = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    expected = jax.eval_shape(lambda params: init_opt_state(tx, params), shapes_of(trainable(state.masters)))
-    names, wanted = leaf_names(state.opt_state), leaf_names(expected)
-    shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(state.opt_state)]
-    wanted_shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(expected)]
-    if names != wanted or shapes != wanted_shapes:
-        have, need = (list(zip(*pair, strict=True)) for pair in ((names, shapes), (wanted, wanted_shapes)))
+    wanted = first_opt_state(tx, trainable(state.masters))
+    have, need = (
+        [(name, f"{x.dtype}{list(x.shape)}") for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
+        for tree in (state.opt_state, wanted)
+    )
+    if have != need:
         odd = next((f"{name} {shape}" for name, shape in have if (name, shape) not in need), "no other leaf")
         lacks = next((f"{name} {shape}" for name, shape in need if (name, shape) not in have), "no other leaf")
         raise ValueError(

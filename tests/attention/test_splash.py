@@ -47,12 +47,12 @@ def test_bfloat16_is_as_near_as_it_can_be():
 def test_examples_may_be_mapped_and_derivatives_taken_forward_and_twice():
     q, k, v = random_arrays(b=3, t=5, s=6)
     both = [functools.partial(zero.dot_product_attention, implementation=name) for name in ("splash", "xla")]
-    mapped = [jax.vmap(f, (0, None, 0))(q, k[0], v) for f in both]
+    mapped = [jax.jit(jax.vmap(f, (0, None, 0)))(q, k[0], v) for f in both]
     chex.assert_trees_all_close(*mapped, atol=1e-5)
-    moved = [jax.jvp(f, (q, k, v), (jnp.sin(q), k, v))[1] for f in both]
+    moved = [jax.jit(functools.partial(jax.jvp, f))((q, k, v), (jnp.sin(q), k, v))[1] for f in both]
     chex.assert_trees_all_close(*moved, atol=1e-5)
     total = lambda f: lambda q: jnp.square(f(q, k, v)).sum()  # noqa: E731
-    twice = [jax.grad(lambda q, f=f: jnp.square(jax.grad(total(f))(q)).sum())(q) for f in both]
+    twice = [jax.jit(jax.grad(lambda q, f=f: jnp.square(jax.grad(total(f))(q)).sum()))(q) for f in both]
     chex.assert_trees_all_close(*twice, rtol=1e-4, atol=1e-4)  # squares of squares
 
 

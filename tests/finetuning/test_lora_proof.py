@@ -47,7 +47,7 @@ def num_bytes(tree):
 @pytest.mark.parametrize(
     ("stage", "base"),
     [
-        (0, "nf4"),
+        pytest.param(0, "nf4", marks=pytest.mark.slow),
         (3, "nf4"),
         pytest.param(1, "int8", marks=pytest.mark.slow),
         pytest.param(2, "bfloat16", marks=pytest.mark.slow),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from adapted import largest_difference
-from reference import mesh_of
+from reference import mesh_of, run_plain
 
 import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig
@@ -62,14 +62,10 @@ def trained(lora, *, steps=3, mesh="8", **settings):
 
 def by_hand(lora, steps=3):
     """Trains the adapters in plain optax, on one device."""
-    variables = lora.init(init_fn(jax.random.key(0)), jax.random.key(0))
-    params, opt_state = variables.params, TX.init(variables.params)
-    loss = lambda p: lora.loss_fn(loss_fn)(p, make_batch(), model_state=variables.model_state)[0]  # noqa: E731
-    for _ in range(steps):
-        value, grads = jax.jit(jax.value_and_grad(loss))(params)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    return params, float(value)
+    variables = jax.jit(lambda key: lora.init(init_fn(key), key))(jax.random.key(0))
+    loss = lambda p, batch: lora.loss_fn(loss_fn)(p, batch, model_state=variables.model_state)[0]  # noqa: E731
+    params, _, losses = run_plain(loss, TX, [make_batch()] * steps, params=variables.params)
+    return params, float(losses[-1])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 import transformers_logits
 from jax.sharding import NamedSharding
 
@@ -79,16 +80,18 @@ def batch(rows=8):
 def test_experts_with_room_for_all_compute_what_dense_experts_compute():
     params = decoder.init(EXPERTS, jax.random.key(0))
     roomy = dataclasses.replace(EXPERTS, expert_capacity=2.0)  # 2.0 x 2 of 4 experts: all tokens
-    expected, got = (jax.value_and_grad(decoder.loss_fn(c), has_aux=True)(params, batch()) for c in (EXPERTS, roomy))
+    expected, got = (
+        jax.jit(jax.value_and_grad(decoder.loss_fn(c), has_aux=True))(params, batch()) for c in (EXPERTS, roomy)
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), expected, got)
-    tight = decoder.loss_fn(dataclasses.replace(EXPERTS, expert_capacity=0.5))(params, batch())
+    tight = jax.jit(decoder.loss_fn(dataclasses.replace(EXPERTS, expert_capacity=0.5)))(params, batch())
     assert abs(tight[0] - expected[0][0]) > 1e-6
 
 
 def test_balanced_experts_have_a_balance_loss_of_one():
     params = decoder.init(EXPERTS, jax.random.key(0))
     params["blocks"]["router"] *= 0  # the same probability for all experts
-    _, aux = decoder.loss_fn(EXPERTS)(params, batch())
+    _, aux = jax.jit(decoder.loss_fn(EXPERTS))(params, batch())
     np.testing.assert_allclose(aux["expert_balance"], 1.0, rtol=1e-6)
 
 
@@ -103,7 +106,7 @@ def test_a_token_attends_to_its_own_document_within_its_window():
         moved = lambda x: decoder.hidden(  # noqa: E731
             config, {**params, "embed": x}, jnp.arange(16)[None], segments
         )[0][0, -1].sum()
-        return np.flatnonzero(np.abs(jax.grad(moved)(table)).sum(axis=1) > 0).tolist()
+        return np.flatnonzero(np.abs(jax.jit(jax.grad(moved))(table)).sum(axis=1) > 0).tolist()
 
     assert seen(windowed, one_layer) == [11, 12, 13, 14, 15]
     assert seen(GEMMA, params) == list(range(16))
@@ -115,12 +118,9 @@ def test_a_token_attends_to_its_own_document_within_its_window():
 def test_stages_train_as_plain_optax_does(config, stage):
     loss_fn, tx = decoder.loss_fn(config), optax.adam(1e-2)
     params = decoder.init(config, jax.random.key(0))
-    opt_state, expected = tx.init(params), []
-    for _ in range(3):
-        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch())
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        expected.append(loss)
+    *_, expected = reference.run_plain(
+        lambda params, batch: loss_fn(params, batch)[0], tx, [batch()] * 3, params=params
+    )
     mesh = zero.make_mesh(data=4, model=2)
     zero_config = zero.ZeroConfig(stage=stage, min_shard_size=1, param_specs=decoder.param_specs(config, model_size=2))
     init_fn = lambda key: decoder.init(config, key)  # noqa: E731

@@ -209,12 +209,23 @@ def test_generate_refuses_an_empty_prompt():
         gpt.generate(config, {}, jnp.zeros(0, jnp.int32), jax.random.key(0), num_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(VARIANTS[0], id="scan"), pytest.param(VARIANTS[3], id="loop", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
-@pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant, position):
+QUICK = {(gpt, "rotary", True), (gpt_linen, "learned", True), (gpt_nnx, "rotary", True)}
+DOCUMENTS = [
+    pytest.param(
+        module,
+        position,
+        variant,
+        id=f"{module.__name__.split('.')[-1]}-{position}-{'scan' if variant['scan'] else 'loop'}",
+        marks=() if (module, position, variant["scan"]) in QUICK else pytest.mark.slow,
+    )
+    for module in (gpt, gpt_linen, gpt_nnx)
+    for position in ("rotary", "learned")
+    for variant in (VARIANTS[0], VARIANTS[3])
+]
+
+
+@pytest.mark.parametrize(("module", "position", "variant"), DOCUMENTS)
+def test_a_document_in_a_row_with_another_is_as_if_alone(module, position, variant):
     config = gpt.GPTConfig(**SIZES, **{**variant, "position": position})
     loss_fn = gpt.loss_fn(config) if module is gpt else module.make(config)[1]
     convert = {gpt: lambda params, _: params, gpt_linen: to_linen, gpt_nnx: to_nnx}[module]
@@ -233,7 +244,12 @@ def test_a_document_in_a_row_with_another_is_as_if_alone(module, variant, positi
     chex.assert_trees_all_close(aux["bits_per_token"], packed / jnp.log(2.0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("module", [gpt, gpt_linen, gpt_nnx], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module",
+    # They call gpt's attention.
+    [gpt, *(pytest.param(module, marks=pytest.mark.slow) for module in (gpt_linen, gpt_nnx))],
+    ids=["gpt", "gpt_linen", "gpt_nnx"],
+)
 def test_float16_gives_the_loss_and_gradients_of_float32_on_any_backend(module):
     """`jax.nn.dot_product_attention` asks for a float16 dot that CPUs do not have."""
     config = gpt.GPTConfig(**SIZES)

@@ -122,10 +122,13 @@ def test_a_broken_cache_entry_is_as_good_as_none(report, tmp_path):
     changed = bytes([*whole[:200], whole[200] ^ 1, *whole[201:]])
     forged = mark + user_cache._checksum(entry, gzip.compress(b"[]")) + gzip.compress(b"[]")
     for broken in (whole[:100], b"", gzip.compress(b"[]"), mark, changed, forged):
+        entry.write_bytes(whole)
+        assert compile_job._load(entry)
         entry.write_bytes(broken)
-        again = plan(tmp_path, own_process=False)
-        assert not again.from_cache
-        assert again.memory == report.memory
+        assert compile_job._load(entry) is None
+    again = plan(tmp_path, own_process=False)
+    assert not again.from_cache and compile_job._load(entry)
+    assert again.memory == report.memory
     assert [path.name for path in tmp_path.iterdir()] == [entry.name]
 
 

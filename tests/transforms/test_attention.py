@@ -116,7 +116,13 @@ def test_the_report_says_which_kernel_the_devices_take(platform, capability, sha
 
 
 @pytest.mark.parametrize(
-    ("make", "scan"), [(gpt, True), (gpt_linen, False), (gpt_nnx, True)], ids=["gpt", "linen", "nnx"]
+    ("make", "scan"),
+    [
+        pytest.param(gpt, True, id="gpt"),
+        # Their attention is the same function as gpt's.
+        pytest.param(gpt_linen, False, id="linen", marks=pytest.mark.slow),
+        pytest.param(gpt_nnx, True, id="nnx", marks=pytest.mark.slow),
+    ],
 )
 def test_reference_models_train_alike(make, scan):
     config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=2, d_model=32, num_heads=4, scan=scan)

@@ -212,7 +212,7 @@ def test_evaluation_reads_it_and_drops_what_comes_back():
     batch = make_batches(1)[0]
     evaluate = zero.make_eval_step(linen_eval, mesh=mesh_of("8"), config=config)
     host = jax.tree.map(np.asarray, state.variables)
-    expected = linen_eval(host.params, batch, model_state=host.model_state)[0]
+    expected = jax.jit(linen_eval)(host.params, batch, model_state=host.model_state)[0]
     for given in (state, state.variables, host):
         np.testing.assert_allclose(evaluate(given, batch).loss, expected, rtol=1e-5)
     with pytest.raises(ValueError, match=r"was given params alone.*give an evaluation the TrainState"):

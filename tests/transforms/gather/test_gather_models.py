@@ -86,7 +86,7 @@ class LinenModel(nn.Module):
         return embed.attend(nn.RMSNorm()(x))
 
 
-@FORMS
+@FEWER_FORMS
 def test_linen(scan, remat):
     model = LinenModel(scan, remat)
     params = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(0)}, tokens())["params"]

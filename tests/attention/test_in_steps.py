@@ -19,7 +19,11 @@ SETTINGS = [
     ({"stage": 3}, {"data": 8}),
     ({"stage": 0, "remat": "full"}, {"data": 4, "model": 2}),
     ({"stage": 1, "num_microbatches": 2, "remat": "attention"}, {"data": 8}),
-    ({"stage": 2, "num_microbatches": 2, "remat": "dots"}, {"replica": 2, "data": 2, "model": 2}),
+    pytest.param(
+        {"stage": 2, "num_microbatches": 2, "remat": "dots"},
+        {"replica": 2, "data": 2, "model": 2},
+        marks=pytest.mark.slow,
+    ),
     ({"stage": 3, "remat": "attention_sharded"}, {"data": 2, "model": 4}),  # more devices than heads of keys
 ]
 

@@ -147,7 +147,9 @@ def test_a_loss_scale_that_is_too_large_falls_and_is_restored(tmp_path, tamper):
 # Signals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGUSR1"))]
+)
 def test_a_signal_saves_and_stops_and_the_run_goes_on(name, tmp_path, tamper, unbroken):
     mend, lines = tamper({6: lambda *_: signal.raise_signal(getattr(signal, name))}), []
     result = train(tmp_path, lines=lines)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from covering import covering_array
 from reference import loss_fn, make_batch, make_trainer, mesh_of
 
 from zero_jax.training.noise_scale import NoiseScale, estimate_step
@@ -25,8 +26,8 @@ COVERING = [(0, "2", 3), (1, "replica", 2), (2, "staged222", 3), (3, "replica", 
 MESH_NAMES = ("1", "2", "8", "replica", "staged222", "staged24")
 REST = [
     pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(BY_DEVICE, MESH_NAMES, (2, 3))
-    if case not in COVERING
+    for row in covering_array({"stage": tuple(BY_DEVICE), "mesh": MESH_NAMES, "num_microbatches": (2, 3)})
+    if (case := tuple(row.values())) not in COVERING
 ]
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zero_jax.pretrained import Pretrained, load_hf, save_hf
     from zero_jax.sharding.mesh import batch_sharding, make_mesh
     from zero_jax.sharding.precision import LossScaleConfig, Precision
+    from zero_jax.sharding.quantized import Quantize
     from zero_jax.sharding.rules import ShardingReport
     from zero_jax.trainer import TrainConfig, Trainer, TrainResult
     from zero_jax.training import (
@@ -77,6 +78,7 @@ _PUBLIC = {
     "zero_jax.pretrained": "Pretrained load_hf save_hf",
     "zero_jax.sharding.mesh": "batch_sharding make_mesh",
     "zero_jax.sharding.precision": "LossScaleConfig Precision",
+    "zero_jax.sharding.quantized": "Quantize",
     "zero_jax.sharding.rules": "ShardingReport",
     "zero_jax.trainer": "TrainConfig TrainResult Trainer",
     "zero_jax.training": (
@@ -113,6 +115,7 @@ __all__ = [
     "PlanReport",
     "Precision",
     "Pretrained",
+    "Quantize",
     "Remat",
     "RematReport",
     "Restored",

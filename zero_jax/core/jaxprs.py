@@ -158,13 +158,15 @@ reshard_p = jex_core.Primitive("zero_reshard")
 class Chain:
     """Shardings that an array is moved through, in order, in the dtype given (None: its own).
 
-    They are of the array with its last two dims swapped, if `swapped`.
+    They are of the array with its last two dims swapped, if `swapped`. With a `coding`, what is moved is
+    `coding.encode(x)`, arrays of as many dims that divide alike, and `coding.decode(arrays, dtype)` is the result.
     """
 
     shardings: tuple[NamedSharding, ...] = ()
     dtype: Any = None
     barrier: bool = False
     swapped: bool = False
+    coding: Any = None
 
 
 def reshard(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
@@ -179,14 +181,22 @@ def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
     dtype = x.dtype
     if forward.dtype is not None and jax.numpy.issubdtype(dtype, np.inexact):
         x = x.astype(forward.dtype)
+    parts = [x] if forward.coding is None else forward.coding.encode(x)
     if forward.barrier:
         # Without it XLA:GPU moves a gather above the cast before it, and gathers the wider type.
-        x = lax.optimization_barrier(x)
-    x = jax.numpy.swapaxes(x, -1, -2) if forward.swapped else x
+        parts = lax.optimization_barrier(parts)
+    parts = [jax.numpy.swapaxes(part, -1, -2) for part in parts] if forward.swapped else parts
     for sharding in forward.shardings:
-        x = lax.with_sharding_constraint(x, sharding)
-    x = jax.numpy.swapaxes(x, -1, -2) if forward.swapped else x
-    return x.astype(dtype)
+        parts = [lax.with_sharding_constraint(part, sharding) for part in parts]
+    parts = [jax.numpy.swapaxes(part, -1, -2) for part in parts] if forward.swapped else parts
+    return parts[0].astype(dtype) if forward.coding is None else forward.coding.decode(parts, dtype)
+
+
+def _jvp(primals: Any, tangents: Any, *, forward: Chain, backward: Chain) -> tuple[Any, Any]:
+    (x,), (dot,) = primals, tangents
+    out = reshard_p.bind(x, forward=forward, backward=backward)
+    exact = dataclasses.replace(forward, coding=None)  # codes are steps, without a slope: straight through
+    return out, dot if isinstance(dot, ad.Zero) else reshard_p.bind(dot, forward=exact, backward=backward)
 
 
 def _transpose(cotangent: Any, x: Any, *, forward: Chain, backward: Chain) -> list[Any]:
@@ -210,7 +220,8 @@ def _batch(args: Any, dims: Any, *, forward: Chain, backward: Chain) -> tuple[An
 
 reshard_p.def_abstract_eval(lambda x, **_: x)
 reshard_p.def_impl(lambda x, **chains: jax.jit(_apply_chain, static_argnames=("forward", "backward"))(x, **chains))
-ad.deflinear2(reshard_p, _transpose)
+ad.primitive_jvps[reshard_p] = _jvp
+ad.primitive_transposes[reshard_p] = _transpose
 batching.primitive_batchers[reshard_p] = _batch
 mlir.register_lowering(reshard_p, mlir.lower_fun(_apply_chain, multiple_results=False))
 

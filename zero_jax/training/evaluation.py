@@ -147,6 +147,7 @@ def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroC
             keep_gathered=config.keep_gathered,
             data_axes=placement.axes.data,
             replica_axes=placement.axes.replica,
+            quantize=placement.quantize,
             **common,
         )
     if "master" in placement.groups or placement.precision.reduce is not None:

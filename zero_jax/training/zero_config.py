@@ -14,6 +14,7 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.precision import Precision, resolve_precision
+from zero_jax.sharding.quantized import Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training.optimizer.offload import Offload, resolve_offload
 from zero_jax.transforms import Remat, resolve_remat
@@ -43,6 +44,8 @@ class ZeroConfig:
       attention: `own` computes attention as the model does; `fused` by a fused kernel, for an unmodified model,
         wherever that is provably the same function (`zero.attention_report` says where, and why not elsewhere).
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
+      quantize: a `Quantize`: params are gathered in int8 or fp8, and gradients sent in int8 or int4, block by block
+        (docs/quantized.md); None sends both in the dtypes of the precision.
       overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
@@ -72,6 +75,7 @@ class ZeroConfig:
     remat: str | Remat = "own"
     attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
+    quantize: Quantize | None = None
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
@@ -85,15 +89,16 @@ class ZeroConfig:
     model_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        sharded_groups(self.stage)
+        groups = sharded_groups(self.stage)
         if self.loss_weight is not None and not isinstance(self.loss_weight, str):
             raise ValueError(f"loss_weight={self.loss_weight!r}: give 'auto', the name of an entry of aux, or None")
         check_fields(self)
-        resolve_precision(self.precision)
+        precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
         resolve_offload(self.offload)
         compiled_patterns(self.keep_batch_dtype)
         _check_compiler_options(self.compiler_options)
+        _check_quantize(self.quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
         if self.min_shard_size < 0:
@@ -106,6 +111,25 @@ class ZeroConfig:
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
         return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+
+
+def _check_quantize(quantize: Any, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
+    """Raises `ValueError` for anything to quantize that a stage does not send."""
+    found = check_quantize(quantize)
+    if found is None:
+        return
+    if found.grads is not None and "master" not in groups:
+        raise ValueError(f"quantize: grads={found.grads!r}: {stage} scatters no gradients; give stage 1, 2 or 3")
+    if found.gathers is None or "params" in groups:
+        return
+    if "master" not in groups:
+        raise ValueError(f"quantize: gathers={found.gathers!r}: {stage} gathers no params; give stage=3, or 1 or 2")
+    if not has_master:
+        raise ValueError(
+            f"quantize: gathers={found.gathers!r}: at {stage} without master params the gathered params are the only "
+            "ones there are, and would lose precision in every step; give precision='bf16', which keeps float32 "
+            "master params, or stage=3, whose params stay as they are"
+        )
 
 
 def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:

@@ -22,6 +22,7 @@ from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_sha
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
+from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import (
     LeafPlacement,
     ShardingRules,
@@ -91,6 +92,7 @@ class Placement:
     params: PyTree  # a LeafPlacement for each param
     model_state: PyTree = None  # and for each leaf of the model state
     offload: Offload | None = None
+    quantize: Quantize | None = None
 
     @property
     def keeps_copy(self) -> bool:
@@ -159,8 +161,9 @@ class Placement:
 
     def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
         steps = gather_shardings(self.mesh, placement.dims, self.axes.data)
+        coding = blocks_of_leaf(self.quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
         with gather_scope(placement.path):
-            return reshard(x, forward=Chain(steps, barrier=True), backward=Chain())
+            return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
 
     def _gather_rows(
         self, placements: list[LeafPlacement], stacks: list[jax.Array], olds: list[jax.Array]
@@ -198,7 +201,11 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         axis_rules=config.axis_rules,
         overrides=config.overrides,
     )
-    placed = place_params(params, mesh=mesh, axes=axes, rules=rules)
+    placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=rules), None
+    if model_state is not None:
+        placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
+    leaves = jax.tree.leaves((placed, placed_state), is_leaf=_is_placement)
+    check_leaves(config.quantize, leaves, mesh=mesh, axes=axes)
     return Placement(
         mesh=mesh,
         axes=axes,
@@ -206,10 +213,9 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         groups=sharded_groups(config.stage),
         precision=resolve_precision(config.precision),
         params=placed,
+        model_state=placed_state,
         offload=offload,
-        model_state=None
-        if model_state is None
-        else place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules),
+        quantize=config.quantize,
     )
 
 

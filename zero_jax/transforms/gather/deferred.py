@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zero_jax.core.gather_names import RELATIVE
+from zero_jax.sharding.quantized import PLAIN, Formats
 from zero_jax.sharding.spec import Dims
 
 
@@ -19,7 +20,8 @@ class Lazy:
 
     `dims` is its sharding while it is still a shard (of no axes, if the param is whole), None once the recipe gathers.
     `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
-    `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather.
+    `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `formats` are what
+    it is gathered in and its gradient sent in.
     """
 
     roots: tuple[Any, ...]
@@ -29,6 +31,7 @@ class Lazy:
     dims: Dims | None
     depth: int = 0
     cast: Any = None
+    formats: Formats = PLAIN
 
     @property
     def is_shard(self) -> bool:
@@ -87,7 +90,7 @@ class Roots:
         def described(value: Lazy | Value) -> Hashable:
             if isinstance(value, Value):
                 return type(value), value.pure
-            return value.build, value.aval, value.path, value.dims, value.depth, value.cast
+            return value.build, value.aval, value.path, value.dims, value.depth, value.cast, value.formats
 
         return tuple((*places, described(v)) for v, places in zip(self.values, self.places, strict=True))
 

@@ -23,7 +23,7 @@ def scanned(walk: Any, eqn: Any, values: Sequence[Any], variables: Sequence[Any]
         if isinstance(value, Lazy) and value.dims is not None and not value.dims[0]:
             arrays.append(value.build(*value.roots))
             aval = var.aval.update(dtype=value.aval.dtype)
-            slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast))
+            slices.append(Lazy((), as_it_is, aval, value.path, value.dims[1:], cast=value.cast, formats=value.formats))
         else:
             whole = walk.before(value, eqn, "scan over its sharded dim")
             arrays.append(whole.array)

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.quantized import Quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Options:
     regather: bool
     reduce_dtype: Any
     max_hoisted_bytes: int
+    quantize: Quantize | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,10 @@ from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
-from zero_jax.core.variables import variable_names
+from zero_jax.core.variables import MODEL_STATE, variable_names
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
+from zero_jax.sharding.quantized import PLAIN, Quantize, check_quantize
 from zero_jax.sharding.spec import carries, named
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
@@ -48,6 +49,7 @@ def gather_on_use(
     data_axes: Sequence[str] | None = None,
     replica_axes: Sequence[str] | None = None,
     max_hoisted_bytes: int = MAX_HOISTED_BYTES,
+    quantize: Quantize | None = None,
 ) -> Callable[..., Any]:
     """Transforms `fn(params, ...)` so that sharded params are gathered where they are used and released after.
 
@@ -64,6 +66,8 @@ def gather_on_use(
       replica_axes: the mesh axes of the batch besides `data_axes`, if not called `replica`.
       max_hoisted_bytes: params that a loop uses whole in every iteration are gathered once before the loop if all of
         them together take at most this many bytes, else in every iteration.
+      quantize: the formats that params are gathered in (its `gathers`); the function is then one of rounded params,
+        and its gradients are those at them.
 
     Returns:
       A function with the signature of `fn`.
@@ -83,6 +87,7 @@ def gather_on_use(
         regather=not keep_gathered,
         reduce_dtype=reduce_dtype,
         max_hoisted_bytes=max_hoisted_bytes,
+        quantize=check_quantize(quantize),
     )
     return _transform(fn, specs, options)
 
@@ -156,12 +161,15 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     each = dims_of_each(params, specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
+        formats = PLAIN
+        if options.quantize is not None and is_float(aval):
+            formats = options.quantize.formats(name, is_param=not name.startswith(f"{MODEL_STATE}/"))
         if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             root = leaf
             if is_float(aval):  # whatever the uses are, their cotangents add up to a shard
                 with gather_scope(name):
                     root = jaxprs.reshard(leaf, forward=Chain(), backward=Chain((named(options.mesh, dims),)))
-            marked.append(Lazy((root,), as_it_is, aval, name, dims))
+            marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.reduce_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:

@@ -21,6 +21,7 @@ from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.quantized import PLAIN, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.deferred import (
@@ -121,17 +122,20 @@ class GatherWalk:
                 options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
             )
             with gather_scope(value.path):
-                array = jaxprs.reshard(array, forward=self.gathering(value.shard), backward=backward)
+                array = jaxprs.reshard(array, forward=self.gathering(value, array.shape), backward=backward)
             if pin:
                 backward = Chain((named(options.mesh, without(value.shard, options.axes.data)),))
                 array = jaxprs.reshard(array, forward=Chain(), backward=backward)
         return value.widened(array) if dtype is None else array
 
-    def gathering(self, dims: Dims) -> Chain:
+    def gathering(self, value: Lazy, shape: tuple[int, ...]) -> Chain:
         """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-        options = self.options
-        steps = () if options.stored_whole else gather_shardings(options.mesh, dims, options.axes.data)
-        return Chain(steps, barrier=bool(steps))
+        mesh, dims, formats = self.options.mesh, value.shard, value.formats
+        steps = () if self.options.stored_whole else gather_shardings(mesh, dims, self.options.axes.data)
+        if not steps:
+            return Chain()
+        coding = blocks_of(formats.gather, value.path, shape, dims, mesh=mesh, block_size=formats.block_size)
+        return Chain(steps, barrier=True, coding=coding)
 
     def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
@@ -251,6 +255,7 @@ class GatherWalk:
                 dims=((),) * var.aval.ndim if all_whole else out_dims,
                 depth=depth,
                 cast=cast,
+                formats=lazy[0].formats if len({value.formats for value in lazy}) == 1 else PLAIN,
             )
             for i, var in enumerate(eqn.outvars)
         ]
@@ -341,7 +346,8 @@ class GatherWalk:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
         options, dims, array = self.options, value.shard, value.build(*value.roots)
         with gather_scope(value.path):
-            array = jaxprs.reshard(array, forward=self.gathering(dims), backward=Chain((named(options.mesh, dims),)))
+            forward = self.gathering(value, array.shape)
+            array = jaxprs.reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
             return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:

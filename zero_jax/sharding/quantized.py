@@ -1,0 +1,268 @@
+"""Blockwise quantization of what is sent: params that are gathered (qwZ) and gradients that are scattered (qgZ).
+
+ZeRO++ (arXiv:2306.10209), sections 3.1 and 3.3. A block is a run of elements along one dim of a device's shard, with
+one scale: codes and scales are sharded as the array is, and move through the same shardings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.field_checks import check_value
+from zero_jax.core.tree import shown
+from zero_jax.core.variables import MODEL_STATE
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.rules import LeafPlacement, check_matched
+from zero_jax.sharding.spec import Dims, num_shards
+
+# The largest code of each format, and its bits. int4 leaves -8 out: codes are symmetric.
+_LARGEST: Mapping[str, float] = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+_BITS: Mapping[str, int] = {"int8": 8, "fp8": 8, "int4": 4}
+GATHER_FORMATS = ("int8", "fp8")
+GRAD_FORMATS = ("int8", "int4")
+SCALE_DTYPE = jnp.bfloat16
+# Without a block size: blocks of at most this many elements, and at least so many that scales are worth their bytes.
+LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """What a train step sends quantized: gathers of params (qwZ) and the sums of gradients over devices (qgZ).
+
+    A format is one for all params, or a dict from regular expressions of full leaf paths to formats (None: as it is);
+    the first that matches counts, and leaves that match none are not quantized. Model state is quantized only where a
+    pattern names it (`model_state/...`). What the optimizer keeps is never quantized.
+
+    Attributes:
+      gathers: the format of gathered params: `int8` or `fp8` (e4m3), half the bytes of bfloat16. None: none.
+      grads: the format in which gradients go from device to device, `int8` or `int4`; they are summed in float32.
+      block_size: elements along one dim of a device's shard that share a scale (bfloat16). None takes for each leaf
+        the largest divisor of its shard up to 128, and leaves as they are those that have none from 32 on.
+    """
+
+    gathers: str | Mapping[str, str | None] | None = None
+    grads: str | Mapping[str, str | None] | None = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                _check_patterns(name, value)
+            for each in value.values() if isinstance(value, Mapping) else (value,):
+                if each is not None and each not in formats:
+                    hint = did_you_mean(each, formats) if isinstance(each, str) else ""
+                    raise ValueError(f"quantize: {name}={each!r}: {hint}choose one of {', '.join(formats)}, or None")
+        check_value("block_size", self.block_size, int, is_optional=True)
+        if self.block_size is not None and (self.block_size < 2 or self.block_size % 2):
+            raise ValueError(
+                f"quantize: block_size={self.block_size}: give an even number of elements, such as 64, or None"
+            )
+
+    def patterns(self, what: str) -> Mapping[str, Any]:
+        """Returns the patterns of `gathers` or `grads`; none where there is one format for all."""
+        value = getattr(self, what)
+        return value if isinstance(value, Mapping) else {}
+
+    def format_of(self, what: str, path: str, *, is_param: bool = True) -> str | None:
+        """Returns the format of a leaf in `gathers` or `grads`, or None."""
+        value = getattr(self, what)
+        if isinstance(value, Mapping):
+            return next((each for pattern, each in value.items() if re.fullmatch(pattern, path)), None)
+        return value if is_param else None
+
+    def formats(self, path: str, *, is_param: bool = True) -> Formats:
+        """Returns the formats of a leaf."""
+        gather, grad = (self.format_of(what, path, is_param=is_param) for what in ("gathers", "grads"))
+        return Formats(gather=gather, grad=grad, block_size=self.block_size)
+
+
+def check_quantize(quantize: Any) -> Quantize | None:
+    """Returns the settings; raises `ValueError` for anything but a `Quantize` or None."""
+    if quantize is None or isinstance(quantize, Quantize):
+        return quantize
+    raise ValueError(f"quantize={shown(quantize)}: give a zero.Quantize, as zero.Quantize(gathers='int8'), or None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Formats:
+    """The formats that a leaf is gathered in and that its gradient is sent in, None for its own dtype."""
+
+    gather: str | None = None
+    grad: str | None = None
+    block_size: int | None = None
+
+
+PLAIN = Formats()
+_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
+
+
+def _check_patterns(name: str, patterns: Mapping[Any, Any]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"quantize: {name}: {pattern!r} is no regular expression of leaf paths ({error}): "
+                "give one such as 'layers/.*/kernel'"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """How an array becomes codes and scales, and those the array again.
+
+    Attributes:
+      format: `int8`, `fp8` or `int4`.
+      dim: the dim that blocks are along, from the end: -1 is the last.
+      size: the elements of a block.
+    """
+
+    format: str
+    dim: int
+    size: int
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of codes and scales for an element."""
+        return _BITS[self.format] / 8 + jnp.dtype(SCALE_DTYPE).itemsize / self.size
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns codes, `int8` like `x` (int4: `uint8`, half as many along `dim`), and a scale for each block.
+
+        A block with an element that is not finite has a scale that is not, and is not finite when it is decoded.
+        """
+        place, largest = x.ndim + self.dim, _LARGEST[self.format]
+        blocks = self._split(x.astype(jnp.float32), place, self.size)
+        scales = (jnp.abs(blocks).max(place + 1) / largest).astype(SCALE_DTYPE)
+        # The rounded scale is what is sent: codes are of that.
+        wide = scales.astype(jnp.float32)
+        unit = jnp.clip(blocks / jnp.expand_dims(jnp.where(wide == 0, 1, wide), place + 1), -largest, largest)
+        if self.format == "fp8":
+            codes = lax.bitcast_convert_type(unit.astype(jnp.float8_e4m3fn), jnp.int8)  # XLA may widen a float8
+        else:
+            codes = jnp.round(unit).astype(jnp.int8)
+        if self.format == "int4":  # the halves of a block share its bytes
+            low, high = jnp.split(codes.astype(jnp.uint8), 2, axis=place + 1)
+            codes = (low & 15) | (high << 4)
+        return codes.reshape(*x.shape[:place], -1, *x.shape[place + 1 :]), scales
+
+    def decode(self, parts: Sequence[jax.Array], dtype: Any) -> jax.Array:
+        """Returns the array of codes and scales."""
+        codes, scales = parts
+        place = codes.ndim + self.dim
+        size = self.size * _BITS[self.format] // 8
+        blocks = self._split(codes, place, size)
+        if self.format == "int4":
+            signed = lax.bitcast_convert_type(jnp.concatenate([blocks << 4, blocks & 0xF0], axis=place + 1), jnp.int8)
+            unit = (signed >> 4).astype(jnp.float32)
+        elif self.format == "fp8":
+            unit = lax.bitcast_convert_type(blocks, jnp.float8_e4m3fn).astype(jnp.float32)
+        else:
+            unit = blocks.astype(jnp.float32)
+        x = unit * jnp.expand_dims(scales.astype(jnp.float32), place + 1)
+        return x.reshape(*codes.shape[:place], -1, *codes.shape[place + 1 :]).astype(dtype)
+
+    @staticmethod
+    def _split(x: jax.Array, place: int, size: int) -> jax.Array:
+        return x.reshape(*x.shape[:place], x.shape[place] // size, size, *x.shape[place + 1 :])
+
+
+def blocks_of(
+    format: str | None, path: str, shape: Sequence[int], dims: Dims, *, mesh: Mesh, block_size: int | None
+) -> Blocks | None:
+    """Returns the blocks of a leaf's shards, along one of its last two dims if they are there; None if there are none.
+
+    Args:
+      format: the format, or None.
+      path: the leaf, for errors.
+      shape: its shape.
+      dims: how it is sharded where it is cut finest.
+      mesh: the mesh.
+      block_size: as in `Quantize`.
+
+    Raises:
+      ValueError: a block size that divides no dim of the shard.
+    """
+    if format is None:
+        return None
+    local = [extent // axis_size(mesh, axes) for extent, axes in zip(shape, dims, strict=True)]
+    step = 2 if format == "int4" else 1
+    sizes = {i - len(local): _block(extent, block_size, step) for i, extent in enumerate(local)}
+    # Blocks along the second to last dim leave the lanes of an accelerator as they are.
+    best = max(sizes, key=lambda dim: (sizes[dim] > 0 and dim >= -2, sizes[dim], dim == -2, dim), default=0)
+    if best and sizes[best]:
+        return Blocks(format=format, dim=best, size=sizes[best])
+    if block_size is not None:
+        divisors = [_block(extent, None, step) for extent in local]
+        remedy = f"give block_size={max(divisors)} or None" if any(divisors) else "give block_size=None"
+        raise ValueError(
+            f"quantize: block_size={block_size} divides no dim of the shard {local} that each device has of {path!r} "
+            f"(shape {list(shape)}): {remedy}, or leave this leaf as it is with a dict that has {{{path!r}: None}} first"
+        )
+    return None
+
+
+def blocks_of_leaf(
+    quantize: Quantize | None, what: str, leaf: LeafPlacement, *, mesh: Mesh, shape: Sequence[int] | None = None
+) -> Blocks | None:
+    """Returns the blocks in which a leaf is sent, or None where it is sent as it is.
+
+    Args:
+      quantize: the settings.
+      what: `gathers` or `grads`.
+      leaf: the leaf.
+      mesh: the mesh.
+      shape: the shape of a part of it that is sharded alike, such as a row of a stack.
+    """
+    if quantize is None or _not_sent(leaf, mesh):
+        return None
+    format = quantize.format_of(what, leaf.path, is_param=not leaf.path.startswith(f"{MODEL_STATE}/"))
+    return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
+
+
+def _not_sent(leaf: LeafPlacement, mesh: Mesh) -> str:
+    """Says why a leaf is not quantized whatever the formats are; empty where it may be."""
+    if leaf.dtype not in _FLOATS:
+        return f"its dtype is {leaf.dtype}"
+    return "" if num_shards(mesh, leaf.dims) > 1 else leaf.reason
+
+
+def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, mesh: Mesh, axes: Axes) -> None:
+    """Checks the settings for the leaves of a model; on a mesh of one shard nothing is sent, and all is valid.
+
+    Raises:
+      ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide.
+    """
+    for what in ("gathers", "grads") if quantize is not None else ():
+        value, patterns = getattr(quantize, what), quantize.patterns(what)
+        check_matched(f"quantize: {what}", patterns, [leaf.path for leaf in leaves])
+        sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, what, leaf, mesh=mesh) is not None}
+        for pattern, format in (patterns or {".*": value}).items():
+            matched = [leaf for leaf in leaves if re.fullmatch(pattern, leaf.path)]
+            if format is None or axis_size(mesh, axes.data) == 1 or sent & {leaf.path for leaf in matched}:
+                continue
+            largest = max(matched, key=lambda leaf: leaf.num_bytes)
+            small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+            raise ValueError(
+                f"quantize: {what}={value!r}: {f'{pattern!r} matches' if patterns else 'there is'} no leaf to quantize; "
+                f"the largest is {largest.path!r} of shape {largest.shape}: {_not_sent(largest, mesh) or small}. "
+                f"Leave it out, or give a block_size that divides the shards, or a min_shard_size"
+            )
+
+
+def _block(extent: int, block_size: int | None, step: int) -> int:
+    """Returns the elements of a block along a dim, 0 if it has none."""
+    if block_size is not None:
+        return block_size if extent and extent % block_size == 0 else 0
+    found = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)
+    return next(found, 0) if extent else 0

@@ -25,7 +25,7 @@ from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads
+from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads, summed_on_use
 
 
 @jax.tree_util.register_dataclass
@@ -136,10 +136,18 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     return jax.tree.map(place, batch)
 
 
-def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
-    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
+def placed_loss(
+    loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig, *, mapped: bool = False
+) -> Callable[..., Any]:
+    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it.
+
+    If it is `mapped` over devices, each has gradients of its own, which are summed at each use of a param.
+    """
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
     specs = placement.variable_shardings()
+    if mapped:
+        common |= {"axes": placement.axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
+        return summed_on_use(loss_fn, specs, stored_whole="params" not in placement.groups, **common)
     if "params" in placement.groups:
         return gather_on_use(
             loss_fn,

@@ -14,12 +14,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
+from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.jaxprs import open_jaxpr
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
+from zero_jax.core.variables import as_variables
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
+from zero_jax.transforms import DeviceSum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,32 +235,62 @@ class Accumulator:
         one_device = jax.vmap(fn, in_axes=in_axes, axis_size=1)
         return jax.shard_map(one_device, mesh=self.mesh, in_specs=specs, out_specs=over_devices, check_vma=False)
 
-    def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
-        """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.
+    def mapped(
+        self,
+        loss_fn: Callable[..., Any],
+        weigh: Callable[..., Any] | None,
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: jax.Array,
+    ) -> Any:
+        """Returns loss and gradients of one microbatch by `jax.vmap` over devices, which see their own examples only.
 
-        Each all-to-all moves what a reduce-scatter would, and the sum is made locally in float32.
+        Args:
+          loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
+            gradients of it are summed at each use of a param (`transforms.summed_on_use`).
+          weigh: the weight of a part of the batch, `weigh(batch, key)`; None if all weigh the same.
+          params: the list of params.
+          model_state: what each device is given; it does not change.
+          batch: the microbatch.
+          key: its key.
+
+        Returns:
+          `((loss, (aux, model_state, weight)), grads)`.
         """
-        wide = stack.dtype
-        left = list(self.axes.batch)
-        stack = stack.reshape(*(self.mesh.shape[axis] for axis in left), *stack.shape[1:])
-        placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in dims]
-        for axis in self.axes.data:
-            home = next((i for i, dim in enumerate(dims) if axis in dim), None)
-            if home is None:
-                continue
-            placed[home] = (*placed[home], axis)
-            place = left.index(axis)
-            stack = stack.astype(self.reduce_dtype or wide)
-            entries = tuple(() if a == axis else (a,) for a in left)
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
-            stack = stack.astype(wide).sum(place)
-            left.pop(place)
-        if left:  # replicas, and axes that this leaf is not sharded over
-            entries = tuple((a,) for a in left)
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
-            stack = stack.astype(self.reduce_dtype or wide).sum(tuple(range(len(left))))
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, tuple(placed)))
-        return stack.astype(wide)
+
+        @functools.partial(jax.value_and_grad, has_aux=True)
+        def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
+            loss, (aux, *_) = loss_fn(params, model_state, batch, key)
+            return loss * share, (loss, aux)
+
+        n = self.num_shards
+        parts = jax.tree.map(lambda x: x[0] if x.ndim else x, self.split(batch))
+        each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
+        keys = jax.random.split(key, n)
+        over_devices = functools.partial(jax.vmap, spmd_axis_name=self.axes.batch, axis_size=n)
+        weights = jnp.ones(n, jnp.float32)
+        if weigh is not None:
+            weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
+            # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
+            other = jnp.argmax(weights)
+            parts = jax.tree.map(lambda x: jnp.where(_outer(weights == 0, x), x[other], x) if x.ndim else x, parts)
+        total = weights.sum()
+        shares = lax.with_sharding_constraint(
+            weights * n / _nonzero(total), NamedSharding(self.mesh, PartitionSpec(self.axes.batch))
+        )
+        in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
+        (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
+            params, parts, keys, shares
+        )
+        size = next((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim), 0)
+        aux = self.combine(jax.tree.map(lambda x: x[None], auxes), weights[None], size)
+        grads = [(x.astype(_wide(x.dtype)) / n).astype(x.dtype) for x in sums]
+        return (self.mean(losses, weights), (aux, model_state, total)), grads
+
+    def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
+        """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`."""
+        return DeviceSum(mesh=self.mesh, axes=self.axes, dims=dims, dtype=self.reduce_dtype)(stack)
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the weighted mean of losses."""
@@ -326,3 +360,16 @@ def _outer(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
+    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
+    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
+    if not num_leaves:
+        return False
+    closed, out_shape = traced.trace(variables, batch, key)
+    jaxpr, _ = open_jaxpr(closed)
+    first = len(jax.tree.leaves(variables)) - num_leaves
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
+    given = jaxpr.invars[first : first + num_leaves]
+    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

@@ -16,13 +16,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import is_traced, open_jaxpr
+from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
-from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.grads import Accumulator, MeshLoss, changes_model_state, check_batch, normalize_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
@@ -39,7 +39,7 @@ from zero_jax.training.state.train_state import (
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
+from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, weight_alone, with_weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -285,7 +285,8 @@ class _Program(UpdateProgram):
         config, k = self.config, self.config.num_microbatches
         specs = placement.variable_shardings()
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        if k > 1:
+        sends_own = config.quantize is not None and config.quantize.grads is not None
+        if k > 1 or sends_own:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
@@ -320,12 +321,9 @@ class _Program(UpdateProgram):
             for fn in (loss_fn, placed_loss(loss_fn, placement, config))
         )
 
-        inputs = (free, model_state, batch, key, sharded)
-        if k == 1:
-            (out, grads), parts = placed_grads(free, model_state, batch, key), None
-        else:
-            is_local = "grads" not in placement.groups
-            passes_state = _changes_model_state(traced, variables, batch, key)
+        found, is_local = Separability(another_loss="", not_local=""), "grads" not in placement.groups or sends_own
+        if k > 1 or sends_own:
+            passes_state = changes_model_state(traced, variables, batch, key)
             found = separability(
                 traced,
                 variables,
@@ -338,12 +336,44 @@ class _Program(UpdateProgram):
                 local=is_local and not passes_state,
             )
             if passes_state:
-                found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
-            out, grads, parts = self.accumulated(
-                accumulator, own_grads if is_local else None, placed_grads, inputs, found
-            )
+                found = dataclasses.replace(found, not_local="its model_state passes from one part to the next")
+        if sends_own:
+            mapped_loss = functools.partial(scaled_loss, placed_loss(loss_fn, placement, config, mapped=True))
+            placed_grads = self.mapped_grads(accumulator, mapped_loss, traced, (variables, batch, key), found)
+        inputs = (free, model_state, batch, key, sharded)
+        if k == 1:
+            ((loss, (aux, model_state, *_)), grads), parts = placed_grads(free, model_state, batch, key), None
+            out = loss, (aux, model_state)
+        else:
+            own_grads = own_grads if is_local and not sends_own else None
+            out, grads, parts = self.accumulated(accumulator, own_grads, placed_grads, inputs, found)
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
+
+    def mapped_grads(
+        self, accumulator: Accumulator, loss_fn: Callable[..., Any], traced: Any, args: Any, found: Separability
+    ) -> Callable[..., Any]:
+        """Returns the function of a microbatch's gradients in which each device has its own, to be sent quantized."""
+        variables, batch, key = args
+        why, weigh = found.not_local, None
+        try:
+            weigh = weight_alone(traced, variables, batch, key)
+        except NotImplementedError as error:
+            why = why or str(error)
+        why = why or ("XLA partitions each device's own convolutions wrongly" if found.convolves else "")
+        remedy = "leave grads out of zero.Quantize; gathers may stay"
+        if why:
+            raise ValueError(f"quantize: devices have no gradients of their own to quantize, because {why}: {remedy}")
+
+        def grads(free: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            shapes = lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0]  # noqa: E731
+            own = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=shapes)
+            try:
+                return own.mapped(loss_fn, weigh, free, model_state, batch, key)
+            except NotImplementedError as error:
+                raise ValueError(f"quantize: gradients cannot be sent quantized, because {error}: {remedy}") from error
+
+        return grads
 
     def accumulated(
         self,
@@ -378,16 +408,3 @@ class _Program(UpdateProgram):
                 stacklevel=2,
             )
         return results or accumulator.sharded(placed_grads, *inputs)
-
-
-def _changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
-    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
-    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
-    if not num_leaves:
-        return False
-    closed, out_shape = traced.trace(variables, batch, key)
-    jaxpr, _ = open_jaxpr(closed)
-    first = len(jax.tree.leaves(variables)) - num_leaves
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
-    given = jaxpr.invars[first : first + num_leaves]
-    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

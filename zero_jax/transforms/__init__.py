@@ -10,10 +10,17 @@ value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zer
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
-from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
+from zero_jax.transforms.gather.per_device import DeviceSum
+from zero_jax.transforms.gather.transform import (
+    GatherReport,
+    gather_on_use,
+    gather_report,
+    scatter_grads,
+    summed_on_use,
+)
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
-from zero_jax.transforms.microbatch_weights import with_weight
+from zero_jax.transforms.microbatch_weights import weight_alone, with_weight
 from zero_jax.transforms.passthrough import ELEMENTWISE, is_contraction
 from zero_jax.transforms.propagation.alive import sources
 from zero_jax.transforms.propagation.kernels import Kernel, kernels
@@ -28,6 +35,7 @@ __all__ = [
     "ELEMENTWISE",
     "AdaptedReport",
     "AttentionReport",
+    "DeviceSum",
     "GatherReport",
     "Kernel",
     "Move",
@@ -56,5 +64,7 @@ __all__ = [
     "scatter_grads",
     "separability",
     "sources",
+    "summed_on_use",
+    "weight_alone",
     "with_weight",
 ]

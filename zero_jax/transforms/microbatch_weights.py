@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import TracedFunction, flattened
+from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining
 from zero_jax.core.passes import Pass
 from zero_jax.core.tree import PyTree
 
@@ -46,6 +46,35 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
         return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
     return TracedFunction(loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn), add_weight)
+
+
+def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any) -> Callable[..., Any] | None:
+    """Returns the weight of a part of a batch as a function of that and a key; None if all parts weigh the same.
+
+    Args:
+      traced: what `with_weight` returned.
+      variables: the params, or `Variables`.
+      batch: a batch.
+      key: a key.
+
+    Raises:
+      NotImplementedError: the weight depends on the params.
+    """
+
+    def jaxpr_of(*args: Any) -> tuple[Any, Any]:
+        closed, out_shape = traced.trace(*args)
+        _, (*_, weight) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
+        return jaxprs.without_dead_code(jaxprs.with_results(closed, [weight])), jaxprs.open_jaxpr(closed)[1]
+
+    def weigh(batch: PyTree, key: Any) -> jax.Array:
+        jaxpr, consts = jaxpr_of(variables, batch, key)
+        (weight,) = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
+        return jax.numpy.asarray(weight).astype(np.float32)
+
+    used = jaxprs.used_inputs(jaxpr_of(variables, batch, key)[0])
+    if any(used[: len(jax.tree.leaves(variables))]):
+        raise NotImplementedError("the weight of a part of the batch depends on the params")
+    return weigh if any(used) else None
 
 
 def _named(aux: PyTree, name: str) -> Any:

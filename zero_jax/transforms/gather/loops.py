@@ -46,9 +46,9 @@ def hoisted(walk: Any, eqn: Any, values: Sequence[Any], jaxpr: Any, length: int)
             consts.append(value)
             continue
         walk.notes.gather(value, eqn, f"once before {length} iterations that use it", early=False)
-        if only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
+        if not walk.options.mapped and only_multiplied(jaxpr, var, walk.batch_sizes, num_blocks):
             consts.append(Copies(value.widened(walk.copies(value)), pure=True))
-        elif walk.options.reduce_dtype is None:
+        elif walk.options.product_dtype is None:
             consts.append(Value(walk.whole(value, *value.roots), pure=True))
         else:
             # As wide as the loop uses it: that is what its gradients are summed in over the iterations.

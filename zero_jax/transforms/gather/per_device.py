@@ -1,22 +1,31 @@
-"""A copy of a param for each device, so that gradients add up on the device and are summed across devices once.
+"""Gradients of each device's own, and their sum across devices: a stack of them goes from devices to shards.
+
+`copy_per_device` makes a copy of a param for each device, so that gradients add up there and are summed once. For a
+function that is mapped over devices by `jax.vmap`, `summed_use` marks where a param is used: the gradients of all
+devices are summed there, in blocks of few bits if so asked.
 
 XLA resolves a gradient that is partial on each device where it arises: in every iteration of a loop, or as an
 all-reduce of a scatter-add. Copies are a leading dim sharded over the batch axes. Making them moves nothing, and their
 gradients go from devices to shards by one all-to-all for each mesh axis and are summed where they land: the bytes of a
-reduce-scatter.
+reduce-scatter, and one quantization for each axis.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.gather.param_uses import param_uses
 
@@ -101,3 +110,90 @@ def multiply(
         *operands
     )
     return product.reshape(eqn.outvars[0].aval.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceSum:
+    """How the gradients that devices have of a param are summed.
+
+    Attributes:
+      mesh: the mesh.
+      axes: the roles of its axes.
+      dims: how the sum is sharded.
+      dtype: the dtype in which gradients move between devices; None for float32.
+      coding: the blocks that they move in instead, or None. Their sum is made in float32.
+      refusal: what is wrong if there is more than one gradient to sum; empty where they are summed.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    dims: Dims
+    dtype: Any = None
+    coding: Blocks | None = None
+    refusal: str = ""
+
+    def __call__(self, stack: jax.Array) -> jax.Array:
+        """Sums a stack `[devices of the batch axes, ...]` to the shards `dims`, one mesh axis at a time.
+
+        Each all-to-all moves what a reduce-scatter would, and the sum is made locally in float32.
+        """
+        mesh, own_dtype = self.mesh, stack.dtype
+        wide = jnp.promote_types(own_dtype, jnp.float32)
+        left = list(self.axes.batch)
+        stack = stack.astype(wide).reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
+        placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in self.dims]
+        for axis in self.axes.data:
+            home = next((i for i, dim in enumerate(self.dims) if axis in dim), None)
+            if home is None:
+                continue
+            start = named(mesh, (*((a,) for a in left), *placed))
+            placed[home] = (*placed[home], axis)
+            place = left.index(axis)
+            landed = named(mesh, (*(() if a == axis else (a,) for a in left), *placed))
+            if self.coding is None or mesh.shape[axis] == 1:
+                stack = lax.with_sharding_constraint(stack.astype(self.dtype or wide), landed)
+            else:
+                stack = lax.with_sharding_constraint(stack, start)
+                move = Chain((start, landed), barrier=True, coding=self.coding)
+                stack = reshard(stack, forward=move, backward=Chain())
+            stack = stack.astype(wide).sum(place)
+            left.pop(place)
+        if left:  # replicas, and axes that this leaf is not sharded over
+            entries = tuple((a,) for a in left)
+            stack = lax.with_sharding_constraint(stack, named(mesh, (*entries, *placed)))
+            stack = stack.astype(self.dtype or wide).sum(tuple(range(len(left))))
+            stack = lax.with_sharding_constraint(stack, named(mesh, tuple(placed)))
+        return stack.astype(wide)
+
+
+# `summed_use` is the identity. Its transpose, `device_sum`, is the identity too, of a value that is the same for all
+# devices; `jax.vmap` over devices makes a sum of it, whose result is again the same for all. A gradient is summed at
+# one place: at the param itself, `refusal` stands for what no use has summed.
+
+summed_use_p = jex_core.Primitive("zero_summed_use")
+device_sum_p = jex_core.Primitive("zero_device_sum")
+
+
+def summed_use(x: jax.Array, how: DeviceSum) -> jax.Array:
+    """Returns `x`; where `jax.vmap` maps over devices, their cotangents of it are summed."""
+    return summed_use_p.bind(x, how=how)
+
+
+def _no_map(args: Any, dims: Any, *, how: DeviceSum) -> Any:
+    raise NotImplementedError(how.refusal or "params differ between devices")
+
+
+def _sum_map(args: Any, dims: Any, *, how: DeviceSum) -> tuple[Any, Any]:
+    (stack,), (dim,) = args, dims
+    if how.refusal:
+        raise NotImplementedError(how.refusal)
+    return how(jnp.moveaxis(stack, dim, 0)).astype(stack.dtype), None  # not mapped
+
+
+for _primitive, _other in ((summed_use_p, device_sum_p), (device_sum_p, summed_use_p)):
+    _primitive.def_abstract_eval(lambda x, *, how: x)
+    _primitive.def_impl(lambda x, *, how: x)
+    ad.deflinear2(_primitive, lambda ct, x, *, how, other=_other: [other.bind(ct, how=how)])
+    mlir.register_lowering(_primitive, lambda ctx, x, *, how: [x])
+batching.primitive_batchers[summed_use_p] = _no_map
+batching.primitive_batchers[device_sum_p] = _sum_map

@@ -23,7 +23,11 @@ class GatherFrame:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a walk is to do; `stored_whole` params are only to have their gradients scattered."""
+    """What a walk is to do; `stored_whole` params are only to have their gradients scattered.
+
+    A function that is `mapped` is one of a device's own examples, under `jax.vmap` over devices: gradients are summed
+    across devices at each use.
+    """
 
     mesh: Mesh
     axes: Axes
@@ -32,6 +36,12 @@ class Options:
     reduce_dtype: Any
     max_hoisted_bytes: int
     quantize: Quantize | None = None
+    mapped: bool = False
+
+    @property
+    def product_dtype(self) -> Any:
+        """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
+        return None if self.mapped else self.reduce_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

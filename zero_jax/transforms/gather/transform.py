@@ -28,9 +28,10 @@ from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Quantize, check_quantize
 from zero_jax.sharding.spec import carries, named
-from zero_jax.transforms.gather.deferred import Lazy, Value, as_array, as_it_is
+from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
+from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
 from zero_jax.transforms.gather.regions import GatherFrame, Options
 from zero_jax.transforms.gather.walk import GatherWalk
 from zero_jax.transforms.passthrough import is_float
@@ -102,6 +103,33 @@ def scatter_grads(
     return _transform(fn, specs, options)
 
 
+def summed_on_use(
+    fn: Callable[..., Any], specs: PyTree, *, stored_whole: bool, keep_gathered: bool = False, **options: Any
+) -> Callable:
+    """Transforms `fn(params, ...)` of one device's examples, to be mapped over devices by `jax.vmap`.
+
+    The gradients that devices have of a param are summed at each use, in the formats of `quantize.grads`; those of
+    `jax.vmap(jax.grad(fn))` are the same for all devices.
+
+    Args:
+      fn: the function.
+      specs: how gradients are sharded, and params if they are not `stored_whole`.
+      stored_whole: whether params are stored whole, and are not gathered.
+      keep_gathered: as of `gather_on_use`.
+      **options: `mesh`, `axes`, `reduce_dtype` (in which gradients that are not quantized move) and `quantize`.
+
+    Raises:
+      NotImplementedError: when it is differentiated, a gradient that the walk could not bring to its uses.
+    """
+    regather = not (keep_gathered or stored_whole)
+    hoisted = 0 if stored_whole else MAX_HOISTED_BYTES
+    return _transform(
+        fn,
+        specs,
+        Options(stored_whole=stored_whole, regather=regather, max_hoisted_bytes=hoisted, mapped=True, **options),
+    )
+
+
 def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh, **options: Any) -> GatherReport:
     """Reports where `gather_on_use(fn, specs, mesh=mesh, **options)` gathers, for arguments of these shapes.
 
@@ -126,7 +154,9 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         with mesh_context(options.mesh, options.axes):
             closed, out_shape, values = trace_call(fn, params, args, kwargs)
         marked = _mark(params, specs, options)
-        mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
+        mixed: frozenset[int] = frozenset()
+        if not options.mapped:
+            mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
@@ -134,7 +164,7 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         # Arrays that the function closes over may be its batch: only scalars are sure to be mere constants.
         closed_over = [Value(c, pure=jnp.ndim(c) == 0) for c in consts]
         outs = walk.run(jaxpr, closed_over, ins, frame)
-        arrays = [jax.numpy.asarray(as_array(out)) for out in outs]  # a literal may be among them
+        arrays = [jax.numpy.asarray(walk.array(out)) for out in outs]  # a literal may be among them
         return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
 
     @functools.wraps(fn)
@@ -162,15 +192,21 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         aval = jax.typeof(leaf)
         formats = PLAIN
-        if options.quantize is not None and is_float(aval):
+        if options.quantize is not None and jnp.issubdtype(aval.dtype, jnp.floating):
             formats = options.quantize.formats(name, is_param=not name.startswith(f"{MODEL_STATE}/"))
         if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             root = leaf
-            if is_float(aval):  # whatever the uses are, their cotangents add up to a shard
+            if options.mapped and is_float(aval):
+                refusal = f"the gradient of {name!r} is not summed at each of its uses"
+                root = summed_use(leaf, DeviceSum(mesh=options.mesh, axes=options.axes, dims=dims, refusal=refusal))
+            elif is_float(aval):  # whatever the uses are, their cotangents add up to a shard
                 with gather_scope(name):
                     root = jaxprs.reshard(leaf, forward=Chain(), backward=Chain((named(options.mesh, dims),)))
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
-        elif options.reduce_dtype is not None and is_float(aval) and aval.ndim > 1:
+        elif options.mapped and is_float(aval):
+            how = DeviceSum(mesh=options.mesh, axes=options.axes, dims=dims, dtype=options.reduce_dtype)
+            marked.append(Value(summed_use(leaf, how), pure=True))
+        elif options.product_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, pure=True))

@@ -21,15 +21,13 @@ from zero_jax.core.gather_names import gather_scope, params_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.quantized import PLAIN, blocks_of
-from zero_jax.sharding.spec import Dims, named, without
-from zero_jax.sharding.torus import gather_shardings, scattering
+from zero_jax.sharding.quantized import PLAIN
+from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.gather.deferred import (
     Copies,
     Lazy,
     Roots,
     Value,
-    as_array,
     as_it_is,
     pending,
     put_off,
@@ -44,6 +42,7 @@ from zero_jax.transforms.gather.ordinary import OrdinaryRuns
 from zero_jax.transforms.gather.param_uses import last_use
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.regions import GatherFrame, Options, SharedRegion
+from zero_jax.transforms.gather.uses import array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
@@ -56,6 +55,7 @@ class GatherWalk:
 
     def __init__(self, options: Options, batch_sizes: frozenset[int], notes: Notes, mixed: frozenset[int]):
         self.options, self.batch_sizes, self.notes, self.mixed = options, batch_sizes, notes, mixed
+        self.whole, self.array = functools.partial(whole, options), functools.partial(array_of, options)
         self.made: dict[tuple[int, ...], Any] = {}  # results within one build: what a recipe uses twice is made once
         self.building = False
         self.bind = CachedBind()
@@ -70,7 +70,7 @@ class GatherWalk:
 
     def handler(self, eqn: Any) -> Callable[..., list[Lazy | Value]]:
         """Returns the method that evaluates an equation on params."""
-        if eqn.primitive.name == "gather":
+        if eqn.primitive.name == "gather" and not self.options.mapped:
             return self.lookup
         sub = subcall(eqn)
         return self.first_order if sub is None else self.handlers.get(sub.kind, self.first_order)
@@ -113,30 +113,6 @@ class GatherWalk:
 
     # --- uses ----------------------------------------------------------------------------------------------------
 
-    def whole(self, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:
-        """Rebuilds a value from its roots and gathers a shard; its cotangent is made whole, too, if `pin`."""
-        array = value.build(*roots) if dtype is None else value.build(*roots).astype(dtype)
-        if value.is_shard:
-            options = self.options
-            backward = scattering(
-                options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
-            )
-            with gather_scope(value.path):
-                array = jaxprs.reshard(array, forward=self.gathering(value, array.shape), backward=backward)
-            if pin:
-                backward = Chain((named(options.mesh, without(value.shard, options.axes.data)),))
-                array = jaxprs.reshard(array, forward=Chain(), backward=backward)
-        return value.widened(array) if dtype is None else array
-
-    def gathering(self, value: Lazy, shape: tuple[int, ...]) -> Chain:
-        """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
-        mesh, dims, formats = self.options.mesh, value.shard, value.formats
-        steps = () if self.options.stored_whole else gather_shardings(mesh, dims, self.options.axes.data)
-        if not steps:
-            return Chain()
-        coding = blocks_of(formats.gather, value.path, shape, dims, mesh=mesh, block_size=formats.block_size)
-        return Chain(steps, barrier=True, coding=coding)
-
     def first_order(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Any primitive that the walk does not descend into: passes shards through, or is a use."""
         if (widened := put_off(eqn, values)) is not None:
@@ -153,7 +129,7 @@ class GatherWalk:
         if out_dims is not None or lazy:
             return self.derive(eqn, values, out_dims)
         if is_local_reduction(eqn):
-            return [Value(out, pure) for out in jaxprs.bind(eqn, [as_array(value) for value in values])]
+            return [Value(out, pure) for out in jaxprs.bind(eqn, [self.array(value) for value in values])]
         opaque = bool(inner) and not eqn.primitive.name.startswith(("custom_", "scatter"))
         for value in values:
             if isinstance(value, Lazy):
@@ -180,7 +156,7 @@ class GatherWalk:
     def gathered(self, eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], Roots]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
-        split, dtype, pin = Roots(inputs), self.options.reduce_dtype, id(eqn) in self.mixed
+        split, dtype, pin = Roots(inputs), self.options.product_dtype, id(eqn) in self.mixed
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
 
@@ -262,7 +238,7 @@ class GatherWalk:
         if depth < MAX_RECIPE_DEPTH:
             return [*made]
         if made[0].dims is None:
-            return [Value(as_array(value), pure=True) for value in made]
+            return [Value(self.array(value), pure=True) for value in made]
         return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=as_it_is, depth=0) for v in made]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
@@ -297,14 +273,14 @@ class GatherWalk:
             ins, within = split.rebuild(arrays), GatherFrame(regather=False, prevent_cse=False)
             outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], ins, within)
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
-            return [as_array(out) for out in outs]
+            return [self.array(out) for out in outs]
 
         function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=jaxprs.refuse_gathered(policy))
         return SharedRegion(jaxpr=inner, function=function, pure=pure)
 
     def cond(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Gathers inside the branch that uses a param."""
-        index, operands = as_array(values[0]), values[1:]
+        index, operands = self.array(values[0]), values[1:]
         split = Roots(operands)
 
         def branch(inner: Any) -> Callable[..., list[Any]]:
@@ -312,7 +288,7 @@ class GatherWalk:
 
             def call(*arrays: Any) -> list[Any]:
                 outs = self.run(jaxpr, [Value(c, pure=True) for c in consts], split.rebuild(arrays), frame)
-                return [as_array(out) for out in outs]
+                return [self.array(out) for out in outs]
 
             return call
 
@@ -338,7 +314,7 @@ class GatherWalk:
             ]
             ins = [*consts, *(Value(c, pure=False) for c in carry), *sliced]
             outs = self.run(jaxpr, [Value(c, pure=True) for c in inner_consts], ins, inner_frame)
-            return [as_array(out) for out in outs]
+            return [self.array(out) for out in outs]
 
         return [Value(out, pure=False) for out in run_scan(eqn, body, [c.array for c in carry], xs)]
 
@@ -346,7 +322,7 @@ class GatherWalk:
         """Gathers a shard and gives each device its own copy, whose gradients are summed in the reduce dtype."""
         options, dims, array = self.options, value.shard, value.build(*value.roots)
         with gather_scope(value.path):
-            forward = self.gathering(value, array.shape)
+            forward = gathering(options, value, array.shape)
             array = jaxprs.reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
             return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
@@ -363,7 +339,7 @@ class GatherWalk:
         if isinstance(table, Lazy) and table.cast is not None and isinstance(indices, Value) and not indices.pure:
             self.notes.wide(table, eqn)
             (rows,) = self.lookup(eqn, [dataclasses.replace(table, cast=None), *values[1:]], frame)
-            return [Value(table.widened(as_array(rows)), pure=False)]
+            return [Value(table.widened(self.array(rows)), pure=False)]
         plan = None
         if isinstance(table, Lazy) and table.is_shard and isinstance(indices, Value):
             mesh, axes = self.options.mesh, self.options.axes

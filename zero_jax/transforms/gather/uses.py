@@ -1,0 +1,62 @@
+"""The use of a param: its shard is gathered, and its gradient goes to the shard, both in the formats of the leaf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from zero_jax.core.gather_names import gather_scope
+from zero_jax.core.jaxprs import Chain, reshard
+from zero_jax.sharding.quantized import Blocks, blocks_of
+from zero_jax.sharding.spec import named, without
+from zero_jax.sharding.torus import gather_shardings, scattering
+from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
+from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
+from zero_jax.transforms.gather.regions import Options
+from zero_jax.transforms.passthrough import is_float
+
+
+def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:
+    """Rebuilds a value from its roots and gathers a shard; its cotangent is made whole, too, if `pin`."""
+    array = value.build(*roots) if dtype is None else value.build(*roots).astype(dtype)
+    if value.is_shard and options.mapped:
+        with gather_scope(value.path):
+            array = reshard(array, forward=gathering(options, value, array.shape), backward=Chain())
+            array = _summed(options, value, array)
+    elif value.is_shard:
+        backward = scattering(
+            options.mesh, value.shard, options.axes.data, shape=array.shape, dtype=options.reduce_dtype
+        )
+        with gather_scope(value.path):
+            array = reshard(array, forward=gathering(options, value, array.shape), backward=backward)
+        if pin:
+            backward = Chain((named(options.mesh, without(value.shard, options.axes.data)),))
+            array = reshard(array, forward=Chain(), backward=backward)
+    return value.widened(array) if dtype is None else array
+
+
+def array_of(options: Options, value: Lazy | Value) -> Any:
+    """Returns the array of a value, a shard where it is one."""
+    array = as_array(value)
+    return _summed(options, value, array) if options.mapped and isinstance(value, Lazy) else array
+
+
+def gathering(options: Options, value: Lazy, shape: tuple[int, ...]) -> Chain:
+    """Returns the shardings that a shard goes through to be gathered; none for params that are stored whole."""
+    steps = () if options.stored_whole else gather_shardings(options.mesh, value.shard, options.axes.data)
+    return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
+
+
+def _summed(options: Options, value: Lazy, array: jax.Array) -> jax.Array:
+    """Returns the array of a param at its use, where the gradients that devices have of it are summed."""
+    if not (value.is_shard and is_float(array)):
+        return array
+    coding = _blocks(options, value, value.formats.grad, array.shape)
+    how = DeviceSum(mesh=options.mesh, axes=options.axes, dims=value.shard, dtype=options.reduce_dtype, coding=coding)
+    return summed_use(array, how)
+
+
+def _blocks(options: Options, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:
+    size = value.formats.block_size
+    return blocks_of(format, value.path, shape, value.shard, mesh=options.mesh, block_size=size)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_value
-from zero_jax.core.tree import shown
+from zero_jax.core.tree import PyTree, shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.rules import LeafPlacement, check_matched
@@ -203,11 +203,11 @@ def blocks_of(
     if best and sizes[best]:
         return Blocks(format=format, dim=best, size=sizes[best])
     if block_size is not None:
-        divisors = [_block(extent, None, step) for extent in local]
-        remedy = f"give block_size={max(divisors)} or None" if any(divisors) else "give block_size=None"
+        largest = max((_block(extent, None, step) for extent in local), default=0)
         raise ValueError(
             f"quantize: block_size={block_size} divides no dim of the shard {local} that each device has of {path!r} "
-            f"(shape {list(shape)}): {remedy}, or leave this leaf as it is with a dict that has {{{path!r}: None}} first"
+            f"(shape {list(shape)}): give block_size={largest or None} (None: a size for each leaf), or leave it as "
+            f"it is by a dict of formats with {path!r}: None in front"
         )
     return None
 
@@ -228,6 +228,12 @@ def blocks_of_leaf(
         return None
     format = quantize.format_of(what, leaf.path, is_param=not leaf.path.startswith(f"{MODEL_STATE}/"))
     return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
+
+
+def grad_blocks(quantize: Quantize | None, placements: PyTree, *, mesh: Mesh) -> list[Blocks | None]:
+    """Returns the blocks in which the gradient of each param is sent, None for its own dtype."""
+    leaves = jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    return [blocks_of_leaf(quantize, "grads", leaf, mesh=mesh) for leaf in leaves]
 
 
 def _not_sent(leaf: LeafPlacement, mesh: Mesh) -> str:
@@ -253,10 +259,11 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
                 continue
             largest = max(matched, key=lambda leaf: leaf.num_bytes)
             small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
+            found = f"{pattern!r} matches" if patterns else "there is"
             raise ValueError(
-                f"quantize: {what}={value!r}: {f'{pattern!r} matches' if patterns else 'there is'} no leaf to quantize; "
-                f"the largest is {largest.path!r} of shape {largest.shape}: {_not_sent(largest, mesh) or small}. "
-                f"Leave it out, or give a block_size that divides the shards, or a min_shard_size"
+                f"quantize: {what}={value!r}: {found} no leaf to quantize; the largest is {largest.path!r} of shape "
+                f"{largest.shape}: {_not_sent(largest, mesh) or small}. Leave {what} out, or give a block_size that "
+                "divides its shards"
             )
 
 

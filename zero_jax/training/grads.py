@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
 from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import open_jaxpr
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
-from zero_jax.core.variables import as_variables
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum
+from zero_jax.transforms import DeviceSum, weight_alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +100,7 @@ class Accumulator:
     loss_weight: str | None
     whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
     reduce_dtype: Any
+    codings: Sequence[Blocks | None]  # the blocks that the gradient of each param is sent in
 
     @property
     def num_shards(self) -> int:
@@ -218,7 +218,7 @@ class Accumulator:
         ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
-        grads = [self.reduce(d, _divided(s, total)) for d, s in zip(dims, sums, strict=True)]
+        grads = [self.reduce(d, c, _divided(s, total)) for d, c, s in zip(dims, self.codings, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
         return out, grads, mean_of_parts(squares, weights)
@@ -288,9 +288,38 @@ class Accumulator:
         grads = [(x.astype(_wide(x.dtype)) / n).astype(x.dtype) for x in sums]
         return (self.mean(losses, weights), (aux, model_state, total)), grads
 
-    def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
+    def mapped_grads(
+        self, loss_fn: Callable[..., Any], traced: TracedFunction, *weighted: Any, convolves: bool
+    ) -> Callable[..., Any]:
+        """Returns `mapped` as a function of params, model state, a microbatch and a key.
+
+        Args:
+          loss_fn: as of `mapped`.
+          traced: the loss function with its weight.
+          *weighted: its arguments, for a whole batch.
+          convolves: whether it has convolutions.
+        """
+        if convolves:
+            refuse_own("XLA partitions each device's own convolutions wrongly")
+        try:
+            weigh = weight_alone(traced, *weighted)
+        except NotImplementedError as error:
+            refuse_own(str(error))
+
+        def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
+            shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
+            own = dataclasses.replace(self, num_microbatches=1, whole_aux=shapes)
+            try:
+                return own.mapped(loss_fn, weigh, params, model_state, batch, key)
+            except NotImplementedError as error:
+                refuse_own(str(error))
+
+        return grads
+
+    def reduce(self, dims: Dims, coding: Blocks | None, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`."""
-        return DeviceSum(mesh=self.mesh, axes=self.axes, dims=dims, dtype=self.reduce_dtype)(stack)
+        how = DeviceSum(mesh=self.mesh, axes=self.axes, dims=dims, dtype=self.reduce_dtype, coding=coding)
+        return how(stack)
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the weighted mean of losses."""
@@ -324,6 +353,14 @@ class Accumulator:
             return _weigh(scale, x).sum(over).astype(x.dtype)
 
         return map_named(combine_leaf, auxes, wholes)
+
+
+def refuse_own(why: str) -> NoReturn:
+    """Raises `ValueError` where gradients cannot be sent quantized."""
+    raise ValueError(
+        f"quantize: devices have no gradients of their own to send quantized, because {why}: leave grads out of "
+        "zero.Quantize (gathers may stay)"
+    )
 
 
 def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
@@ -360,16 +397,3 @@ def _outer(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
-    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
-    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
-    if not num_leaves:
-        return False
-    closed, out_shape = traced.trace(variables, batch, key)
-    jaxpr, _ = open_jaxpr(closed)
-    first = len(jax.tree.leaves(variables)) - num_leaves
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
-    given = jaxpr.invars[first : first + num_leaves]
-    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

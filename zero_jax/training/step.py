@@ -20,9 +20,11 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.quantized import grad_blocks
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
-from zero_jax.training.grads import Accumulator, MeshLoss, changes_model_state, check_batch, normalize_loss
+from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss, refuse_own
+from zero_jax.training.loss_function import changes_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
@@ -39,7 +41,7 @@ from zero_jax.training.state.train_state import (
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, weight_alone, with_weight
+from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,9 +285,9 @@ class _Program(UpdateProgram):
           frozen.
         """
         config, k = self.config, self.config.num_microbatches
-        specs = placement.variable_shardings()
+        specs, blocks = placement.variable_shardings(), grad_blocks(config.quantize, placement.params, mesh=self.mesh)
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        sends_own = config.quantize is not None and config.quantize.grads is not None
+        sends_own = config.sends_own_grads
         if k > 1 or sends_own:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
@@ -313,6 +315,7 @@ class _Program(UpdateProgram):
             loss_weight=config.loss_weight,
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
             reduce_dtype=placement.precision.reduce,
+            codings=[x for x, wanted in zip(blocks, wanted_leaves, strict=True) if wanted],
         )
         free = pick(params)
         sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
@@ -321,7 +324,7 @@ class _Program(UpdateProgram):
             for fn in (loss_fn, placed_loss(loss_fn, placement, config))
         )
 
-        found, is_local = Separability(another_loss="", not_local=""), "grads" not in placement.groups or sends_own
+        sums_once = k > 1 and "grads" not in placement.groups  # devices may keep their own, whole, and send them once
         if k > 1 or sends_own:
             passes_state = changes_model_state(traced, variables, batch, key)
             found = separability(
@@ -333,47 +336,26 @@ class _Program(UpdateProgram):
                 axes=placement.axes,
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
-                local=is_local and not passes_state,
+                local=(sums_once or sends_own) and not passes_state,
             )
             if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one part to the next")
-        if sends_own:
-            mapped_loss = functools.partial(scaled_loss, placed_loss(loss_fn, placement, config, mapped=True))
-            placed_grads = self.mapped_grads(accumulator, mapped_loss, traced, (variables, batch, key), found)
+            if sends_own and found.not_local:
+                refuse_own(found.not_local)
+            if sends_own and not sums_once:
+                mapped_loss = functools.partial(scaled_loss, placed_loss(loss_fn, placement, config, mapped=True))
+                weighted = traced, variables, batch, key
+                placed_grads = accumulator.mapped_grads(mapped_loss, *weighted, convolves=found.convolves)
         inputs = (free, model_state, batch, key, sharded)
         if k == 1:
             ((loss, (aux, model_state, *_)), grads), parts = placed_grads(free, model_state, batch, key), None
             out = loss, (aux, model_state)
         else:
-            own_grads = own_grads if is_local and not sends_own else None
-            out, grads, parts = self.accumulated(accumulator, own_grads, placed_grads, inputs, found)
+            out, grads, parts = self.accumulated(
+                accumulator, own_grads if sums_once else None, placed_grads, inputs, found
+            )
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
-
-    def mapped_grads(
-        self, accumulator: Accumulator, loss_fn: Callable[..., Any], traced: Any, args: Any, found: Separability
-    ) -> Callable[..., Any]:
-        """Returns the function of a microbatch's gradients in which each device has its own, to be sent quantized."""
-        variables, batch, key = args
-        why, weigh = found.not_local, None
-        try:
-            weigh = weight_alone(traced, variables, batch, key)
-        except NotImplementedError as error:
-            why = why or str(error)
-        why = why or ("XLA partitions each device's own convolutions wrongly" if found.convolves else "")
-        remedy = "leave grads out of zero.Quantize; gathers may stay"
-        if why:
-            raise ValueError(f"quantize: devices have no gradients of their own to quantize, because {why}: {remedy}")
-
-        def grads(free: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
-            shapes = lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0]  # noqa: E731
-            own = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=shapes)
-            try:
-                return own.mapped(loss_fn, weigh, free, model_state, batch, key)
-            except NotImplementedError as error:
-                raise ValueError(f"quantize: gradients cannot be sent quantized, because {error}: {remedy}") from error
-
-        return grads
 
     def accumulated(
         self,
@@ -394,6 +376,8 @@ class _Program(UpdateProgram):
                 results = accumulator.local(own_grads, *inputs, convolves=found.convolves)
             except NotImplementedError as error:
                 not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
+                if any(accumulator.codings):
+                    refuse_own(not_local)
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
         if found.another_loss:
             warnings.warn(

@@ -108,6 +108,11 @@ class ZeroConfig:
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
 
+    @property
+    def sends_own_grads(self) -> bool:
+        """Whether each device has gradients of its own, which it sends quantized."""
+        return self.quantize is not None and self.quantize.grads is not None
+
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
         return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)

@@ -123,7 +123,7 @@ class Placement:
 
     def on_host(self, opt_state: PyTree, master: PyTree) -> dict[str, list[bool]]:
         """Tells which leaves of `opt_state` and `master` are kept in host memory."""
-        leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        leaves = jax.tree.leaves(self.params, is_leaf=_is_placement)
         return on_host(
             self.offload,
             {"opt_state": opt_state, "master": master},

@@ -1,0 +1,113 @@
+"""Trains a small GPT on the standard library's text with quantized collectives, and draws the losses beside bf16's.
+
+python scripts/quantized_curves.py --steps 1000 --out docs/pictures
+
+All runs have the same data, seed and optimizer, at stage 3 on 8 simulated devices. With `--outliers`, some features of
+the params are 30 times as large as the others from the start, as those of trained language models become (LLM.int8,
+arXiv:2208.07339): the hard case for a scale that a block shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import sysconfig
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+import jax
+import numpy as np
+import optax
+
+import zero_jax as zero
+from zero_jax.analysis.figures import new_figure, save_figure, tidy
+from zero_jax.models import gpt
+
+RUNS = {
+    "bf16": None,
+    "gathers int8, grads int8": zero.Quantize(gathers="int8", grads="int8"),
+    "gathers fp8, grads int4": zero.Quantize(gathers="fp8", grads="int4"),
+}
+MODEL = gpt.GPTConfig(vocab_size=256, seq_len=64, num_layers=2, d_model=128, num_heads=4)
+COLORS = ("#000000", "#0072B2", "#E69F00")
+
+
+def text() -> np.ndarray:
+    """Returns the bytes of the modules at the top of the standard library, in order."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    return np.frombuffer(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8)
+
+
+def batch(data: np.ndarray, step: int, size: int) -> dict[str, np.ndarray]:
+    """Returns the batch of a step: `[size, seq_len]` tokens and the ones after them."""
+    starts = np.random.default_rng(step).integers(0, len(data) - MODEL.seq_len - 1, size)
+    rows = np.stack([data[start : start + MODEL.seq_len + 1] for start in starts]).astype(np.int32)
+    return {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+def init(key: jax.Array, *, outliers: bool) -> dict:
+    """Returns params; with outliers, every 32nd feature of the residual stream is 30 times as large."""
+    params = gpt.init(MODEL, key)
+    if outliers:
+        params["embed"] = params["embed"].at[:, ::32].multiply(30.0)
+    return params
+
+
+def train(quantize: zero.Quantize | None, *, steps: int, batch_size: int, outliers: bool) -> list[float]:
+    """Returns the loss of each step."""
+    mesh = zero.make_mesh(data=8)
+    config = zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0, quantize=quantize)
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, min(50, steps // 4), steps))
+    make = functools.partial(init, outliers=outliers)
+    state = zero.init_state(make, tx, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(gpt.loss_fn(MODEL), tx, mesh=mesh, config=config)
+    data, losses = text(), []
+    for index in range(steps):
+        state, metrics = step(state, batch(data, index, batch_size))
+        losses.append(float(metrics.loss))
+    return losses
+
+
+def main() -> None:
+    """Trains, writes the losses and draws them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--outliers", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    curves: dict[str, list[float]] = {}
+    for name, quantize in RUNS.items():
+        start = time.monotonic()
+        settings = {"steps": options.steps, "batch_size": options.batch_size, "outliers": options.outliers}
+        curves[name] = train(quantize, **settings)
+        last = float(np.mean(curves[name][-100:]))
+        ratio = last / float(np.mean(curves["bf16"][-100:]))
+        seconds = time.monotonic() - start
+        print(
+            f"{name}: mean loss of the last 100 steps {last:.4f}, {ratio:.4f} of bf16's ({seconds:.0f} s)", flush=True
+        )
+    name = "quantized_outliers" if options.outliers else "quantized"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}.json").write_text(json.dumps(curves))
+    figure = new_figure(options.out / f"{name}.png", width=6, height=3.2)
+    panel = figure.add_subplot()
+    for (label, losses), color in zip(curves.items(), COLORS, strict=True):
+        window = max(1, options.steps // 50)
+        smooth = np.convolve(losses, np.ones(window) / window, "valid")
+        panel.plot(np.arange(window - 1, options.steps), smooth, label=label, color=color, linewidth=1.2)
+    panel.set_xlabel("step")
+    panel.set_ylabel("loss (nats a byte)")
+    panel.set_ylim(top=curves["bf16"][0])
+    panel.legend(frameon=False)
+    tidy(panel)
+    save_figure(figure, options.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,8 @@ TRAIN_OPTIONS = """
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-separate-documents --no-sequence-parallel
 --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
---paper-config --param-specs --position --precision --prefetch-batches --profile-steps --remat --replica --resume
+--paper-config --param-specs --position --precision --prefetch-batches --profile-steps
+--quantize-block-size --quantize-gathers --quantize-grads --remat --replica --resume
 --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len
 --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
 --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps
@@ -32,9 +33,9 @@ PLAN_OPTIONS = """
 --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
 --no-keep-gathered --no-overlap --no-scan --no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers
---num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision --remat
---replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size
---weight-decay -h
+--num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision
+--quantize-block-size --quantize-gathers --quantize-grads --remat --replica --scan --schedule --seq-len
+--sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
@@ -133,6 +134,9 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--devices", "9"], "there are 8"),
         (["--remat", "full_sharded"], "shards residuals over `model`, but the mesh is"),
         (["--paper-config", "C6"], "invalid choice: 'C6'"),
+        (["--quantize-gathers", "int4"], "invalid choice: 'int4'"),
+        (["--quantize-block-size", "64"], "--quantize-block-size 64 without anything to quantize"),
+        (["--quantize-grads", "int8", "--stage=0"], "stage=0 scatters no gradients"),
         (["--paper-config", "C3", "--stage=3"], "--paper-config C3 is --stage 2, not 3: leave out one of the two"),
         (["--remat", "full", "--paper-config", "C4"], "C4 is --remat full_sharded, not full"),
     ],

@@ -132,9 +132,10 @@ class Blocks:
     size: int
 
     @property
-    def bytes_per_element(self) -> float:
-        """Bytes of codes and scales for an element."""
-        return _BITS[self.format] / 8 + jnp.dtype(SCALE_DTYPE).itemsize / self.size
+    def parts(self) -> tuple[tuple[Any, float], ...]:
+        """The dtypes of codes and of scales, each with how many there are for an element."""
+        codes = jnp.uint8 if self.format == "int4" else jnp.int8
+        return (codes, _BITS[self.format] / 8), (SCALE_DTYPE, 1 / self.size)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns codes, `int8` like `x` (int4: `uint8`, half as many along `dim`), and a scale for each block.

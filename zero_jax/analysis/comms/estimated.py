@@ -21,6 +21,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
@@ -195,19 +196,24 @@ def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) ->
     stored = precision.master or leaf.dtype
     compute = precision.compute or (stored if "params" in groups else precision.param or leaf.dtype)
     gathers = list(_gathers(leaf, placement))
+    of_params, of_grads = (
+        blocks_of_leaf(config.quantize, what, leaf, mesh=placement.mesh) for what in ("gathers", "grads")
+    )
     if "params" in groups:
-        yield from _rows("all-gather", gathers, compute, "forward", k)
+        yield from _rows("all-gather", gathers, of_params or compute, "forward", k)
         if not config.keep_gathered:
-            yield from _rows("all-gather", gathers, compute, "backward", k)
+            yield from _rows("all-gather", gathers, of_params or compute, "backward", k)
     elif "master" in groups:
-        yield from _rows("all-gather", gathers, precision.param or stored, "update", 1)
+        yield from _rows("all-gather", gathers, of_params or precision.param or stored, "update", 1)
     # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls.
     once = k > 1 and "grads" not in groups
     phase, times = ("update", 1) if once else ("backward", k)
-    kind = "all-to-all" if once else "reduce-scatter"
-    reduced = precision.reduce or ("float32" if once else compute)
-    scatters, rest = _scatters(leaf, placement, one_by_one=once)
-    yield from _rows(kind, scatters, reduced, phase, times)
+    # Where gradients are quantized, each device has its own, and they move by all-to-alls too.
+    is_own = once or config.sends_own_grads
+    kind = "all-to-all" if is_own else "reduce-scatter"
+    reduced = precision.reduce or ("float32" if is_own else compute)
+    scatters, rest = _scatters(leaf, placement, one_by_one=is_own)
+    yield from _rows(kind, scatters, of_grads or reduced, phase, times)
     yield from _rows("all-reduce", rest, reduced, phase, times)
 
 
@@ -223,15 +229,18 @@ def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[Esti
 def _rows(
     kind: str, moves: list[tuple[tuple[str, ...], float]], dtype: Any, phase: str, times: int
 ) -> Iterator[EstimateRow]:
-    dtype = jnp.dtype(dtype)
+    """The rows of moves in a dtype, or in `Blocks`: of their codes and of their scales."""
+    parts = [(dtype, 1)] if not isinstance(dtype, Blocks) else dtype.parts
     for axes, elements in moves:
-        yield EstimateRow(
-            kind=kind,
-            axes=axes,
-            dtype=_HLO_DTYPES.get(dtype.name) or dtype.name,
-            phase=phase,
-            total_sent_bytes=times * elements * dtype.itemsize,
-        )
+        for part, per_element in parts:
+            one = jnp.dtype(part)
+            yield EstimateRow(
+                kind=kind,
+                axes=axes,
+                dtype=_HLO_DTYPES.get(one.name) or one.name,
+                phase=phase,
+                total_sent_bytes=times * elements * per_element * one.itemsize,
+            )
 
 
 def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:

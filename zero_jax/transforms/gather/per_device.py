@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.quantized import Blocks
-from zero_jax.sharding.spec import Dims, named
+from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
@@ -140,7 +140,10 @@ class DeviceSum:
         mesh, own_dtype = self.mesh, stack.dtype
         wide = jnp.promote_types(own_dtype, jnp.float32)
         left = list(self.axes.batch)
-        stack = stack.astype(wide).reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
+        # Without it XLA may cut what the gradients are made of as it cuts their sum.
+        own = named(mesh, (self.axes.batch, *without(self.dims, self.axes.batch)))
+        stack = lax.with_sharding_constraint(stack, own).astype(wide)
+        stack = stack.reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
         placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in self.dims]
         for axis in self.axes.data:
             home = next((i for i, dim in enumerate(self.dims) if axis in dim), None)

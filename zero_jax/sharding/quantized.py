@@ -250,7 +250,9 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
     Raises:
       ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide.
     """
-    for what in ("gathers", "grads") if quantize is not None else ():
+    if quantize is None:
+        return
+    for what in ("gathers", "grads"):
         value, patterns = getattr(quantize, what), quantize.patterns(what)
         check_matched(f"quantize: {what}", patterns, [leaf.path for leaf in leaves])
         sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, what, leaf, mesh=mesh) is not None}

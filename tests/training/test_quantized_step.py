@@ -43,7 +43,9 @@ def loss_fn(params, batch, *, scan=True, decay=0.0, masked=False):
     logits = ((h * params["gain"]) @ params["embed"].T).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     loss = (losses * batch["weights"]).sum() / batch["weights"].sum() if masked else losses.mean()
-    return loss + decay * sum(jnp.square(x).sum() for x in jax.tree.leaves(params)), {"per_example": losses.mean(1)}
+    if decay:
+        loss += decay * sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+    return loss, {"per_example": losses.mean(1)}
 
 
 def make_batch(*, weights=None):
@@ -90,7 +92,7 @@ CASES = {
         {},
     ),
 }
-SLOW = {name for name in CASES if name not in ("stage 3, remat, microbatches", "a penalty on params", "replicas")}
+SLOW = {name for name in CASES if name != "stage 3, remat, microbatches"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
@@ -106,7 +108,8 @@ def test_gradients_are_those_of_one_device(name):
     check_close(found[1], expected[1], error=0.015, exact=("embed", "layers/down", "gain"))
 
 
-@pytest.mark.parametrize(("grads", "error"), [("int8", 0.01), pytest.param("int4", 0.2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("grads", "error"), [("int8", 0.01), ("int4", 0.2)])
 def test_gathered_params_are_rounded_and_gradients_are_those_at_them(grads, error):
     config = zero.ZeroConfig(stage=3, quantize=zero.Quantize(gathers="int8", grads=grads))
     loss, found = grads_of(config, mesh=zero.make_mesh(data=8))
@@ -128,6 +131,7 @@ def test_a_device_whose_examples_weigh_nothing(num_microbatches):
     check_close(found[1], expected[1], error=0.015, exact=("embed", "layers/down", "gain"))
 
 
+@pytest.mark.slow
 def test_frozen_params_stay_and_masters_lose_nothing():
     """At stage 2 the gathered copy is rounded; the master params are what plain optax makes of the gradients."""
     tx = optax.multi_transform(
@@ -156,6 +160,7 @@ def test_frozen_params_stay_and_masters_lose_nothing():
     assert len(shards) == 8 and all((shard == shards[0]).all() for shard in shards)
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_device_is_seen_by_all():
     config = zero.ZeroConfig(stage=3, precision="bf16", quantize=BOTH)
     mesh, tx = zero.make_mesh(data=8), optax.sgd(0.1)
@@ -177,8 +182,8 @@ def test_sent_bytes_are_about_half_and_as_estimated():
     )
     estimate = zero.comms.estimate(state, mesh=mesh, config=config)
     sizes = {dtype: report.by_dtype[dtype] / estimate.by_dtype[dtype] for dtype in ("s8", "u8")}
-    # The table is gathered once for its lookup, and its last use once for both passes.
-    assert 0.6 < sizes["s8"] <= 1.01 and 0.99 < sizes["u8"] < 2.01, sizes
+    # The tied table, a fifth of the params, has gradients from two uses; the last one gathers it once for both passes.
+    assert sizes == pytest.approx({"s8": 1.0, "u8": 1.2}, rel=0.01)
     plain_config = zero.ZeroConfig(stage=3, precision="bf16")
     whole = zero.comms.estimate(state, mesh=mesh, config=plain_config)
     assert estimate.by_phase["forward"] <= 0.55 * whole.by_phase["forward"]

@@ -52,13 +52,16 @@ TOKENIZE_OPTIONS = """
 EXPORT_OPTIONS = """
 --dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step --to-hf -h
 """.split()
+LAUNCH_OPTIONS = """
+--devices-per-process --grace-seconds --help --max-restarts --min-processes --num-processes --rejoin-seconds -h -n
+""".split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,
     "tokenize": TOKENIZE_OPTIONS,
     "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
     "export": EXPORT_OPTIONS,
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
-    "launch": ["--devices-per-process", "--grace-seconds", "--help", "--num-processes", "-h", "-n"],
+    "launch": LAUNCH_OPTIONS,
     "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.cli.options import add_fields, field_values, one_line_errors, reader
+from zero_jax.cli.config_file import read_file
+from zero_jax.cli.models.options import model_keys
+from zero_jax.cli.options import add_fields, explicit, field_values, one_line_errors, reader
+from zero_jax.cli.train import sections
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
 
 _PYTHONS = ("python", "python3")
+_RESUME = "TrainConfig.resume"
 
 
 def add_commands(commands: Any) -> None:
@@ -22,7 +26,8 @@ def add_commands(commands: Any) -> None:
         help="run a command as several processes on this machine",
         description="Runs a command of zero-jax, such as `train`, or any program, such as `python my_script.py`, as "
         "several processes on this machine that work together, each with simulated CPU devices. Where one fails, all "
-        "end. The exit status is that of the process that failed first.",
+        "end, and with --min-processes the command is started again with those that are left. The exit status is that "
+        "of the process that failed first.",
     )
     defaults = LaunchConfig()
     group = parser.add_argument_group("processes")
@@ -39,10 +44,23 @@ def add_commands(commands: Any) -> None:
 @one_line_errors
 def _launch(options: argparse.Namespace) -> int:
     config = LaunchConfig(**field_values(LaunchConfig, options))
-    result = launch(command_line(options.command, options.known), config=config)
+    command = command_line(options.command, options.known)
+    if config.min_processes is not None and options.command[1] == "train":
+        _check_resumes(options.known["train"], options.command[2:])
+    result = launch(command, config=config)
     if result.status:
         print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
     return result.status
+
+
+def _check_resumes(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Raises `ValueError` for a run that would begin anew each time that it is started."""
+    options = parser.parse_args(arguments)
+    resume = getattr(options, _RESUME)
+    if options.config and _RESUME not in explicit(options):
+        resume = read_file(options.config, sections(), extra=model_keys()).get(_RESUME, resume)
+    if resume != "auto":
+        raise ValueError("--min-processes starts `train` again, which begins anew each time: add `--resume auto` to it")
 
 
 def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.processes import Round
@@ -52,13 +52,14 @@ class Elastic:
         min_processes: int,
         max_restarts: int,
         rejoin_seconds: float,
+        refused: Collection[int] = (),
         clock: Callable[[], float],
     ):
-        """Takes the settings of `LaunchConfig` and a monotonic clock, in seconds."""
+        """Takes the settings of `LaunchConfig`, numbers that are not to be tried, and a clock in seconds."""
         self._num_processes, self._min_processes = num_processes, min_processes
         self._max_restarts, self._rejoin_seconds, self._clock = max_restarts, rejoin_seconds, clock
         self._back_at: list[float] = []  # when each lost process is tried again
-        self._refused: set[int] = set()
+        self._refused = set(refused)
         self._wait_seconds = rejoin_seconds
         self._size, self._has_grown = num_processes, False
         self._step = self._num_in_a_row = 0
@@ -66,11 +67,11 @@ class Elastic:
 
     @property
     def seconds_to_larger(self) -> float | None:
-        """Seconds until more processes can be started than now, or None."""
+        """Seconds that the next processes run until more are started, or None; enough for them to get somewhere."""
         for k, back_at in enumerate(sorted(self._back_at)):
             size = self._num_processes - len(self._back_at) + k + 1
             if size > self._size and size not in self._refused:
-                return max(0.0, back_at - self._clock())
+                return max(self._wait_seconds, back_at - self._clock())
         return None
 
     def next_size(self, ended: Round, *, step: int | None) -> int | None:
@@ -101,6 +102,8 @@ class Elastic:
         if size is None:
             self.reason = f"no number of processes from {self._min_processes} to {self._num_processes} is accepted"
             return None
+        skipped = ", ".join(str(more) for more in range(self._num_processes - len(self._back_at), size, -1))
+        self.reason += f"; not with {skipped}, which the run refuses" if skipped else ""
         self._has_grown, self._size = size > self._size, size
         self.num_restarts += 1
         return size

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TextIO
 
 from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
@@ -21,6 +21,7 @@ from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.processes import Ending, run_round
 from zero_jax.core.field_checks import check_fields
 
+_RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
 _MAX_PROCESSES, _MAX_DEVICES = 256, 4096
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -112,6 +113,7 @@ def launch(
     command: Sequence[str],
     *,
     config: LaunchConfig,
+    refused: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
     out: TextIO | None = None,
     err: TextIO | None = None,
@@ -126,6 +128,7 @@ def launch(
     Args:
       command: the program and its arguments.
       config: how many processes, and with how many devices.
+      refused: numbers of processes that the command would refuse, and that it is not started again with.
       environment: the environment of the processes, to which the launcher adds; None takes `os.environ`.
       out: stream for the stdout of process 0; None takes stdout.
       err: stream for all other output; None takes stderr.
@@ -140,6 +143,7 @@ def launch(
         min_processes=config.min_processes or config.num_processes,
         max_restarts=config.max_restarts,
         rejoin_seconds=config.rejoin_seconds,
+        refused=refused,
         clock=time.monotonic,
     )
     size: int | None = config.num_processes
@@ -154,7 +158,7 @@ def launch(
                 command,
                 num_processes=size,
                 devices_per_process=config.devices_per_process,
-                environment=variables,
+                environment={**variables, _RESTARTS: str(elastic.num_restarts)},
                 grace_seconds=config.grace_seconds,
                 seconds=elastic.seconds_to_larger,
                 is_restart=elastic.num_restarts > 0,

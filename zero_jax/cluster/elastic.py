@@ -42,6 +42,7 @@ class Elastic:
 
     Attributes:
       num_restarts: restarts so far.
+      has_step: whether the program reports steps.
       reason: why there is another restart, or why there is none after failures; '' where nothing is to be said.
     """
 
@@ -63,7 +64,7 @@ class Elastic:
         self._wait_seconds = rejoin_seconds
         self._size, self._has_grown = num_processes, False
         self._step = self._num_in_a_row = 0
-        self.num_restarts, self.reason = 0, ""
+        self.num_restarts, self.has_step, self.reason = 0, False, ""
 
     @property
     def seconds_to_larger(self) -> float | None:
@@ -82,6 +83,7 @@ class Elastic:
           step: the step that they had gone on after, if they reported it.
         """
         first = ended.first_failure
+        self.has_step = self.has_step or step is not None
         self.reason = ""
         if first is None or ended.is_stopped or first.status == _DIVERGED:
             return None

@@ -161,6 +161,7 @@ def launch(
                 environment={**variables, _RESTARTS: str(elastic.num_restarts)},
                 grace_seconds=config.grace_seconds,
                 seconds=elastic.seconds_to_larger,
+                has_started=lambda: not elastic.has_step or reported.exists(),
                 is_restart=elastic.num_restarts > 0,
                 events=events,
                 merger=merger,

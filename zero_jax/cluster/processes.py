@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, cast
 
 from zero_jax.cluster.detection import SLURM
@@ -109,6 +109,7 @@ def run_round(
     environment: Mapping[str, str],
     grace_seconds: float,
     seconds: float | None,
+    has_started: Callable[[], bool],
     is_restart: bool,
     events: queue.SimpleQueue,
     merger: Merger,
@@ -121,7 +122,8 @@ def run_round(
       devices_per_process: simulated CPU devices of each.
       environment: their environment, to which the variables of `join` are added.
       grace_seconds: time to save and end, once one has failed, before all are killed.
-      seconds: time after which they are asked to save and end; None lets them run.
+      seconds: time after which they are asked to save and end, if `has_started` is true; None lets them run.
+      has_started: whether they are beyond their start.
       is_restart: whether the program was started before: a process that cannot be started has failed then.
       events: signals to the launcher; ends of processes are added.
       merger: takes their output.
@@ -141,7 +143,7 @@ def run_round(
                     raise
                 processes.add_not_started(index, str(error))
                 break
-        endings = processes.watch(None if seconds is None else started_at + seconds)
+        endings = processes.watch(None if seconds is None else started_at + seconds, has_started)
     processes.finish_reading()
     return Round(
         num_processes=num_processes,
@@ -212,7 +214,7 @@ class _Processes:
             )
         )
 
-    def watch(self, interrupt_at: float | None) -> tuple[Ending, ...]:
+    def watch(self, interrupt_at: float | None, has_started: Callable[[], bool]) -> tuple[Ending, ...]:
         """Waits until all have ended, and ends them once one has failed; at `interrupt_at` they are asked to end."""
         endings: list[Ending] = []
         kill_at: float | None = None
@@ -224,11 +226,13 @@ class _Processes:
                 if kill_at is not None and due == kill_at:
                     self._merger.say(f"still running {self._grace_seconds:g} s after SIGTERM: killed")
                     self._signal(signal.SIGKILL)
-                    kill_at = None
-                else:
+                    kill_at = interrupt_at = None
+                elif has_started():
                     self.is_interrupted = True
                     self._signal(signal.SIGTERM)
-                interrupt_at = None
+                    interrupt_at = None
+                else:
+                    interrupt_at = time.monotonic() + 1
                 continue
             if isinstance(event, Ending):
                 endings.append(event)

@@ -46,7 +46,8 @@ SETTINGS = {
 IGNORED = ("tokens_per_second", "mfu", "step_seconds", "data_wait_seconds", "per_device_memory_bytes")
 # Statistics of the parts of a batch, of which there are as many as devices.
 IGNORED_ELASTIC = (*IGNORED, "noise_scale")
-ELASTIC = "--stage 3 --precision fp32 --learning-rate 0.0003 --batch-size 12 --steps 150".split()
+ELASTIC = "--stage 3 --precision fp32 --learning-rate 0.0003 --batch-size 12 --steps 150 --d-model 96".split()
+ELASTIC += "--min-shard-size 64".split()
 NUM_ELASTIC, LONGEST_ELASTIC_KILL_SECONDS = 3, 60.0  # the start of several processes takes a while
 TIMES_TOLERANCE, LEAST_TOLERANCE = 5.0, 2e-6  # the latter is some units in the last place of float32
 LONGEST_KILL_SECONDS = 30.0

@@ -50,7 +50,7 @@ TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step --to-hf -h
+--dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf -h
 """.split()
 LAUNCH_OPTIONS = """
 --devices-per-process --grace-seconds --help --max-restarts --min-processes --num-processes --rejoin-seconds -h -n

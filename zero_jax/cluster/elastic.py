@@ -20,13 +20,14 @@ _LONGEST_WAIT_SECONDS = 86_400.0
 
 
 def report_start(step: int) -> None:
-    """Tells `zero-jax launch --min-processes` the step that this process goes on after; otherwise does nothing.
+    """Tells `zero-jax launch --min-processes` that a program is beyond its start; otherwise does nothing.
 
-    The launcher gives up after some restarts in a row from the same step. `zero.Trainer` and `zero-jax train` call
-    this; in a script of your own process 0 calls it after it has restored its state.
+    The launcher gives up after some restarts in a row from the same step, and asks for a save to try a lost process
+    again only where the program can save. `zero.Trainer` and `zero-jax train` call this; in a script of your own
+    process 0 calls it once, after the first step.
 
     Args:
-      step: steps done before; 0 at the beginning.
+      step: the step of the checkpoint that it went on from; 0 at the beginning.
 
     Raises:
       ValueError: a step that is no integer from 0 on.

@@ -111,8 +111,7 @@ class _Training:
         )
         self.checkpointer.take()
         start = begin(run)
-        if self.is_first:
-            report_start(start.step)
+        self.first_step = start.step
         save_config(run.folder, self.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         if not self.is_first:
@@ -249,6 +248,8 @@ class _Training:
     def _read_back(self, dispatched: Dispatched) -> None:
         """Waits for a step and records its metrics."""
         self.progress.add_step(dispatched)
+        if self.is_first and "step" not in self.executed:
+            report_start(self.first_step)
         self.executed.add("step")
 
     def _run_steps(self) -> str:

@@ -242,7 +242,7 @@ def assert_as_if_nothing_had_happened(folder, unbroken):
 
 
 def test_a_launch_that_loses_one_of_two_goes_on_with_the_other(kept_programs, tmp_path, unbroken_8):
-    elastic = ("--min-processes", 1, "--grace-seconds", 1)
+    elastic = ("--devices-per-process", 2, "--min-processes", 1, "--grace-seconds", 1)
     status, out, err = finish(pair(kept_programs, "one of two killed", tmp_path, *elastic), RESTARTS_SECONDS)
     assert status == 0, err
     assert "process 1 of 2 was ended by SIGKILL: out of memory?: restart 1, with 1 of 2" in err

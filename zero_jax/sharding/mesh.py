@@ -24,17 +24,28 @@ GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 class Axes:
     """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; `model` is tensor parallelism.
 
-    Any other axis of a mesh is the user's own.
+    Any other axis of a mesh is the user's own. `secondary` are the axes of `data` that params are sharded over, where
+    these are not all (hpZ).
     """
 
     data: tuple[str, ...]
     replica: tuple[str, ...]
     model: tuple[str, ...] = ()
+    secondary: tuple[str, ...] = ()
 
     @property
     def batch(self) -> tuple[str, ...]:
         """The axes that a batch is sharded over, major first."""
         return self.replica + self.data
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
+        return self.replica + (tuple(axis for axis in self.data if axis not in self.secondary) if self.secondary else ())
+
+    def of_params(self, *, with_copies: bool = True) -> Axes:
+        """Returns the roles as they are for the use of params: `data` is what they are gathered over."""
+        return Axes(data=self.secondary or self.data, replica=self.copies if with_copies else (), model=self.model)
 
 
 def axes_of(
@@ -86,6 +97,60 @@ def axes_of(
             "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
         )
     return Axes(data=tuple(data), replica=tuple(replica), model=tuple(model))
+
+
+def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of `data` that params are sharded over with a secondary shard; empty without one.
+
+    Args:
+      mesh: the mesh.
+      axes: the roles of its axes.
+      secondary: True for the axes of `data` inside a slice or host, which the devices show, or their names.
+
+    Raises:
+      ValueError: no such axes, or all of `data`.
+    """
+    if secondary is False or (secondary is not True and not secondary):
+        return ()
+    sizes = {axis: mesh.shape[axis] for axis in axes.data}
+    if secondary is True:
+        slow = slow_axes(mesh)
+        fast = tuple(axis for axis in axes.data if axis not in slow)
+        split = "lay `data` out as an axis inside and one across, as make_mesh does, and name it: secondary=('data_0',)"
+        if axis_size(mesh, axes.data) == axis_size(mesh, fast):
+            raise ValueError(
+                f"secondary=True: the mesh {dict(mesh.shape)} has no axis of `data` across slices or hosts, so that the "
+                f"shards of params are inside one already: leave secondary out, or {split}"
+            )
+        if axis_size(mesh, fast) == 1:
+            raise ValueError(
+                f"secondary=True: no axis of `data` {sizes} is inside one slice or host, so that there is no fast "
+                f"network to shard params over: leave secondary out, or {split}"
+            )
+    else:
+        fast = (secondary,) if isinstance(secondary, str) else tuple(secondary)
+        unknown = [axis for axis in fast if axis not in sizes]
+        if unknown:
+            raise ValueError(f"secondary={fast}: {unknown[0]!r} is no axis of `data`, which has {sizes}: name some of it")
+        if axis_size(mesh, fast) in (1, axis_size(mesh, axes.data)):
+            raise ValueError(
+                f"secondary={fast}: it has {axis_size(mesh, fast)} of the {axis_size(mesh, axes.data)} devices of "
+                f"`data` {sizes}: name the axes inside a slice or host, not all and not none, or leave it out"
+            )
+        fast = tuple(axis for axis in axes.data if axis in fast)
+    if axes.data[: len(fast)] != fast:
+        first = (*fast, *(axis for axis in axes.data if axis not in fast))
+        raise ValueError(
+            f"secondary={fast}: the axes inside a slice or host have to come first among those of `data` {axes.data}, "
+            f"or a device's own shard is no part of its secondary shard: give ZeroConfig(data_axes={first})"
+        )
+    return fast
+
+
+def slow_axes(mesh: Mesh) -> frozenset[str]:
+    """Returns the mesh axes along which devices are in different TPU slices, or on different GPU hosts."""
+    domains = np.array(_domains(list(mesh.devices.flat))).reshape(mesh.devices.shape)
+    return frozenset(str(name) for i, name in enumerate(mesh.axis_names) if (np.ptp(domains, axis=i) > 0).any())
 
 
 def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:

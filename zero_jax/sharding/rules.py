@@ -275,11 +275,12 @@ def _common_dims(dims: Dims, shape: tuple[int, ...], smaller: tuple[int, ...]) -
     return None if best is None else tuple(dims[i] for i in best)
 
 
-def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -> PyTree:
-    """Converts placements to `NamedSharding`s; without `data` unless `sharded`."""
+def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[str]) -> PyTree:
+    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` alone."""
+    left_out = [axis for axis in axes.data if axis not in over]
 
     def sharding(placement: LeafPlacement) -> NamedSharding:
-        return named(mesh, placement.dims if sharded else without(placement.dims, axes.data))
+        return named(mesh, without(placement.dims, left_out))
 
     return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
 

@@ -140,7 +140,8 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     num_devices, model = data_and_model_sizes(placement)
     cut = _cuts_grads(placement, config)
     summed = config.num_microbatches > 1
-    shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, sharded=cut)
+    over = placement.axes.data if cut else ()
+    shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, over=over)
     named = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
     for path, x, sharding in named:

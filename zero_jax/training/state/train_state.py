@@ -31,7 +31,7 @@ from zero_jax.sharding.rules import (
     place_params,
     to_shardings,
 )
-from zero_jax.sharding.stages import sharded_groups
+from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.optimizer.offload import Offload, check_has_host_memory, host_shardings, on_host, resolve_offload
 from zero_jax.training.optimizer.update import init_opt_state
@@ -45,7 +45,8 @@ class TrainState:
 
     Attributes:
       step: calls of the train step so far, `int32[]`.
-      params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3.
+      params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3, there
+        with `ZeroConfig.secondary` the secondary shard.
       master: the full-precision params that the optimizer updates, or None where `params` are those.
       opt_state: the optimizer's state.
       key: the key that each step's key is derived from.
@@ -95,19 +96,34 @@ class Placement:
     @property
     def keeps_copy(self) -> bool:
         """Whether a low-precision copy of the params is kept beside the master params."""
-        return self.precision.has_master and "params" not in self.groups
+        return self.precision.has_master and not self.params_are_masters
+
+    @property
+    def params_are_masters(self) -> bool:
+        """Whether the stage shards params as it does the master params, so that these are the params."""
+        return "params" in self.groups and not self.axes.secondary
+
+    def axes_of_group(self, group: str) -> tuple[str, ...]:
+        """Returns the axes of `data` that a group is sharded over."""
+        return group_axes(group, self.groups, data=self.axes.data, secondary=self.axes.secondary)
 
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
-        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, sharded=group in self.groups)
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group(group))
 
     def model_state_shardings(self) -> PyTree:
         """Returns the shardings of the model state."""
-        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, sharded=MODEL_STATE in self.groups)
+        over = self.axes_of_group(MODEL_STATE)
+        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, over=over)
 
     def variable_shardings(self) -> PyTree:
-        """Returns the shardings of the `Variables` that the loss function sees, of params those of their gradients."""
+        """Returns the shardings of `Variables` as they are given at first, of params those of the master params."""
         return joined(self.param_shardings("master"), self.model_state_shardings())
+
+    def loss_shardings(self) -> PyTree:
+        """Returns the shardings that the loss function's params are gathered from, or their gradients scattered to."""
+        group = "params" if self.axes.secondary else "master"
+        return joined(self.param_shardings(group), self.model_state_shardings())
 
     def cast(self, variables: PyTree) -> PyTree:
         """Casts params to the compute dtype, and model state to none: what the loss function is given."""
@@ -117,7 +133,7 @@ class Placement:
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
-        return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
+        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
 
     def on_host(self, opt_state: PyTree, master: PyTree) -> dict[str, list[bool]]:
         """Tells which leaves of `opt_state` and `master` are kept in host memory."""
@@ -131,7 +147,7 @@ class Placement:
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
         """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
-        if "params" in self.groups:
+        if self.params_are_masters:
             return masters
         return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
 
@@ -158,7 +174,8 @@ class Placement:
         return jax.tree.unflatten(jax.tree.structure(tree), gathered)
 
     def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
-        steps = gather_shardings(self.mesh, placement.dims, self.axes.data)
+        kept = self.axes_of_group("params")
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
         with gather_scope(placement.path):
             return reshard(x, forward=Chain(steps, barrier=True), backward=Chain())
 

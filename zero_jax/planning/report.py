@@ -99,6 +99,11 @@ class PlanReport:
         return math.prod(self.mesh.values())
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes in host memory for each device: as measured on the program, else by formula."""
+        return self.memory_estimate.host_bytes if self.memory is None else self.memory.host_bytes
+
+    @property
     def traffic_ratio(self) -> float | None:
         """Bytes sent over the ideal of the estimate; over `data` and `replica`, where that does not have all axes."""
         if self.comms is None:
@@ -135,6 +140,8 @@ class PlanReport:
             **plain,
             "mesh": dict(self.mesh),
             "num_devices": self.num_devices,
+            "host_bytes": self.host_bytes,
+            "sent_bytes_by_network": dict((self.comms or self.comms_estimate).by_network),
             "traffic_ratio": self.traffic_ratio,
             "traffic_ratios": dict(self.traffic_ratios),
             **{name: part.to_json() if part else None for name, part in parts.items()},
@@ -165,6 +172,10 @@ class PlanReport:
             rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
+            if "dcn" in self.comms.networks.values():
+                rows["networks"] = self._networks()
+        if self.memory_estimate.secondary_bytes:
+            rows["secondary"] = f"{format_bytes(self.memory_estimate.secondary_bytes)} a device for the secondary shard"
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
         rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
@@ -186,6 +197,15 @@ class PlanReport:
             return f"{self.traffic_ratio:.3f} x the ideal{over}"
         shown = ", ".join(f"{role} {ratio:.3f} x" for role, ratio in ratios.items())
         return f"{self.traffic_ratio:.3f} x the ideal ({shown})"
+
+    def _networks(self) -> str:
+        assert self.comms is not None
+        ideal = self.comms_estimate.by_network
+        ratios = {name: sent / ideal[name] for name, sent in self.comms.by_network.items() if ideal.get(name)}
+        return ", ".join(
+            f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
+            for name, sent in self.comms.by_network.items()
+        )
 
     def _memory_text(self) -> str:
         measured = str(self.memory) if self.memory else ""

@@ -41,7 +41,9 @@ class Axes:
     @property
     def copies(self) -> tuple[str, ...]:
         """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
-        return self.replica + (tuple(axis for axis in self.data if axis not in self.secondary) if self.secondary else ())
+        return self.replica + (
+            tuple(axis for axis in self.data if axis not in self.secondary) if self.secondary else ()
+        )
 
     def of_params(self, *, with_copies: bool = True) -> Axes:
         """Returns the roles as they are for the use of params: `data` is what they are gathered over."""
@@ -119,8 +121,8 @@ def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> t
         split = "lay `data` out as an axis inside and one across, as make_mesh does, and name it: secondary=('data_0',)"
         if axis_size(mesh, axes.data) == axis_size(mesh, fast):
             raise ValueError(
-                f"secondary=True: the mesh {dict(mesh.shape)} has no axis of `data` across slices or hosts, so that the "
-                f"shards of params are inside one already: leave secondary out, or {split}"
+                f"secondary=True: the mesh {dict(mesh.shape)} has no axis of `data` across slices or hosts: the "
+                f"shards of params are inside one already; leave secondary out, or {split}"
             )
         if axis_size(mesh, fast) == 1:
             raise ValueError(
@@ -131,7 +133,9 @@ def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> t
         fast = (secondary,) if isinstance(secondary, str) else tuple(secondary)
         unknown = [axis for axis in fast if axis not in sizes]
         if unknown:
-            raise ValueError(f"secondary={fast}: {unknown[0]!r} is no axis of `data`, which has {sizes}: name some of it")
+            raise ValueError(
+                f"secondary={fast}: {unknown[0]!r} is no axis of `data`, which has {sizes}: name some of it"
+            )
         if axis_size(mesh, fast) in (1, axis_size(mesh, axes.data)):
             raise ValueError(
                 f"secondary={fast}: it has {axis_size(mesh, fast)} of the {axis_size(mesh, axes.data)} devices of "
@@ -151,6 +155,13 @@ def slow_axes(mesh: Mesh) -> frozenset[str]:
     """Returns the mesh axes along which devices are in different TPU slices, or on different GPU hosts."""
     domains = np.array(_domains(list(mesh.devices.flat))).reshape(mesh.devices.shape)
     return frozenset(str(name) for i, name in enumerate(mesh.axis_names) if (np.ptp(domains, axis=i) > 0).any())
+
+
+def networks(mesh: Mesh) -> dict[str, str]:
+    """Returns the network of each mesh axis: `dcn` across TPU slices or GPU hosts, else `ici`, `nvlink` or `host`."""
+    platform, slow = mesh.devices.flat[0].platform, slow_axes(mesh)
+    fast = "nvlink" if platform in GPUS else "ici" if platform == "tpu" else "host"
+    return {str(axis): "dcn" if axis in slow else fast for axis in mesh.axis_names}
 
 
 def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:

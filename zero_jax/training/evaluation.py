@@ -159,7 +159,9 @@ def placed_loss(
             **common,
         )
         in_order = not with_copies or axes.batch == placement.axes.batch
-        return gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
+        return (
+            gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
+        )
     if "master" in placement.groups or placement.precision.reduce is not None:
         return scatter_grads(loss_fn, specs, axes=axes, **common)
     return loss_fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -240,10 +240,15 @@ class Accumulator:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
             (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n))
             total = _nonzero(weights.sum())
-            grads = [self.reduce(d, _weighed_share(g, _outer(weights, g), total)) for d, g in zip(dims, grads, strict=True)]
+            grads = [
+                self.reduce(d, _weighed_share(g, _outer(weights, g), total)) for d, g in zip(dims, grads, strict=True)
+            ]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
-            out = self.mean(losses.astype(jnp.float32), weights), (self.combine(auxes, weights[None], size), model_state)
+            out = (
+                self.mean(losses.astype(jnp.float32), weights),
+                (self.combine(auxes, weights[None], size), model_state),
+            )
             return out, grads, None
 
         def body(carry: Any, index_and_part: Any) -> Any:

@@ -27,15 +27,9 @@ from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
+from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.shardings import state_shardings
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    check_optimizer,
-    make_placement,
-    merge,
-    trainable,
-)
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config

@@ -336,6 +336,7 @@ class _Program(UpdateProgram):
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
                 local=bool(mapped) and not passes_state,
+                exact=bool(mapped) and not is_local,
             )
             if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")

@@ -61,7 +61,7 @@ def axes_of(
 
     Args:
       mesh: any mesh; `data` and `data_*` have the data role, `replica` the replica role, `model` and `model_*` the
-        model role.
+        model role; `data_0`, `data_1` and so on in the order of their numbers, others in the mesh's.
       data: the axes of the data role, major first.
       replica: the axes of the replica role.
       model: the axes of the model role, major first.
@@ -83,6 +83,8 @@ def axes_of(
         role: tuple(n for n in free if n == role or (role != "replica" and str(n).startswith(f"{role}_")))
         for role in by_role
     }
+    if all(str(name)[len("data_") :].isdecimal() for name in by_name["data"]):  # as make_mesh numbers them
+        by_name["data"] = tuple(sorted(by_name["data"], key=lambda name: int(name[len("data_") :])))
     data, replica, model = (by_name[role] if axes is None else axes for role, axes in by_role.items())
     for name in (*data, *replica, *model):
         if name not in names:
@@ -189,7 +191,8 @@ def make_mesh(
 
     On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is several mesh axes (`data_0`,
     `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go axis by axis.
-    Otherwise it is the single axis `data`.
+    Otherwise it is the single axis `data`. The last of them is the one across slices or hosts. In the order of the
+    devices it comes first: XLA:TPU has native reduce-scatters inside slices whose devices are next to each other.
 
     Args:
       data: devices that ZeRO shards over; None takes what `replica` and `model` leave.
@@ -214,7 +217,10 @@ def make_mesh(
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
     names = ("replica", *data_names, "model")
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    slow = [name for name in data_names if name in slow_axes(mesh) and len(data_names) > 1]
+    order = ["replica", *slow, *(name for name in names[1:] if name not in slow)]
+    return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)
 
 
 def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> dict[str, int]:

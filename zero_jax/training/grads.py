@@ -217,6 +217,7 @@ class Accumulator:
         dims: list[Dims],
         *,
         convolves: bool = False,
+        is_plain: bool = False,
     ) -> Any:
         """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
 
@@ -225,14 +226,14 @@ class Accumulator:
         of copies of the params alone, the same is done for the devices of each copy together: only shards of gradients
         move between copies, and once a step. Arguments and results are those of `sharded`; model state without leaves
         is none that would have to pass from one microbatch to the next. XLA partitions the convolutions of `jax.vmap`
-        wrongly: a loss that has some is mapped by `shard_map`.
+        wrongly: a loss that has some is mapped by `shard_map`, as is one that `is_plain` over copies of the params.
         """
         k, n = self.num_microbatches, axis_size(self.mesh, self.mapped)
         parts = self.split_mapped(batch)
         own_dims = [(self.mapped, *without(d, self.mapped)) for d in dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
         in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0)
-        if convolves:
+        if convolves or (self.unmapped and is_plain):
             mapped = self.shard_mapped(grad_fn, in_axes)
         else:
             mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.mapped)
@@ -245,11 +246,8 @@ class Accumulator:
             ]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
-            out = (
-                self.mean(losses.astype(jnp.float32), weights),
-                (self.combine(auxes, weights[None], size), model_state),
-            )
-            return out, grads, None
+            aux = self.combine(auxes, weights[None], size)
+            return (self.mean(losses.astype(jnp.float32), weights), (aux, model_state)), grads, None
 
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, total = carry
@@ -273,16 +271,27 @@ class Accumulator:
         return out, grads, mean_of_parts(squares, weights)
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns what `jax.vmap` of a function over the devices returns; the mesh has no other axes than the batch's.
+        """Returns what `jax.vmap` of a function over the devices of the mapped axes returns.
 
-        `in_axes` are those of `jax.vmap`, 0 or None.
+        Within it, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native reduce-scatters of
+        gradients with three dims. `in_axes` are those of `jax.vmap`, 0 or None.
         """
-        over_devices = PartitionSpec(self.axes.batch)
-        specs = jax.tree.map(
-            lambda axis: PartitionSpec() if axis is None else over_devices, in_axes, is_leaf=lambda axis: axis is None
+        is_none = lambda axis: axis is None  # noqa: E731
+        over = PartitionSpec(self.mapped)
+        specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
+
+        def one_device(*args: PyTree) -> PyTree:
+            args = jax.tree.map(
+                lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part),
+                in_axes,
+                args,
+                is_leaf=is_none,
+            )
+            return jax.tree.map(lambda x: x[None], fn(*args))
+
+        return jax.shard_map(
+            one_device, mesh=self.mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
         )
-        one_device = jax.vmap(fn, in_axes=in_axes, axis_size=1)
-        return jax.shard_map(one_device, mesh=self.mesh, in_specs=specs, out_specs=over_devices, check_vma=False)
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.
@@ -298,10 +307,11 @@ class Accumulator:
                 continue
             place = left.index(axis)
             placed = without(dims, [other for other in left if other != axis])
-            stack = stack.astype(self.reduce_dtype or wide)
+            stack = lax.optimization_barrier(stack.astype(self.reduce_dtype or wide))
             entries = tuple(() if a == axis else (a,) for a in left)
             stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
-            stack = stack.astype(wide).sum(place)
+            # Without the barriers XLA moves it in the dtype of the casts before it or of the sum.
+            stack = lax.optimization_barrier(stack).astype(wide).sum(place)
             left.pop(place)
         if left:  # replicas, and axes that this leaf is not sharded over
             entries = tuple((a,) for a in left)

@@ -363,7 +363,7 @@ class _Program(UpdateProgram):
         results = None
         if accumulator.mapped and not not_local:
             try:
-                results = accumulator.local(own_grads, *inputs, convolves=found.convolves)
+                results = accumulator.local(own_grads, *inputs, convolves=found.convolves, is_plain=found.is_plain)
             except NotImplementedError as error:
                 not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"

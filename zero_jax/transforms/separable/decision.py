@@ -36,11 +36,14 @@ class Separability:
       not_local: why it cannot be called on each device's own examples; empty if it can.
       convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
         (docs/xla_faults.md).
+      is_plain: whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which
+        a part of the axes is mapped by `shard_map`.
     """
 
     another_loss: str
     not_local: str
     convolves: bool = False
+    is_plain: bool = False
 
 
 def separability(
@@ -96,7 +99,8 @@ def separability(
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
-    return Separability(another_loss=another, not_local=not_local, convolves=convolves)
+    is_plain = axis_size(mesh, axes.model) == 1 and not names & {"sharding_constraint", "shard_map"}
+    return Separability(another_loss=another, not_local=not_local, convolves=convolves, is_plain=is_plain)
 
 
 class _Traces:

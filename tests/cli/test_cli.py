@@ -20,7 +20,8 @@ TRAIN_OPTIONS = """
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents
---no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
+--no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
+--optimizer --out --overlap
 --paper-config --param-specs --position --precision --prefetch-batches --profile-steps --remat --replica --resume
 --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
 --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache

@@ -348,6 +348,12 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
         )
+    num_slices, num_copies = parse(job.topology).num_slices, axis_size(mesh, job.config.axes_of(mesh).replica)
+    if num_copies > num_slices > 1:
+        notes.append(
+            f"replica={num_copies} is more than the {num_slices} slices or hosts: each has several copies; "
+            f"replica={num_slices} keeps gathers inside of them as well, with less memory"
+        )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
     if not_kept:

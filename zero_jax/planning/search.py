@@ -68,6 +68,10 @@ def candidates(
     fitting = [model for model in models if num_devices % model == 0]
     if not fitting:
         raise ValueError(f"model={', '.join(map(str, models))} does not divide num_devices={num_devices}: try model=1")
+    if not {False} & set(secondaries) and num_slices == 1:
+        raise ValueError(
+            "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
+        )
     settings = []
     for model, stage in itertools.product(fitting, stages):
         groups = sharded_groups(stage)

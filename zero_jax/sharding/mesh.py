@@ -203,7 +203,7 @@ def make_mesh(
       data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware.
 
     Raises:
-      ValueError: sizes that do not multiply up to the devices, or an unknown topology.
+      ValueError: sizes that do not multiply up to the devices, an unknown topology, or copies that straddle slices.
     """
     if topology is not None:
         if devices is not None:
@@ -273,8 +273,13 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
         groups.setdefault(domain, []).append(device)
     num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
     group_sizes = {len(group) for group in groups.values()}
-    if num_groups == 1 or len(group_sizes) != 1 or (replica % num_groups and num_groups % replica):
+    if num_groups == 1 or len(group_sizes) != 1:
         return None
+    if replica % num_groups and num_groups % replica:
+        raise ValueError(
+            f"make_mesh: replica={replica} on {num_groups} slices or hosts: a copy would straddle two, and gather "
+            f"params across the network: give a divisor or a multiple of {num_groups}, as replica={num_groups}"
+        )
     inside = group_sizes.pop()
     copies_per_group, groups_per_copy = max(replica // num_groups, 1), max(num_groups // replica, 1)
     if inside == 1 or inside % (copies_per_group * model):

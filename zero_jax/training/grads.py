@@ -306,12 +306,14 @@ class Accumulator:
             if axis not in left or not carries(dims, (axis,)):
                 continue
             place = left.index(axis)
-            placed = without(dims, [other for other in left if other != axis])
-            stack = lax.optimization_barrier(stack.astype(self.reduce_dtype or wide))
-            entries = tuple(() if a == axis else (a,) for a in left)
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
-            # Without the barriers XLA moves it in the dtype of the casts before it or of the sum.
-            stack = lax.optimization_barrier(stack).astype(wide).sum(place)
+            landed = without(dims, [other for other in left if other != axis])
+            stack = stack.astype(self.reduce_dtype or wide)
+            # Pinned on both sides, or XLA moves it in the dtype from before the cast.
+            here, there = tuple((a,) for a in left), tuple(() if a == axis else (a,) for a in left)
+            for entries in ((*here, *placed), (*there, *landed)):
+                stack = lax.with_sharding_constraint(stack, named(self.mesh, entries))
+            placed = landed
+            stack = stack.astype(wide).sum(place)
             left.pop(place)
         if left:  # replicas, and axes that this leaf is not sharded over
             entries = tuple((a,) for a in left)

@@ -19,11 +19,12 @@ TRAIN_OPTIONS = """
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
---no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-separate-documents --no-sequence-parallel
---no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
+--no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents
+--no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
+--optimizer --out --overlap
 --paper-config --param-specs --position --precision --prefetch-batches --profile-steps --remat --replica --resume
---sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len
---sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
+--sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
+--seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
 --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps
 --weight-decay -h
 """.split()
@@ -31,10 +32,10 @@ PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model
 --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
---no-keep-gathered --no-overlap --no-scan --no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers
---num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision --remat
---replica --scan --schedule --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size
---weight-decay -h
+--no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
+--num-layers --num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision
+--remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
+--topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

@@ -136,22 +136,46 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     return jax.tree.map(place, batch)
 
 
-def placed_loss(loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig) -> Callable[..., Any]:
-    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it."""
+def placed_loss(
+    loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig, *, with_copies: bool = True
+) -> Callable[..., Any]:
+    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it.
+
+    Args:
+      loss_fn: a function of variables, a batch and a key.
+      placement: how its params are sharded.
+      config: the config of the step.
+      with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or on that of one.
+    """
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
-    specs = placement.variable_shardings()
+    axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
     if "params" in placement.groups:
-        return gather_on_use(
+        gathering = gather_on_use(
             loss_fn,
             specs,
             keep_gathered=config.keep_gathered,
-            data_axes=placement.axes.data,
-            replica_axes=placement.axes.replica,
+            data_axes=axes.data,
+            replica_axes=axes.replica,
             **common,
         )
+        in_order = not with_copies or axes.batch == placement.axes.batch
+        return (
+            gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
+        )
     if "master" in placement.groups or placement.precision.reduce is not None:
-        return scatter_grads(loss_fn, specs, axes=placement.axes, **common)
+        return scatter_grads(loss_fn, specs, axes=axes, **common)
     return loss_fn
+
+
+def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
+    """Returns a loss function that reorders its batch, so that examples of a copy of the params follow each other."""
+
+    @functools.wraps(loss_fn)
+    def call(variables: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        batch = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding) if jnp.ndim(x) else x, batch)
+        return loss_fn(variables, batch, key)
+
+    return call
 
 
 def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.spec import Dims, carries, named, without
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
 
@@ -88,11 +88,13 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
 class Accumulator:
     """Sums loss, gradients and aux over the microbatches of a batch.
 
-    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing.
+    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing. `mapped` are the
+    axes of the batch that `local` takes apart: all of them, or those along which devices have copies of the params.
     """
 
     mesh: Mesh
     axes: Axes
+    mapped: tuple[str, ...]
     num_microbatches: int
     loss_weight: str | None
     whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
@@ -116,6 +118,41 @@ class Accumulator:
             return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None, self.axes.batch)))
 
         return jax.tree.map(split_leaf, batch)
+
+    def split_mapped(self, batch: PyTree) -> PyTree:
+        """Splits leaves `[batch, ...]` into `[num_microbatches, shards of mapped, examples, ...]`; scalars stay."""
+        batch_axes, rest = self.axes.batch, self.unmapped
+        order = [batch_axes.index(axis) for axis in (*self.mapped, *rest)]
+
+        def regroup(x: jax.Array) -> jax.Array:
+            if not x.ndim or not rest:
+                return x
+            k, _, size, *shape = x.shape
+            x = x.reshape(k, *self.sizes(batch_axes), size, *shape)
+            x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in batch_axes))))
+            x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
+            x = x.reshape(k, axis_size(self.mesh, self.mapped), -1, *shape)
+            return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, rest)))
+
+        return jax.tree.map(regroup, self.split(batch))
+
+    def joined_mapped(self, x: jax.Array) -> jax.Array:
+        """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
+        axes = (*self.mapped, *self.unmapped)
+        order = [axes.index(axis) for axis in self.axes.batch]
+        k, shape, last = x.shape[0], x.shape[3:], 1 + len(axes)
+        x = x.reshape(k, *self.sizes(axes), -1, *shape)
+        x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
+        return x.reshape(-1, *shape)
+
+    def sizes(self, axes: Sequence[str]) -> list[int]:
+        """Returns the sizes of mesh axes."""
+        return [self.mesh.shape[axis] for axis in axes]
+
+    @property
+    def unmapped(self) -> tuple[str, ...]:
+        """The axes of the batch that are not mapped."""
+        return tuple(axis for axis in self.axes.batch if axis not in self.mapped)
 
     def sharded(
         self,
@@ -180,23 +217,37 @@ class Accumulator:
         dims: list[Dims],
         *,
         convolves: bool = False,
+        is_plain: bool = False,
     ) -> Any:
         """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
 
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
-        gradients is turned from devices to shards by all-to-alls and summed where it lands. Arguments and results are
-        those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the next.
-        XLA partitions the convolutions of `jax.vmap` wrongly: a loss that has some is mapped by `shard_map`.
+        gradients is turned from devices to shards by all-to-alls and summed where it lands. Where `mapped` are the axes
+        of copies of the params alone, the same is done for the devices of each copy together: only shards of gradients
+        move between copies, and once a step. Arguments and results are those of `sharded`; model state without leaves
+        is none that would have to pass from one microbatch to the next. XLA partitions the convolutions of `jax.vmap`
+        wrongly: a loss that has some is mapped by `shard_map`, as is one that `is_plain` over copies of the params.
         """
-        k, n = self.num_microbatches, self.num_shards
-        parts = self.split(batch)
-        own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]  # axes of the model stay
+        k, n = self.num_microbatches, axis_size(self.mesh, self.mapped)
+        parts = self.split_mapped(batch)
+        own_dims = [(self.mapped, *without(d, self.mapped)) for d in dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
         in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0)
-        if convolves:
+        if convolves or (self.unmapped and is_plain):
             mapped = self.shard_mapped(grad_fn, in_axes)
         else:
-            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.axes.batch)
+            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.mapped)
+        if k == 1:
+            part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
+            (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n))
+            total = _nonzero(weights.sum())
+            grads = [
+                self.reduce(d, _weighed_share(g, _outer(weights, g), total)) for d, g in zip(dims, grads, strict=True)
+            ]
+            size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
+            auxes = jax.tree.map(lambda x: x[None], auxes)
+            aux = self.combine(auxes, weights[None], size)
+            return (self.mean(losses.astype(jnp.float32), weights), (aux, model_state)), grads, None
 
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, total = carry
@@ -220,16 +271,27 @@ class Accumulator:
         return out, grads, mean_of_parts(squares, weights)
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns what `jax.vmap` of a function over the devices returns; the mesh has no other axes than the batch's.
+        """Returns what `jax.vmap` of a function over the devices of the mapped axes returns.
 
-        `in_axes` are those of `jax.vmap`, 0 or None.
+        Within it, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native reduce-scatters of
+        gradients with three dims. `in_axes` are those of `jax.vmap`, 0 or None.
         """
-        over_devices = PartitionSpec(self.axes.batch)
-        specs = jax.tree.map(
-            lambda axis: PartitionSpec() if axis is None else over_devices, in_axes, is_leaf=lambda axis: axis is None
+        is_none = lambda axis: axis is None  # noqa: E731
+        over = PartitionSpec(self.mapped)
+        specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
+
+        def one_device(*args: PyTree) -> PyTree:
+            args = jax.tree.map(
+                lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part),
+                in_axes,
+                args,
+                is_leaf=is_none,
+            )
+            return jax.tree.map(lambda x: x[None], fn(*args))
+
+        return jax.shard_map(
+            one_device, mesh=self.mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
         )
-        one_device = jax.vmap(fn, in_axes=in_axes, axis_size=1)
-        return jax.shard_map(one_device, mesh=self.mesh, in_specs=specs, out_specs=over_devices, check_vma=False)
 
     def reduce(self, dims: Dims, stack: jax.Array) -> jax.Array:
         """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`, one mesh axis at a time.
@@ -237,25 +299,29 @@ class Accumulator:
         Each all-to-all moves what a reduce-scatter would, and the sum is made locally in float32.
         """
         wide = stack.dtype
-        left = list(self.axes.batch)
-        stack = stack.reshape(*(self.mesh.shape[axis] for axis in left), *stack.shape[1:])
-        placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in dims]
+        left = list(self.mapped)
+        stack = stack.reshape(*self.sizes(left), *stack.shape[1:])
+        placed = without(dims, left)
         for axis in self.axes.data:
-            home = next((i for i, dim in enumerate(dims) if axis in dim), None)
-            if home is None:
+            if axis not in left or not carries(dims, (axis,)):
                 continue
-            placed[home] = (*placed[home], axis)
             place = left.index(axis)
+            landed = without(dims, [other for other in left if other != axis])
             stack = stack.astype(self.reduce_dtype or wide)
-            entries = tuple(() if a == axis else (a,) for a in left)
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
+            # Pinned on both sides, or XLA moves it in the dtype from before the cast.
+            here, there = tuple((a,) for a in left), tuple(() if a == axis else (a,) for a in left)
+            for entries in ((*here, *placed), (*there, *landed)):
+                stack = lax.with_sharding_constraint(stack, named(self.mesh, entries))
+            placed = landed
             stack = stack.astype(wide).sum(place)
             left.pop(place)
         if left:  # replicas, and axes that this leaf is not sharded over
             entries = tuple((a,) for a in left)
             stack = lax.with_sharding_constraint(stack, named(self.mesh, (*entries, *placed)))
-            stack = stack.astype(self.reduce_dtype or wide).sum(tuple(range(len(left))))
-            stack = lax.with_sharding_constraint(stack, named(self.mesh, tuple(placed)))
+            stack = stack.astype(self.reduce_dtype or wide)
+            # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
+            stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
+            stack = lax.with_sharding_constraint(stack, named(self.mesh, placed))
         return stack.astype(wide)
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
@@ -275,8 +341,9 @@ class Accumulator:
 
         def combine_leaf(name: str, x: jax.Array, whole: Any) -> jax.Array:
             if x.ndim > lead and x.shape[lead] == num_examples and whole.shape[0] == num_examples * weights.size:
-                if lead == 1:
-                    x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
+                if lead == 2:
+                    return self.joined_mapped(x)
+                x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
                 return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
             over = tuple(range(lead))
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -309,6 +376,11 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, inline=True)
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
     return x / _nonzero(total)
+
+
+@functools.partial(jax.jit, inline=True)
+def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    return _weigh(weight / total, x.astype(_wide(x.dtype))).astype(x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)

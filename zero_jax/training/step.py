@@ -27,15 +27,9 @@ from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
+from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.shardings import state_shardings
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    check_optimizer,
-    make_placement,
-    merge,
-    trainable,
-)
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -283,9 +277,13 @@ class _Program(UpdateProgram):
           frozen.
         """
         config, k = self.config, self.config.num_microbatches
-        specs = placement.variable_shardings()
+        specs = placement.loss_shardings()
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        if k > 1:
+        # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
+        copies = tuple(axis for axis in placement.axes.copies if self.mesh.shape[axis] > 1)
+        is_local = k > 1 and "grads" not in placement.groups
+        mapped = placement.axes.batch if is_local else copies if "master" in placement.groups else ()
+        if k > 1 or mapped:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
@@ -308,6 +306,7 @@ class _Program(UpdateProgram):
         accumulator = Accumulator(
             mesh=self.mesh,
             axes=placement.axes,
+            mapped=mapped,
             num_microbatches=k,
             loss_weight=config.loss_weight,
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
@@ -315,16 +314,16 @@ class _Program(UpdateProgram):
         )
         free = pick(params)
         sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
+        own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
-            for fn in (loss_fn, placed_loss(loss_fn, placement, config))
+            for fn in (own_loss, placed_loss(loss_fn, placement, config))
         )
 
         inputs = (free, model_state, batch, key, sharded)
-        if k == 1:
+        if k == 1 and not mapped:
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
-            is_local = "grads" not in placement.groups
             passes_state = _changes_model_state(traced, variables, batch, key)
             found = separability(
                 traced,
@@ -332,36 +331,38 @@ class _Program(UpdateProgram):
                 batch,
                 key,
                 mesh=self.mesh,
-                axes=placement.axes,
+                axes=dataclasses.replace(placement.axes, replica=(), data=mapped) if mapped else placement.axes,
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
-                local=is_local and not passes_state,
+                local=bool(mapped) and not passes_state,
+                exact=bool(mapped) and not is_local,
             )
             if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
-            out, grads, parts = self.accumulated(
-                accumulator, own_grads if is_local else None, placed_grads, inputs, found
-            )
+            out, grads, parts = self.accumulated(accumulator, own_grads, placed_grads, inputs, found, is_local=is_local)
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
 
     def accumulated(
         self,
         accumulator: Accumulator,
-        own_grads: Callable[..., Any] | None,
+        own_grads: Callable[..., Any],
         placed_grads: Callable[..., Any],
         inputs: Any,
         found: Separability,
+        *,
+        is_local: bool,
     ) -> Any:
         """Accumulates gradients to be summed across devices once, if `own_grads` can be, or in every microbatch.
 
-        Warns where the loss is another one for it, or more is sent.
+        Warns where the loss is another one for it, or more is sent. Unless `is_local`, it is the sum across copies of
+        the params that is made once.
         """
-        k, not_local = accumulator.num_microbatches, found.not_local if own_grads else ""
+        k, not_local = accumulator.num_microbatches, found.not_local
         results = None
-        if own_grads and not not_local:
+        if accumulator.mapped and not not_local:
             try:
-                results = accumulator.local(own_grads, *inputs, convolves=found.convolves)
+                results = accumulator.local(own_grads, *inputs, convolves=found.convolves, is_plain=found.is_plain)
             except NotImplementedError as error:
                 not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
         sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
@@ -371,12 +372,15 @@ class _Program(UpdateProgram):
                 f"num_microbatches=1 gives the loss of the whole batch{'; ' + sent if not_local else ''}",
                 stacklevel=2,
             )
-        elif not_local:
+        elif not_local and is_local:
             warnings.warn(
                 f"{sent}, because {not_local}: the loss needs whole microbatches. Stage 2 sends no more then, and "
                 "holds less; num_microbatches=1 sends the least",
                 stacklevel=2,
             )
+        if results is None and k == 1:
+            (loss, (aux, model_state, _)), grads = placed_grads(*inputs[:4])
+            return (loss, (aux, model_state)), grads, None
         return results or accumulator.sharded(placed_grads, *inputs)
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.tree import PyTree
-from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.core.tree import PyTree, shown
+from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training.optimizer.offload import Offload, resolve_offload
@@ -47,6 +47,10 @@ class ZeroConfig:
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
       keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
+      secondary: at stage 3, keep a secondary shard of the params (ZeRO++ hpZ): they are sharded over the axes of `data`
+        inside a TPU slice or GPU host alone, so that no gather for their use crosses the slow network; all else is
+        sharded over all of `data`. True takes the axes from the devices, names (`("data_0",)`) say which they are
+        (docs/axes.md has the price in memory).
       offload: what is kept in host memory between steps: `optimizer` (the optimizer's state), `state` (the master
         params too), or an `Offload` with paths, a fraction and the size of the window; None keeps all on the devices
         (docs/offload.md).
@@ -75,6 +79,7 @@ class ZeroConfig:
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
+    secondary: bool | Sequence[str] = False
     offload: str | Offload | None = None
     min_shard_size: int = 1024
     param_specs: PyTree = None
@@ -93,6 +98,7 @@ class ZeroConfig:
         resolve_remat(self.remat)
         resolve_offload(self.offload)
         compiled_patterns(self.keep_batch_dtype)
+        _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
@@ -105,7 +111,8 @@ class ZeroConfig:
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
-        return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        axes = axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
 
 def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
@@ -118,6 +125,19 @@ def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in keep_batch_dtype]
     except re.error as error:
         raise ValueError(f"{given}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
+
+
+def _check_secondary(secondary: Any, stage: int) -> None:
+    """Raises `ValueError` for no flag and no names of axes, and for a stage that has no sharded params."""
+    is_flag = isinstance(secondary, bool)
+    names = [secondary] if isinstance(secondary, str) else secondary
+    if not is_flag and not (isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)):
+        raise ValueError(f"secondary={shown(secondary)}: give True, False, or names of axes of `data`, as ('data_0',)")
+    if secondary and "params" not in sharded_groups(stage):
+        raise ValueError(
+            f"secondary={secondary!r}: stage {stage} does not shard params, so that there is no shard of them to keep: "
+            "give stage=3, or leave secondary out"
+        )
 
 
 def _check_compiler_options(options: Any) -> None:

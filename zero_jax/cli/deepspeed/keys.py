@@ -109,8 +109,7 @@ _ZERO: dict[str, Key] = {
     **_differs(
         "int",
         "zero_hpz_partition_size",
-        "zero_jax keeps no secondary shards; run.replica = number of nodes keeps gathers inside a node too, at the "
-        "memory of one more copy of the state for each node",
+        "zero.secondary = true keeps a secondary shard of the params inside each node, of any number of devices",
         off=(0, 1),
     ),
     **_differs("bool", "zero_quantized_weights", _NO_QUANTIZED.format("params"), off=(False,)),

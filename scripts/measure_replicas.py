@@ -24,6 +24,23 @@ from zero_jax.models import gpt
 CONFIG = gpt.GPTConfig(vocab_size=4096, seq_len=128, num_layers=2, d_model=1024, num_heads=16, position="learned")
 
 
+def measure(topology: str, *, stage: int = 3, replica: int = 1, secondary: bool = False, microbatches: int = 1) -> dict:
+    """Compiles a step; returns bytes by network, `(measured, formula)`, and the memory estimate."""
+    mesh = zero.make_mesh(topology=topology, replica=replica)
+    config = zero.ZeroConfig(
+        stage=stage, precision="bf16", num_microbatches=microbatches, secondary=secondary, overlap=False
+    )
+    tx = optax.adamw(3e-4)
+    state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
+    tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
+    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+    measured = zero.comms.measure(compiled, mesh=mesh).by_network
+    formula = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).by_network
+    networks = {name: (measured.get(name, 0.0), formula.get(name, 0.0)) for name in {**measured, **formula}}
+    return {"networks": networks, "memory": zero.memory.estimate(state, mesh=mesh, config=config, tx=tx)}
+
+
 def main() -> None:
     """Prints bytes by network, measured and by formula."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,29 +49,12 @@ def main() -> None:
     parser.add_argument("--replica", type=int, default=1)
     parser.add_argument("--secondary", action="store_true")
     parser.add_argument("--microbatches", type=int, default=1)
-    args = parser.parse_args()
-    mesh = zero.make_mesh(topology=args.topology, replica=args.replica)
-    config = zero.ZeroConfig(
-        stage=args.stage,
-        precision="bf16",
-        num_microbatches=args.microbatches,
-        secondary=args.secondary,
-        overlap=False,
-    )
-    tx = optax.adamw(3e-4)
-    state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
-    step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
-    tokens = jax.ShapeDtypeStruct((mesh.size * args.microbatches, CONFIG.seq_len), jnp.int32)
-    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    measured = zero.comms.measure(compiled, mesh=mesh).by_network
-    formula = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).by_network
-    for network, ideal in formula.items():
-        sent = measured.get(network, 0.0)
-        print(f"{network}: {sent / 1e6:.3f} MB a device and step, formula {ideal / 1e6:.3f} MB, {sent / ideal:.3f} x")
-    estimate = zero.memory.estimate(state, mesh=mesh, config=config, tx=tx)
-    print(
-        f"state {estimate.state_bytes / 1e6:.2f} MB a device, secondary shard {estimate.secondary_bytes / 1e6:.2f} MB"
-    )
+    found = measure(**vars(parser.parse_args()))
+    for network, (sent, ideal) in found["networks"].items():
+        ratio = f", {sent / ideal:.3f} x" if ideal else ""
+        print(f"{network}: {sent / 1e6:.3f} MB a device and step, formula {ideal / 1e6:.3f} MB{ratio}")
+    memory = found["memory"]
+    print(f"state {memory.state_bytes / 1e6:.2f} MB a device, secondary shard {memory.secondary_bytes / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,40 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(name, stage, precision)
         assert {x.sharding.memory_kind for x in jax.tree.leaves(there.master) if x.size >= 64} == {"pinned_host"}
 
 
+@pytest.mark.parametrize(
+    ("precision", "fields"),
+    [
+        ("bf16", {}),
+        pytest.param("fp32", {}, marks=pytest.mark.slow),
+        pytest.param("bf16", {"num_microbatches": 2, "remat": "full"}, marks=pytest.mark.slow),
+        pytest.param("fp16", {"keep_gathered": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_params_are_fetched_where_they_are_used(precision, fields):
+    offload = zero.Offload(what="all", window_bytes=2000)
+    there, there_metrics = trained(OPTIMIZERS["adamw"], stage=3, precision=precision, offload=offload, **fields)
+    here, here_metrics = trained(OPTIMIZERS["adamw"], stage=3, precision=precision, **fields)
+    atol = 1e-6 if precision == "fp32" else 1e-4
+    jax.tree.map(functools.partial(assert_same, atol=atol), numbers(there), numbers(here))
+    np.testing.assert_allclose(there_metrics.loss, here_metrics.loss, rtol=1e-5)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(there.params) if x.size >= 64} == {"pinned_host"}
+    config = zero.ZeroConfig(min_shard_size=64, stage=3, precision=precision, offload=offload)
+    evaluate = zero.make_eval_step(loss_fn, mesh=zero.make_mesh(), config=config)
+    loss = evaluate(there, BATCH).loss
+    np.testing.assert_allclose(
+        loss, evaluate(jax.device_put(there.params, here_shardings(here)), BATCH).loss, rtol=1e-6
+    )
+
+
+def here_shardings(state):
+    return jax.tree.map(lambda x: x.sharding, state.params)
+
+
+def test_whole_params_stay_on_the_devices():
+    with pytest.raises(ValueError, match=r"offload='all' keeps the params on the host, which are whole .*give stage=3"):
+        trained(optax.adam(1e-2), stage=2, precision="bf16", offload="all")
+
+
 def test_a_step_that_is_skipped_leaves_the_host_as_it_is():
     config = {"stage": 2, "precision": "bf16", "offload": "state"}
     state, _ = trained(optax.adam(1e-2), **config)
@@ -173,8 +207,8 @@ def test_only_what_is_elementwise_is_cut():
 @pytest.mark.parametrize(
     ("offload", "error"),
     [
-        ("opt", "offload='opt': give 'optimizer', 'state', a zero.Offload, or None"),
-        (3, "offload=3: give 'optimizer', 'state', a zero.Offload, or None"),
+        ("opt", "offload='opt': give 'optimizer', 'state', 'all', a zero.Offload, or None"),
+        (3, "offload=3: give 'optimizer', 'state', 'all', a zero.Offload, or None"),
     ],
 )
 def test_what_is_no_offload(offload, error):

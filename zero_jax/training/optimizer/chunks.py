@@ -153,11 +153,12 @@ def run_chunks(
     on_host = [jaxpr.invars[i] for i in unit.on_host]
     sharding = arguments[unit.on_host[0]].sharding
     assert sharding is not None
+    device = sharding.mesh.devices.flat[0]  # pyright: ignore[reportOptionalMemberAccess]
     names = list(dict.fromkeys([*replaced, *on_host, *loop.inputs]))
 
     def run_shard(start: Any, *shard_arrays: Any) -> tuple[list[Any], Any]:
         state = dict(zip(names, shard_arrays, strict=True))
-        shape, device = state[on_host[0]].shape, sharding.mesh.devices.flat[0]
+        shape = state[on_host[0]].shape
         rows = Rows.of(shape, [default_layout(device, shape, var.aval.dtype) for var in on_host])
         state = {var: rows.view(x) if jnp.ndim(x) else x for var, x in state.items()}
         for piece in rows.pieces([var.aval.dtype.itemsize for var in on_host], window_bytes):

@@ -216,6 +216,15 @@ def test_what_is_no_offload(offload, error):
         zero.ZeroConfig(offload=offload)
 
 
+def test_the_settings_of_an_offload_are_fields_of_the_config_too():
+    config = zero.ZeroConfig(offload="state", offload_fraction=0.5, offload_paths="a|b", offload_window_bytes=4096)
+    assert config.resolved_offload() == zero.Offload(what="state", fraction=0.5, paths=["a|b"], window_bytes=4096)
+    with pytest.raises(ValueError, match=r"offload_fraction=0\.5 without offload: say what is kept in host memory"):
+        zero.ZeroConfig(offload_fraction=0.5)
+    with pytest.raises(ValueError, match="fraction=2"):
+        zero.ZeroConfig(offload="state", offload_fraction=2)
+
+
 def test_wrong_fields():
     with pytest.raises(ValueError, match=r"fraction=2\.0: give at most 1"):
         zero.Offload(fraction=2.0)

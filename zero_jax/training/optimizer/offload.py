@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names
@@ -68,7 +68,7 @@ def resolve_offload(offload: Any) -> Offload | None:
     return Offload(what=offload)  # pyright: ignore[reportArgumentType]
 
 
-def check_offload(offload: Offload | None, mesh: Mesh, sharded: Collection[str]) -> Offload | None:
+def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: Collection[str]) -> Offload | None:
     """Returns the config.
 
     Args:
@@ -86,6 +86,8 @@ def check_offload(offload: Offload | None, mesh: Mesh, sharded: Collection[str])
             f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2: "
             "give stage=3, or offload='state'"
         )
+    if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
+        return offload
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if not kinds:

@@ -28,7 +28,7 @@ from zero_jax.sharding.rules import (
 )
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host, resolve_offload
+from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -200,7 +200,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
-    offload = check_offload(resolve_offload(config.offload), mesh, sharded_groups(config.stage))
+    offload = check_offload(config.resolved_offload(), mesh, sharded_groups(config.stage))
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,

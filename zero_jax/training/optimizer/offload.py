@@ -136,8 +136,9 @@ def on_host(
     for group in _MEMORY_OF[offload.what]:
         for i, (name, leaf) in enumerate(leaves.get(group, ())):
             path = _param_of(name, leaf.shape, params)
-            is_param = jnp.issubdtype(leaf.dtype, jnp.inexact) or group == "opt_state"
-            if path in chosen and is_param and math.prod(leaf.shape) >= max(min_size, 1):
+            # XLA:TPU does not compile (error 1200) a loss function that reads params of one dim from the host.
+            can_move = group != "params" or (leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
+            if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path
                 num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
     left, kept = offload.fraction * sum(num_bytes.values()), set()

@@ -35,8 +35,8 @@ PLAN_OPTIONS = """
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
 --no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
 --num-layers --num-microbatches --offload
---offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs --position --precision
---remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs
+--position --precision --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
 --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.

@@ -106,7 +106,7 @@ def _offload(given: Given) -> Iterator[Row]:
     """Translates the offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
     key, old = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
     value, is_old = given.get(key), given.get(old) is True
-    note = "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there ('all' keeps these on the host, too)"
+    note = "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
     if old in given:
         is_new = key in given and _is_on(given, key)
         settings: dict[str, Any] = {"zero__offload": "state"} if is_old and not is_new else {}

@@ -74,7 +74,7 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
     Args:
       offload: the config.
       mesh: the mesh.
-      sharded: the groups that the stage shards.
+      sharded: the groups that the stage shards as the master params.
 
     Raises:
       ValueError: the devices do not reach host memory as `pinned_host`, or params are not fetched where they are used.
@@ -83,8 +83,8 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
         return None
     if "params" in _MEMORY_OF[offload.what] and "params" not in sharded:
         raise ValueError(
-            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2: "
-            "give stage=3, or offload='state'"
+            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2, and "
+            "a copy with secondary=True: give stage=3 without it, or offload='state'"
         )
     if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
         return offload

@@ -200,7 +200,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
-    offload = check_offload(config.resolved_offload(), mesh, sharded_groups(config.stage))
+    groups = sharded_groups(config.stage) - ({"params"} if axes.secondary else set())
+    offload = check_offload(config.resolved_offload(), mesh, groups)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,

@@ -83,8 +83,8 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
         return None
     if "params" in _MEMORY_OF[offload.what] and "params" not in sharded:
         raise ValueError(
-            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2, and "
-            "a copy with secondary=True: give stage=3 without it, or offload='state'"
+            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2, "
+            "and a copy with secondary=True: give stage=3 without it, or offload='state'"
         )
     if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
         return offload

@@ -21,7 +21,7 @@ TRAIN_OPTIONS = """
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
 --no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents
 --no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
---optimizer --out --overlap
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap
 --paper-config --param-specs --position --precision --prefetch-batches --profile-steps --remat --replica --resume
 --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents
 --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
@@ -33,9 +33,10 @@ PLAN_OPTIONS = """
 --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
 --no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
---num-layers --num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision
---remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
---topology --vocab-size --weight-decay -h
+--num-layers --num-microbatches --offload
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --overlap --paper-config --param-specs
+--position --precision --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel
+--skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """

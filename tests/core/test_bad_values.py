@@ -213,6 +213,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "precision",
         "remat",
         "offload",
+        "offload_paths",
         "loss_weight",
         "optimizer",
     }

@@ -20,6 +20,7 @@ from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
+from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -87,10 +88,14 @@ class Estimator:
         self.has_overlap = with_options != without
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
-        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1, secondary=False)
+        self.offload = job.config.resolved_offload()
+        # What is in host memory is counted by `host_bytes`.
+        on_devices = dict.fromkeys(("offload", "offload_fraction", "offload_paths", "offload_window_bytes"))
+        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1, secondary=False, **on_devices)
         self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
+        self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
         self.links = functools.cache(self._links)
 
@@ -193,7 +198,9 @@ class Estimator:
         param_bytes = 0.0 if are_masters else sizes.param_bytes
         num_shards = self.num_param_shards(setting)
         model_state = sizes.by_group.get("model_state", 0.0) / num_shards
-        return num_params * (optimizer + param_bytes / num_shards) + model_state
+        window_bytes = 0 if self.offload is None else 2 * self.offload.window_bytes
+        own = num_params * (optimizer + param_bytes / num_shards) + model_state
+        return own - self.host_bytes(setting) + window_bytes
 
     def num_param_shards(self, setting: Candidate) -> int:
         """Returns the devices that params are sharded over."""
@@ -201,6 +208,20 @@ class Estimator:
             return 1
         slices = self.topology.num_slices
         return setting.data // (slices // math.gcd(slices, setting.replica) if setting.secondary else 1)
+
+    def host_bytes(self, setting: Candidate) -> float:
+        """Returns bytes of the train state in host memory for each device."""
+        is_sharded = "opt_state" in sharded_groups(setting.stage)
+        stage = 2 if setting.secondary else setting.stage  # of the groups that are kept: the params are a copy
+        return self.offloaded(setting.model, stage) / (setting.data if is_sharded else 1)
+
+    def _offloaded(self, model: int, stage: int) -> float:
+        """Returns the bytes in host memory for each of `model` devices."""
+        if self.offload is None:
+            return 0.0
+        mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=self.offload)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
+        return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
 
     def grad_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of gradients, and of their float32 sums over microbatches."""
@@ -230,7 +251,8 @@ class Estimator:
         compute += roofline.moved_seconds(self.update_bytes(setting))
         compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
-        return max(compute + waits, roofline.host_seconds(traced, parts))
+        step = max(compute + waits, roofline.host_seconds(traced, parts))
+        return step + self.host_bytes(setting) / HOST_BYTES_PER_SECOND  # the update fetches and writes back at once
 
     def update_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that the update and the accumulation of gradients move in a step."""

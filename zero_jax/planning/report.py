@@ -329,7 +329,9 @@ def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callab
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    return forward, state.variables, job.batch, key
+    # Where they are does not matter here: those in host memory could not be traced with the others.
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
+    return forward, variables, job.batch, key
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

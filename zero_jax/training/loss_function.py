@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zero_jax.core.jaxprs import stands_for
+from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.jaxprs import open_jaxpr, stands_for
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state
@@ -144,3 +145,16 @@ def _checked_loss(loss: Any) -> jax.Array:
 def _checked_aux(aux: PyTree) -> PyTree:
     check_arrays("aux", aux, remedy="return arrays and numbers in aux")
     return jax.tree.map(jnp.asarray, aux)
+
+
+def changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
+    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
+    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
+    if not num_leaves:
+        return False
+    closed, out_shape = traced.trace(variables, batch, key)
+    jaxpr, _ = open_jaxpr(closed)
+    first = len(jax.tree.leaves(variables)) - num_leaves
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
+    given = jaxpr.invars[first : first + num_leaves]
+    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

@@ -16,13 +16,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import is_traced, open_jaxpr
+from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.spec import dims_of
-from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
+from zero_jax.training.evaluation import Metrics, placed_loss, placed_variables, replicated, shard_batch
 from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.loss_function import changes_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
@@ -33,7 +34,16 @@ from zero_jax.training.state.train_state import Placement, TrainState, make_plac
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
+from zero_jax.transforms import (
+    Separability,
+    differentiated,
+    fuse_attention,
+    rematerialize,
+    separability,
+    used_shapes,
+    with_gradient,
+    with_weight,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,8 +176,8 @@ class _Program(UpdateProgram):
         masters = offloaded.masters()
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
+        variables = placed_variables(state.variables, placement)
+        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts = self.grads(
             placement, variables, batch, key, state.loss_scale, needed
         )
@@ -216,8 +226,8 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(state.masters), state.opt_state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
+        variables = placed_variables(state.variables, placement)
+        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
@@ -243,7 +253,7 @@ class _Program(UpdateProgram):
             masters = merge(state.masters, at)
             masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
-            variables = placement.cast(joined(params, state.model_state))
+            variables = placed_variables(joined(params, state.model_state), placement)
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return loss.astype(jnp.float32) / scale, grads
@@ -288,6 +298,7 @@ class _Program(UpdateProgram):
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
+        variables = used_shapes(variables)
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
@@ -296,7 +307,7 @@ class _Program(UpdateProgram):
             loss_fn: Callable[..., Any], free: list[jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
         ) -> tuple[jax.Array, Any]:
             remaining = iter(free)
-            full = [next(remaining) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
+            full = [with_gradient(x, next(remaining)) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
@@ -312,8 +323,9 @@ class _Program(UpdateProgram):
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
             reduce_dtype=placement.precision.reduce,
         )
-        free = pick(params)
-        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
+        shardings = pick(placement.param_shardings("master"))
+        free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
+        sharded = [dims_of(s, x.ndim) for s, x in zip(shardings, free, strict=True)]
         own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
@@ -324,7 +336,7 @@ class _Program(UpdateProgram):
         if k == 1 and not mapped:
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
-            passes_state = _changes_model_state(traced, variables, batch, key)
+            passes_state = changes_model_state(traced, variables, batch, key)
             found = separability(
                 traced,
                 variables,
@@ -382,16 +394,3 @@ class _Program(UpdateProgram):
             (loss, (aux, model_state, _)), grads = placed_grads(*inputs[:4])
             return (loss, (aux, model_state)), grads, None
         return results or accumulator.sharded(placed_grads, *inputs)
-
-
-def _changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
-    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
-    num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
-    if not num_leaves:
-        return False
-    closed, out_shape = traced.trace(variables, batch, key)
-    jaxpr, _ = open_jaxpr(closed)
-    first = len(jax.tree.leaves(variables)) - num_leaves
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
-    given = jaxpr.invars[first : first + num_leaves]
-    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))

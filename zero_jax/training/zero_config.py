@@ -52,8 +52,12 @@ class ZeroConfig:
         sharded over all of `data`. True takes the axes from the devices, names (`("data_0",)`) say which they are
         (docs/axes.md has the price in memory).
       offload: what is kept in host memory between steps: `optimizer` (the optimizer's state), `state` (the master
-        params too), or an `Offload` with paths, a fraction and the size of the window; None keeps all on the devices
+        params too), `all` (at stage 3 the params too), or an `Offload`; None keeps all on the devices
         (docs/offload.md).
+      offload_fraction: the share of those bytes that is kept in host memory; None takes all, or what an `Offload` says,
+        as do the following two.
+      offload_paths: a regular expression of full paths of params: what belongs to them is kept in host memory.
+      offload_window_bytes: bytes of a chunk of the update on a device.
       min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
         params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
@@ -81,6 +85,9 @@ class ZeroConfig:
     keep_gathered: bool = False
     secondary: bool | Sequence[str] = False
     offload: str | Offload | None = None
+    offload_fraction: float | None = None
+    offload_paths: str | None = None
+    offload_window_bytes: int | None = None
     min_shard_size: int = 1024
     param_specs: PyTree = None
     axis_rules: Mapping[str, str | None] | None = None
@@ -96,7 +103,7 @@ class ZeroConfig:
         check_fields(self)
         resolve_precision(self.precision)
         resolve_remat(self.remat)
-        resolve_offload(self.offload)
+        self.resolved_offload()
         compiled_patterns(self.keep_batch_dtype)
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
@@ -108,6 +115,23 @@ class ZeroConfig:
             raise ValueError(f"combine_bytes={self.combine_bytes!r}: give a number of bytes, or None for XLA's own")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
+
+    def resolved_offload(self) -> Offload | None:
+        """Returns what is kept in host memory.
+
+        Raises:
+          ValueError: a field that is no such setting, or one of the settings without `offload`.
+        """
+        offload = resolve_offload(self.offload)
+        paths = None if self.offload_paths is None else [self.offload_paths]
+        fields = {"fraction": self.offload_fraction, "paths": paths, "window_bytes": self.offload_window_bytes}
+        given = {name: value for name, value in fields.items() if value is not None}
+        if given and offload is None:
+            name = f"offload_{next(iter(given))}"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} without offload: say what is kept in host memory, as offload='state'"
+            )
+        return offload if offload is None else dataclasses.replace(offload, **given)
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""

@@ -10,6 +10,7 @@ value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zer
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
+from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.transform import GatherReport, gather_on_use, gather_report, scatter_grads
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptedReport",
     "AttentionReport",
     "GatherReport",
+    "HostParam",
     "Kernel",
     "Move",
     "Propagation",
@@ -42,6 +44,7 @@ __all__ = [
     "attention_flops",
     "attention_report",
     "count_flops",
+    "differentiated",
     "evaluate_adapted",
     "forward_flops",
     "fuse_attention",
@@ -56,5 +59,7 @@ __all__ = [
     "scatter_grads",
     "separability",
     "sources",
+    "used_shapes",
+    "with_gradient",
     "with_weight",
 ]

@@ -54,8 +54,8 @@ def _block(name: str, reason: str, *, fate: Fate = "not translated", switch: str
 
 _XLA = "XLA schedules and combines collectives"
 _NO_OFFLOAD = (
-    "params stay on the devices: shard over more of them (`zero-jax plan` says what fits); zero.offload = 'state' "
-    "keeps the optimizer's state in host memory"
+    "zero.offload = 'all' keeps the params in host memory at stage 3, with the optimizer's state: set it by hand if "
+    "`zero-jax plan` says that they do not fit"
 )
 _NO_QUANTIZED = "zero_jax sends no quantized {}: they are sent in the precision's dtype"
 _CHECKPOINTS = "checkpoints are sharded, and restore on any mesh, stage and number of processes (`[checkpoint]`)"

@@ -160,7 +160,8 @@ def _init_program(
         return _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
+    if not placement.params_are_masters:  # these are gathered after
+        shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
     given, donated = None, False
     if make is None:
         variables = joined(as_variables(variables).params, as_variables(variables).model_state)

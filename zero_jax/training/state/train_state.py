@@ -28,7 +28,7 @@ from zero_jax.sharding.rules import (
 )
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.training.optimizer.offload import Offload, check_has_host_memory, host_shardings, on_host, resolve_offload
+from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -129,12 +129,12 @@ class Placement:
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
 
-    def on_host(self, opt_state: PyTree, master: PyTree) -> dict[str, list[bool]]:
-        """Tells which leaves of `opt_state` and `master` are kept in host memory."""
+    def on_host(self, opt_state: PyTree, master: PyTree, params: PyTree) -> dict[str, list[bool]]:
+        """Tells which leaves of `opt_state`, `master` and `params` are kept in host memory."""
         leaves = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
         return on_host(
             self.offload,
-            {"opt_state": opt_state, "master": master},
+            {"opt_state": opt_state, "master": master, "params": params},
             {leaf.path: leaf.shape for leaf in leaves},
             min_size=self.rules.min_shard_size,
         )
@@ -200,9 +200,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
-    offload = resolve_offload(config.offload)
-    if offload is not None:
-        check_has_host_memory(mesh)
+    groups = sharded_groups(config.stage) - ({"params"} if axes.secondary else set())
+    offload = check_offload(config.resolved_offload(), mesh, groups)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -249,10 +248,10 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
     names = variable_names(state.variables) + leaf_names(state.opt_state)
     check_matched("overrides", placement.rules.overrides, names)
-    flags = placement.on_host(state.opt_state, state.master)
+    flags = placement.on_host(state.opt_state, state.master, state.params)
     return TrainState(
         step=whole,
-        params=placement.param_shardings("params"),
+        params=host_shardings(placement.param_shardings("params"), flags["params"]),
         master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
         opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
         key=whole,

@@ -19,7 +19,8 @@ class Lazy:
 
     `dims` is its sharding while it is still a shard (of no axes, if the param is whole), None once the recipe gathers.
     `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
-    `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather.
+    `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `on_host` says that
+    `build` fetches it from host memory first.
     """
 
     roots: tuple[Any, ...]
@@ -29,11 +30,17 @@ class Lazy:
     dims: Dims | None
     depth: int = 0
     cast: Any = None
+    on_host: bool = False
 
     @property
     def is_shard(self) -> bool:
         """Whether it is to be gathered at its use."""
         return self.dims is not None and any(self.dims)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it is to be made at its use, and not kept for the backward pass: gathered, or fetched."""
+        return self.is_shard or (self.on_host and self.dims is not None)
 
     @property
     def shard(self) -> Dims:

@@ -26,9 +26,10 @@ from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import variable_names
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
-from zero_jax.sharding.spec import carries, named
+from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
+from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
 from zero_jax.transforms.gather.regions import GatherFrame, Options
 from zero_jax.transforms.gather.walk import GatherWalk
@@ -119,7 +120,7 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         with mesh_context(options.mesh, options.axes):
-            closed, out_shape, values = trace_call(fn, params, args, kwargs)
+            closed, out_shape, values = trace_call(fn, used_shapes(params), args, kwargs)
         marked = _mark(params, specs, options)
         mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
@@ -153,8 +154,11 @@ def _examples(value: Any, options: Options) -> int | str:
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:
     """Marks the params that are (or whose gradients are) sharded over `data`; with a reduce dtype, whole ones too."""
     marked: list[Lazy | Value] = []
-    each = dims_of_each(params, specs, mesh=options.mesh)
+    each = dims_of_each(used_shapes(params), specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
+        if isinstance(leaf, HostParam):
+            marked.append(_fetched(leaf, name, dims, options))
+            continue
         aval = jax.typeof(leaf)
         if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             root = leaf
@@ -167,3 +171,15 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
         else:
             marked.append(Value(leaf, pure=True))
     return marked
+
+
+def _fetched(param: HostParam, name: str, dims: Dims, options: Options) -> Lazy:
+    """Marks a param in host memory."""
+    dims = dims if carries(dims, options.axes.data) else ((),) * param.array.ndim
+    roots, build = (param.array,), fetch_as(param.dtype)
+    if param.gradient is not None:
+        with gather_scope(name):
+            backward = Chain((named(options.mesh, dims),)) if any(dims) else Chain()
+            roots, build = (*roots, jaxprs.reshard(param.gradient, forward=Chain(), backward=backward)), fetch
+    aval = jax.typeof(jnp.zeros(param.array.shape, param.dtype))
+    return Lazy(roots, build, aval, name, dims, on_host=True)

@@ -181,6 +181,13 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_once(folder):
+    """Ends the process, of the first start alone."""
+    if not (folder / "died").exists():
+        (folder / "died").touch()
+        die()
+
+
 def hang():
     time.sleep(600)
 
@@ -234,6 +241,12 @@ def half_a_record(folder):
     die()
 
 
+def slow_and_killed_once(folder):
+    at(7, lambda: die_once(folder), only=1)(folder)
+    killed = text.train_batches
+    text.train_batches = tampering({"each": lambda *_: time.sleep(0.5)}, real=killed)
+
+
 def hanging_step(folder):
     """Lets step 7 call a function on the host that does not return; its weights, all alike, tell it."""
     text.train_batches = tampering({7: lambda batch, step: {**batch, "weights": batch["weights"] * 4}})
@@ -261,6 +274,7 @@ FAULTS = {
     "one of two killed": (at(7, die, only=1), MODEL, {}),
     "one of two raises": (at(7, fail, only=1), MODEL, {}),
     "slow": (slow, MODEL, {}),
+    "slow and killed once": (slow_and_killed_once, MODEL, {}),
 }
 
 

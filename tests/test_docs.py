@@ -133,6 +133,7 @@ SUPPLIED = {
     ("huggingface.md", 1): hub_folder(part_of_llama),
     ("README.md", 1): own_loop,
     ("attention.md", 0): two_blocks,
+    ("axes.md", 0): two_blocks,
     ("attention.md", 1): with_params,
     ("overlap.md", 0): two_blocks,
     ("buffers.md", 0): chunked_head,

@@ -54,6 +54,11 @@ def test_numbers_that_are_none_of_devices(arguments):
         zero.memory.estimate_stages(init_fn, **arguments)
 
 
-def test_what_is_offloaded_is_not_estimated():
-    with pytest.raises(ValueError, match=r"offload='state': .* leave it out"):
-        zero.memory.estimate_stages(init_fn, config=zero.ZeroConfig(offload="state"))
+@pytest.mark.parametrize(("offload", "bytes_per_param"), [("optimizer", (8, 8)), ("state", (12, 8)), ("all", (12, 12))])
+def test_what_is_in_host_memory_has_a_column(offload, bytes_per_param):
+    init = lambda key: {"w": jnp.zeros((64, 64))}  # noqa: E731
+    config = zero.ZeroConfig(precision="bf16", offload=offload)
+    found = zero.memory.estimate_stages(init, num_devices_per_host=4, config=config)
+    sizes = [found.by_stage[stage].host_bytes for stage in (2, 3)]
+    assert sizes == [64 * 64 / 4 * size for size in bytes_per_param]
+    assert "in host memory, per host" in str(found)

@@ -19,23 +19,24 @@ TRAIN_OPTIONS = """
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
 --max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
---no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-separate-documents --no-sequence-parallel
---no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --optimizer --out --overlap
---paper-config --param-specs --position --precision --prefetch-batches --profile-steps
---quantize-block-size --quantize-gathers --quantize-grads --remat --replica --resume
---sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --seed --separate-documents --seq-len
---sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache
---token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps
---weight-decay -h
+--no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents --no-sequence-parallel
+--no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --offload-fraction
+--offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs --position --precision
+--prefetch-batches --profile-steps --quantize-block-size --quantize-gathers --quantize-grads --remat --replica
+--resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
+--separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard
+--text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb
+--warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model
 --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
---no-keep-gathered --no-overlap --no-scan --no-sequence-parallel --no-skip-nonfinite --num-heads --num-layers
---num-microbatches --offload --optimizer --overlap --paper-config --param-specs --position --precision
---quantize-block-size --quantize-gathers --quantize-grads --remat --replica --scan --schedule --seq-len
---sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
+--no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
+--num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer
+--overlap --paper-config --param-specs --position --precision --quantize-block-size --quantize-gathers --quantize-grads
+--remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology
+--vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
@@ -51,7 +52,10 @@ TOKENIZE_OPTIONS = """
 --data --format --help --json --out --text-field --token-dtype --tokenizer --tokens --vocab-size -h
 """.split()
 EXPORT_OPTIONS = """
---dtype --ema --force --help --json --max-shard-size --no-ema --no-force --out --step --to-hf -h
+--dtype --ema --force --help --json --max-shard-size --merged --no-ema --no-force --no-merged --out --step --to-hf -h
+""".split()
+LAUNCH_OPTIONS = """
+--devices-per-process --grace-seconds --help --max-restarts --min-processes --num-processes --rejoin-seconds -h -n
 """.split()
 OPTIONS = {
     "train": TRAIN_OPTIONS,
@@ -59,7 +63,7 @@ OPTIONS = {
     "inspect": ["--help", "--json", "--no-verify", "--step", "--verify", "-h"],
     "export": EXPORT_OPTIONS,
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
-    "launch": ["--devices-per-process", "--grace-seconds", "--help", "--num-processes", "-h", "-n"],
+    "launch": LAUNCH_OPTIONS,
     "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],

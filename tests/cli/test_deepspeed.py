@@ -295,7 +295,6 @@ def test_replicas_and_remat():
         ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "state"),
         ({"offload_optimizer": {"device": "none"}}, None),
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}, None),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, None),
         ({"offload_param": {"device": "cpu"}}, None),
     ],
 )
@@ -304,6 +303,12 @@ def test_offloading(keys, expected, tmp_path):
     assert loaded(translation, tmp_path / "a.toml")[1]["zero"].offload == expected
     if expected is None and keys != {"offload_optimizer": {"device": "none"}}:
         assert row(translation, f"zero_optimization.{next(iter(keys))}").status == "not translated"
+
+
+def test_a_part_of_the_state_is_offloaded(tmp_path):
+    keys = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    zero = loaded(translate({"zero_optimization": {"stage": 2} | keys}), tmp_path / "a.toml")[1]["zero"]
+    assert (zero.offload, zero.offload_fraction) == ("state", 0.3)
 
 
 def run(arguments, capsys):

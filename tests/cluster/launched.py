@@ -1,5 +1,6 @@
 """What the tests launch: `python launched.py WHAT [WHO]` as one of several processes, and a small `zero-jax launch`."""
 
+import json
 import os
 import pathlib
 import signal
@@ -121,6 +122,26 @@ def one_ends(who, how):
     wait(save)
 
 
+def rounds():
+    """Process 0 says how many there are; then one fails as `ROUNDS` has it for each start: who, how, and after what."""
+    plan = json.loads(os.environ["ROUNDS"])
+    number = int(os.environ["ZERO_JAX_RESTARTS"])
+    who, how, step = plan[number] if number < len(plan) else (None, None, None)
+    if INDEX == 0:
+        say(os.environ["ZERO_JAX_NUM_PROCESSES"])
+        if step is not None:
+            pathlib.Path(os.environ["ZERO_JAX_STARTED_AFTER_FILE"]).write_text(str(step))  # as `report_start` does
+    if who is None:
+        return
+    if INDEX == who or who == "all":
+        time.sleep(0.1)
+        if how < 0:
+            os.kill(os.getpid(), -how)
+        sys.exit(how)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    time.sleep(60)
+
+
 def bar():
     for i in range(5):
         print(f"\r{i} of 4", end="", flush=True, file=sys.stderr)
@@ -155,6 +176,7 @@ WHATS = {
     "stubborn": stubborn,
     "children": with_a_child,
     "bar": bar,
+    "rounds": rounds,
     "arguments": lambda *rest: say(*rest),
     "environment": lambda: say(os.environ["XLA_FLAGS"], *sorted(name for name in os.environ if name[:6] == "SLURM_")),
     "parent": parent,

@@ -13,8 +13,9 @@ import pytest
 
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
-from zero_jax.cluster.launching import LaunchConfig, launch, patient_flags
+from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.log_merging import Merger
+from zero_jax.cluster.processes import patient_flags
 
 SCRIPT = str(pathlib.Path(__file__).parent / "launched.py")
 COMMANDS = ("launch", "plan", "train")

@@ -52,8 +52,8 @@ BUCKETS = ["gs://", "s3:///"]  # which only what may be in a bucket reads as tha
 # Options that may be 0, though most may not.
 ZERO = set(
     "--beta1 --beta2 --combine-bytes --final-learning-rate --grace-seconds --hang-seconds --keep-best --max-compiles "
-    "--min-shard-size --prefetch-batches --sample-every --sample-tokens --save-every --seed --stage --step "
-    "--temperature --warmup-steps --weight-decay".split()
+    "--max-restarts --min-shard-size --prefetch-batches --rejoin-seconds --sample-every --sample-tokens --save-every "
+    "--seed --stage --step --temperature --warmup-steps --weight-decay".split()
 )
 # Counts for 64 bits, or whose bound is the machine's; all others are 32 bits on a device.
 WIDE = {"--batch-size", "--combine-bytes", "--min-shard-size", "--seed"}
@@ -213,6 +213,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "precision",
         "remat",
         "offload",
+        "offload_paths",
         "loss_weight",
         "optimizer",
     }

@@ -23,7 +23,7 @@ ZERO_IS_FINE = {
     "TrainConfig": {"seed", "hang_seconds", "sample_every", "sample_tokens", "temperature"},
     "CheckpointConfig": {"save_every", "keep_best"},
     "DataConfig": {"prefetch_batches"},
-    "LaunchConfig": {"grace_seconds"},
+    "LaunchConfig": {"grace_seconds", "max_restarts", "rejoin_seconds"},
     "InspectConfig": {"step"},
     "ExportConfig": {"step"},
     "DecoderConfig": {"num_experts", "expert_balance"},

@@ -54,6 +54,20 @@ def test_state_bytes_without_master_params():
     assert [found.state_bytes(setting(stage)) / PSI for stage in (0, 1, 3)] == pytest.approx([8, 5, 2], rel=0.001)
 
 
+@pytest.mark.parametrize(
+    ("what", "stage", "per_param"),
+    [("optimizer", 0, 14 - 8), ("state", 0, 2), ("state", 2, 2), ("optimizer", 3, 12 / 4 - 8 / 4), ("all", 3, 0)],
+)
+def test_what_is_in_host_memory_is_on_no_device(what, stage, per_param):
+    found = estimator(config=dataclasses.replace(CONFIG, offload=what, offload_window_bytes=1))
+    held = setting(stage)
+    assert found.state_bytes(held) == pytest.approx(per_param * PSI, rel=0.001, abs=100)
+    assert found.seconds(held) > estimator().seconds(held) + 0.9 * found.host_bytes(held) / 1.2e10
+    if what == "all":
+        with pytest.raises(ValueError, match="give stage=3"):
+            found.estimate(setting(2))
+
+
 def test_a_trace_serves_all_batch_sizes():
     def of(batch_size, traced):
         job = dataclasses.replace(estimator().job, batch=planned.batch(traced))

@@ -64,6 +64,41 @@ def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, caps
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (hub / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_picture")
+def test_adapters_are_merged_into_the_checkpoint_that_they_began_with(hub, tmp_path, capsys):
+    """A run that begins with the merged checkpoint has the loss that the adapters had at the end."""
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs"), "--precision", "fp32", "--json"]
+    lora = ["--lora", "blocks/query,blocks/gate", "--lora-rank", "2", "--learning-rate", "0.05"]
+    status, out, err = run(["train", "--from-hf", str(hub), *SMALL, *data, *lora, "--name", "a"], capsys)
+    assert status == 0, err
+    trained, folder = json.loads(out), str(tmp_path / "runs/a")
+    assert abs(trained["final_validation_loss"] - trained["first_validation_loss"]) > 0.01
+    hub.rename(tmp_path / "gone")
+    status, _, err = run(["export", folder, "--to-hf", str(tmp_path / "factors")], capsys)
+    assert status == 2 and "the checkpoint has adapters (" in err and "merge them into the params with --merged" in err
+    options = ["--merged", "--dtype", "float32", "--json"]
+    status, out, err = run(["export", folder, "--to-hf", str(tmp_path / "merged"), *options], capsys)
+    assert status == 0, err
+    before, after = tensors_of(LLAMA, "bfloat16"), read(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    moved = {name for name, x in before.items() if (x.astype("f") != after[name]).any()}
+    assert moved == {f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.gate_proj")}
+    status, out, err = run(["train", "--from-hf", str(tmp_path / "merged"), *SMALL, *data, "--name", "b"], capsys)
+    assert status == 0, err
+    assert json.loads(out)["first_validation_loss"] == pytest.approx(trained["final_validation_loss"], abs=1e-3)
+    for words, reason in (
+        ([str(tmp_path / "runs/b")], "--merged is for runs with --lora"),
+        ([folder, "--ema"], "--merged takes the params themselves"),
+        ([folder, "--dtype", "int8"], "--dtype int8: with --merged give one of float32"),
+        ([str(tmp_path)], "has no config.toml"),
+    ):
+        status, _, err = run(["export", *words, "--out", str(tmp_path / "c"), "--merged"], capsys)
+        assert status == 2 and reason in err
+    status, out, err = run(["export", folder, "--out", str(tmp_path / "c"), "--merged", "--json"], capsys)
+    assert status == 0 and json.loads(out)["num_tensors"] == len(read(tmp_path / "c")), err
+
+
 def test_a_tokenizer_has_to_fit_the_vocabulary(hub, tmp_path, capsys):
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]
     tokenizer(hub / "tokenizer.json", num_tokens=250, more={"zz": 320})

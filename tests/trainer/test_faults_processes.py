@@ -17,6 +17,7 @@ from faults import assert_goes_on_as_if_nothing_had_happened, checkpoints, read,
 ROOT = pathlib.Path(__file__).parents[2]
 # Time in which the other process of two has to be gone, from the end of the first: 10 s of grace, and some to spare.
 BOUND_SECONDS = 20
+RESTARTS_SECONDS = 540  # several starts of several processes, on a busy machine
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 
@@ -64,9 +65,9 @@ def broken(kept_programs, fault, folder):
     return finish(start(kept_programs, "tests/faults.py", fault, folder))
 
 
-def pair(kept_programs, fault, folder):
-    """Starts two processes of four devices each."""
-    command = ("-m", "zero_jax", "launch", "-n", 2, "--devices-per-process", 4, "--", "python")
+def pair(kept_programs, fault, folder, *options):
+    """Starts two processes of four devices each, unless the options of `launch` say otherwise."""
+    command = ("-m", "zero_jax", "launch", "-n", 2, "--devices-per-process", 4, *options, "--", "python")
     changes = json.dumps({"precision": "fp32", "devices": None})
     return start(kept_programs, *command, "tests/faults.py", fault, folder, changes)
 
@@ -230,3 +231,75 @@ def test_a_signal_saves_in_both_and_both_go_on(to, kept_programs, tmp_path, unbr
     status, out, err = finish(pair(kept_programs, "none", tmp_path))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert_close(losses(tmp_path), losses(unbroken_8))
+
+
+def assert_as_if_nothing_had_happened(folder, unbroken):
+    """Compares all records, each of which is there once."""
+    kinds = [(record["kind"], record["step"]) for record in read(folder)]
+    assert kinds == [(record["kind"], record["step"]) for record in read(unbroken)]
+    assert_close(losses(folder), losses(unbroken))
+    assert checkpoints(folder) == checkpoints(unbroken)
+
+
+def test_a_launch_that_loses_one_of_two_goes_on_with_the_other(kept_programs, tmp_path, unbroken_8):
+    elastic = ("--devices-per-process", 2, "--min-processes", 1, "--grace-seconds", 1)
+    status, out, err = finish(pair(kept_programs, "one of two killed", tmp_path, *elastic), RESTARTS_SECONDS)
+    assert status == 0, err
+    assert "process 1 of 2 was ended by SIGKILL: out of memory?: restart 1, with 1 of 2" in err
+    assert "resuming after step 4 of" in out
+    assert_as_if_nothing_had_happened(tmp_path, unbroken_8)
+
+
+@pytest.mark.slow
+def test_a_lost_process_comes_back_at_a_step_that_is_saved(kept_programs, tmp_path, unbroken_8):
+    elastic = ("--min-processes", 1, "--grace-seconds", 1, "--rejoin-seconds", 1)
+    status, out, err = finish(pair(kept_programs, "slow and killed once", tmp_path, *elastic), RESTARTS_SECONDS)
+    assert status == 0, err
+    assert re.findall(r"restart \d, with (\d) of 2", err) == ["1", "2"], err
+    assert [record["step"] for record in read(tmp_path)] == [record["step"] for record in read(unbroken_8)]
+    assert_close(losses(tmp_path), losses(unbroken_8))
+    step = int(re.search(r"stopping after step (\d+)", out)[1])
+    assert f"resuming after step {step} of" in out
+
+
+OWN_MODEL = """
+import os, pathlib, signal, time
+import jax, jax.numpy as jnp, numpy as np
+HERE = pathlib.Path(__file__).parent
+
+def init(key):
+    return {"w": jax.random.normal(key, (16, 4))}
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+def batches(step):
+    if step == 7 and jax.process_index() == 1 and not (HERE / "died").exists():
+        (HERE / "died").touch()
+        while not (HERE / "runs/run/checkpoints/step_00000004").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
+    size = 4 if "FIXED" in os.environ else 8 // jax.process_count()
+    return {"x": x[jax.process_index() * size :][:size]}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "size"), [("fixed", 2), ("divided", 1)])
+def test_own_batches_are_the_same_global_ones_or_refused(share, size, kept_programs, tmp_path):
+    """Processes that give four examples each, however many there are, would give smaller batches once one is lost."""
+    (tmp_path / "own.py").write_text(OWN_MODEL)
+    own = [word for name in ("loss", "init", "batches") for word in (f"--{name}", f"{tmp_path}/own.py:{name}")]
+    run = ["--out", tmp_path / "runs", "--name", "run", "--resume", "auto", "--steps", 12, "--save-every", 4]
+    launched = ["-m", "zero_jax", "launch", "-n", 2, "--devices-per-process", 2]
+    elastic = ["--min-processes", 1, "--grace-seconds", 1]
+    changes = {"FIXED": "1"} if share == "fixed" else {}
+    status, _, err = finish(
+        start(kept_programs, *launched, *elastic, "--", "train", *own, *run, **changes), RESTARTS_SECONDS
+    )
+    assert status == 0, err
+    assert re.findall(r"restart \d, with (\d) of 2", err)[-1] == str(size)
+    is_refused = "1 processes give 4 examples each, 4 in all; the run had 8 by 2 processes" in err
+    assert is_refused == (share == "fixed")
+    assert [record["step"] for record in read(tmp_path) if record["kind"] == "train"] == [*range(1, 13)]

@@ -20,7 +20,7 @@ from zero_jax.training.noise_scale import NoiseScale, estimate_step
 BATCH_SIZE = 48
 # Sums of some thousand squares in float32, in another order.
 FLOAT32 = 1e-5
-# Stages 0 and 1 tell the gradients of devices apart, 2 and 3 those of microbatches.
+# Stages 0 and 1 tell the gradients of devices apart, 2 and 3 those of microbatches and of copies of the params.
 BY_DEVICE = {0: True, 1: True, 2: False, 3: False}
 COVERING = [(0, "2", 3), (1, "replica", 2), (2, "staged222", 3), (3, "replica", 2)]
 MESH_NAMES = ("1", "2", "8", "replica", "staged222", "staged24")
@@ -33,11 +33,14 @@ REST = [
 
 def parts_of(batch, *, stage, mesh, num_microbatches):
     """Returns the parts of a batch: each device holds a contiguous share and cuts it into microbatches."""
-    n, k = mesh.size, num_microbatches
+    n, k, copies = mesh.size, num_microbatches, mesh.shape["replica"]
     cut = jax.tree.map(lambda x: x.reshape(n, k, -1, *x.shape[1:]), batch)
-    if BY_DEVICE[stage]:
-        return [jax.tree.map(lambda x, i=i, j=j: x[i, j], cut) for i in range(n) for j in range(k)]
-    return [jax.tree.map(lambda x, j=j: x[:, j].reshape(-1, *x.shape[3:]), cut) for j in range(k)]
+    shares = [range(i, i + 1) for i in range(n)] if BY_DEVICE[stage] else np.split(np.arange(n), copies)
+    return [
+        jax.tree.map(lambda x, share=share, j=j: x[np.array(share), j].reshape(-1, *x.shape[3:]), cut)
+        for share in shares
+        for j in range(k)
+    ]
 
 
 @functools.cache
@@ -69,7 +72,8 @@ def test_equals_a_computation_by_hand(stage, mesh, num_microbatches):
     metrics = one_step(loss_fn, batch, **fields)
     expected, num_parts = mean_square(parts_of(batch, **fields), loss_fn)
     np.testing.assert_allclose(metrics.small_grad_norm_sq, expected, rtol=FLOAT32)
-    assert int(metrics.num_small_grads) == num_parts == num_microbatches * (mesh_of(mesh).size if stage < 2 else 1)
+    shares = mesh_of(mesh).size if stage < 2 else mesh_of(mesh).shape["replica"]
+    assert int(metrics.num_small_grads) == num_parts == num_microbatches * shares
     chex.assert_type([metrics.small_grad_norm_sq, metrics.num_small_grads], [jnp.float32, jnp.int32])
     assert metrics.small_grad_norm_sq.sharding.is_fully_replicated
     # The square of a mean is no larger than the mean of squares.

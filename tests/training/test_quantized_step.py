@@ -199,3 +199,21 @@ def test_losses_that_mix_examples_are_refused():
     config = zero.ZeroConfig(stage=3, quantize=BOTH)
     with pytest.raises(ValueError, match=r"no gradients of their own to send quantized, because .*leave grads out"):
         grads_of(config, mesh=zero.make_mesh(data=8), loss=contrastive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [dict(secondary=("data_0",)), dict(offload="all", precision="bf16")])
+def test_quantized_gathers_go_with_secondary_shards_and_with_params_on_the_host(settings):
+    mesh = zero.make_mesh(data=8, data_layout=(4, 2))
+    expected = plain()
+    config = zero.ZeroConfig(stage=3, quantize=zero.Quantize(gathers="int8"), **settings)
+    found = grads_of(config, mesh=mesh)
+    assert found[0] == pytest.approx(expected[0], rel=0.02)
+    assert abs(found[0] - expected[0]) > 0  # it is the loss of rounded params
+    check_close(found[1], expected[1], error=0.1)
+
+
+@pytest.mark.parametrize("settings", [dict(secondary=("data_0",)), dict(offload="all")])
+def test_quantized_gradients_are_refused_where_they_are_not_tried(settings):
+    with pytest.raises(ValueError, match=r"grads='int8' does not go with .* leave one of them out"):
+        zero.ZeroConfig(stage=3, quantize=BOTH, **settings)

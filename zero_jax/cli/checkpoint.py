@@ -3,13 +3,22 @@
 import argparse
 import dataclasses
 import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from zero_jax.checkpoint import describe, export, parse_size
+from zero_jax.cli.models.adapters import merged_params
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader, refuse
+from zero_jax.cli.train import with_config_file
 from zero_jax.core.field_checks import check_fields
-from zero_jax.pretrained import export_hf
+from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
+
+_CONFIG = "config.toml"
+_MERGED_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class ExportConfig:
       max_shard_size: size of a file, such as 5GB or 512MiB.
       ema: the params' moving average instead of the params.
       force: write over an older export.
+      merged: merge the adapters of a run with --lora into its params, in the memory of the host; the run's folder has
+        to have its config.toml.
     """
 
     step: int | None = None
@@ -45,6 +56,7 @@ class ExportConfig:
     max_shard_size: str = "5GB"
     ema: bool = False
     force: bool = False
+    merged: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, lowest={"step": 0})
@@ -75,6 +87,7 @@ def add_commands(commands: Any) -> None:
         "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",
     )
     add_fields(export_parser, ExportConfig, default_of=ExportConfig())
+    export_parser.set_defaults(known=commands.choices)
 
 
 def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
@@ -99,6 +112,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     config = ExportConfig(**field_values(ExportConfig, options))
+    if config.merged:
+        refuse(options, ("--ema",), reason="--merged takes the params themselves: leave it out")
+        refuse(options, ("--force",), reason="--merged writes over nothing: give a new folder")
+        if config.dtype not in (None, *_MERGED_DTYPES):
+            names = ", ".join(_MERGED_DTYPES)
+            raise ValueError(f"--dtype {config.dtype}: with --merged give one of {names}, or leave it out")
+        return _export_merged(options, config)
     if options.to_hf is not None:
         refuse(options, ("--force", "--no-force"), reason="--to-hf writes over nothing: give a new folder")
         return _export_hf(options, config)
@@ -115,7 +135,7 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _export_hf(options: argparse.Namespace, config: ExportConfig) -> int:
+def _export_hf(options: argparse.Namespace, config: ExportConfig, params: PyTree | None = None) -> int:
     result = export_hf(
         options.path,
         options.to_hf,
@@ -123,6 +143,27 @@ def _export_hf(options: argparse.Namespace, config: ExportConfig) -> int:
         dtype=config.dtype,
         max_file_bytes=parse_size(config.max_shard_size),
         ema=config.ema,
+        params=params,
     )
+    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
+    return 0
+
+
+def _export_merged(options: argparse.Namespace, config: ExportConfig) -> int:
+    """Exports a run with its adapters merged, whose model and adapters its config file describes."""
+    path = pathlib.Path(options.path).expanduser().absolute()
+    file = next((folder / _CONFIG for folder in (path, *path.parents[:2]) if (folder / _CONFIG).is_file()), None)
+    if file is None:
+        raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")
+    run = with_config_file(lambda: options.known["train"].parse_args(["--config", str(file)]))
+    if run.from_hf is not None and run_companions(file.parent).is_dir():
+        run.from_hf = str(run_companions(file.parent))  # where it came from may be gone
+    jax.config.update("jax_platforms", "cpu")
+    params = merged_params(options.path, step=config.step, dtype=config.dtype, options=run)
+    if options.to_hf is not None:
+        return _export_hf(options, config, params)
+    names = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
+    limit = parse_size(config.max_shard_size)
+    result = save_tensors(options.out, params, names, dtype=config.dtype, max_file_bytes=limit)
     print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
     return 0

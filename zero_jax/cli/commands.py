@@ -16,8 +16,6 @@ from zero_jax.cli import deepspeed as cli_deepspeed
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cli import plan as cli_plan
 from zero_jax.cli import train as cli_train
-from zero_jax.cli.config_file import read_file
-from zero_jax.cli.models.options import model_keys
 from zero_jax.cli.options import Parser
 from zero_jax.core.extras import MissingPackage
 
@@ -52,15 +50,7 @@ def _silence() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line and its config file; ends the program with a line on an error."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
-    if getattr(options, "config", None):
-        try:
-            values = read_file(options.config, cli_train.sections(), extra=model_keys())
-            options.parser.set_defaults(**values)
-        except ValueError as error:
-            options.parser.error(str(error))
-        options = parser.parse_args(arguments)
-    return options
+    return cli_train.with_config_file(lambda: parser.parse_args(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:

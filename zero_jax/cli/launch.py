@@ -7,7 +7,9 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from zero_jax.cli.models.own import read_own_model
 from zero_jax.cli.options import add_fields, field_values, one_line_errors, reader
+from zero_jax.cli.train import read_config, with_config_file
 from zero_jax.cluster import NUM_PROCESSES, LaunchConfig, launch
 from zero_jax.core.close_match import did_you_mean
 
@@ -22,7 +24,8 @@ def add_commands(commands: Any) -> None:
         help="run a command as several processes on this machine",
         description="Runs a command of zero-jax, such as `train`, or any program, such as `python my_script.py`, as "
         "several processes on this machine that work together, each with simulated CPU devices. Where one fails, all "
-        "end. The exit status is that of the process that failed first.",
+        "end, and with --min-processes the command is started again with those that are left. The exit status is that "
+        "of the process that failed first.",
     )
     defaults = LaunchConfig()
     group = parser.add_argument_group("processes")
@@ -39,10 +42,41 @@ def add_commands(commands: Any) -> None:
 @one_line_errors
 def _launch(options: argparse.Namespace) -> int:
     config = LaunchConfig(**field_values(LaunchConfig, options))
-    result = launch(command_line(options.command, options.known), config=config)
+    command = command_line(options.command, options.known)
+    refused: list[int] = []
+    if config.min_processes is not None and options.command[1] == "train":
+        refused = _refused_numbers(options.known["train"], options.command[2:], config)
+    result = launch(command, config=config, refused=refused)
     if result.status:
         print(f"zero-jax launch: {result}", file=sys.stderr, flush=True)
     return result.status
+
+
+def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], config: LaunchConfig) -> list[int]:
+    """Returns the numbers of processes over whose devices a run's mesh and batch do not divide.
+
+    Raises:
+      ValueError: a run that would begin anew each time that it is started.
+    """
+    options = with_config_file(lambda: parser.parse_args(arguments))
+    run = read_config(options)
+    if run.resume != "auto":
+        raise ValueError("--min-processes starts `train` again, which begins anew each time: add `--resume auto` to it")
+    own = read_own_model(options)
+
+    def divides(num_processes: int) -> bool:
+        num_before = (num_processes - 1) * config.devices_per_process
+        num_devices = run.devices or num_before + config.devices_per_process
+        num_examples = None if own else run.batch_size
+        shards, rest = divmod(num_devices, run.model_axis)
+        return (
+            num_before < num_devices <= num_before + config.devices_per_process  # none without a device
+            and not rest
+            and not shards % run.replica
+            and (num_examples is None or not num_examples % (shards * run.zero.num_microbatches))
+        )
+
+    return [number for number in range(1, config.num_processes) if not divides(number)]
 
 
 def command_line(words: Sequence[str], known: Collection[str]) -> list[str]:

@@ -211,6 +211,7 @@ def _write_config(
         "clip_norm",
         "skip_nonfinite",
         "keep_gathered",
+        "secondary",
         "min_shard_size",
         "combine_bytes",
         "attention",

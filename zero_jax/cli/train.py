@@ -15,15 +15,15 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from zero_jax.cli.config_file import write_file
+from zero_jax.cli.config_file import read_file, write_file
 from zero_jax.cli.models.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
 from zero_jax.cli.models.hub import hub_data, keep_companions
-from zero_jax.cli.models.options import add_model_options, preset_model
+from zero_jax.cli.models.options import add_model_options, model_keys, preset_model
 from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_model
 from zero_jax.cli.models.presets import ActivationConfig, shape_changes
 from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
@@ -103,12 +103,34 @@ def sections() -> dict[str, type]:
     return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
 
 
+def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namespace:
+    """Parses a command line, and once more with the values of its config file; ends the program on an error."""
+    options = parse()
+    if getattr(options, "config", None):
+        try:
+            values = read_file(options.config, sections(), extra=model_keys())
+            options.parser.set_defaults(**values)
+        except ValueError as error:
+            options.parser.error(str(error))
+        options = parse()
+    return options
+
+
+def read_config(options: argparse.Namespace) -> TrainConfig:
+    """Returns the config of a run by the options of `train`.
+
+    Raises:
+      ValueError: invalid values.
+    """
+    config = TrainConfig(**field_values(TrainConfig, options))
+    return dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
+
+
 def _train(options: argparse.Namespace) -> int:
     stream = sys.stderr if options.json else sys.stdout
     log = functools.partial(print, file=stream, flush=True)
     try:
-        config = TrainConfig(**field_values(TrainConfig, options))
-        config = dataclasses.replace(config, **{part: _read_part(part, options) for part in _PARTS})
+        config = read_config(options)
         own = read_own_model(options)
         model = adapted_model(preset_model(options), options) if own is None else None
         if own is not None:

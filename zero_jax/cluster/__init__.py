@@ -1,13 +1,15 @@
 """Processes: joining them, launching them, stopping them.
 
 `join` finds out from the cluster which process this is and calls `jax.distributed.initialize`; `launch` starts several
-processes on one machine and merges their logs. `Preemption` stops all processes of a run at the same step, `Watchdog`
-ends a run that hangs.
+processes on one machine (`processes`), merges their logs, and starts them again when some are lost (`elastic`).
+`Preemption` stops all processes of a run at the same step, `Watchdog` ends a run that hangs.
 """
 
+from zero_jax.cluster.elastic import report_start
 from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, Place, join
-from zero_jax.cluster.launching import LaunchConfig, launch, patient_flags
+from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
+from zero_jax.cluster.processes import patient_flags
 from zero_jax.cluster.watchdog import Watchdog
 
 __all__ = [
@@ -21,4 +23,5 @@ __all__ = [
     "join",
     "launch",
     "patient_flags",
+    "report_start",
 ]

@@ -197,7 +197,7 @@ def _check_port(place: Place) -> None:
             socket.create_connection((own, int(port)), timeout=1).close()
             raise PortTaken(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as probe:
-            # Like gRPC, so that a port that `launching._reserved_port` holds is free for process 0.
+            # Like gRPC, so that a port that `processes._reserved_port` holds is free for process 0.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind((own, int(port)))
     except (OSError, OverflowError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,20 @@ def map_on_device(function: Callable[[Any], Any], arrays: Sequence[Any]) -> list
     for x in arrays:
         results.append(function(to_device(x, after=results[-1] if results else None)))
     return results
+
+
+def default_layout(device: Any, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
+    """Returns the dims of an array in the order in which a device has them in memory, the last of them next to another.
+
+    XLA:TPU chooses the order that pads least. Where a backend does not say, it is that of the shape.
+    """
+    try:
+        layout = str(device.client.get_default_layout(np.dtype(dtype), tuple(shape), device))
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        layout = ""
+    found = re.match(r"\{([\d,]+)", layout)
+    minor_to_major = [int(i) for i in found[1].split(",")] if found else range(len(shape))[::-1]
+    return tuple(minor_to_major)[::-1]
 
 
 def _identity(x: jax.Array) -> jax.Array:

@@ -83,8 +83,8 @@ def plan_auto(
       tx: the optimizer.
       batch: the global batch of a step: arrays or `ShapeDtypeStruct`s.
       topology: as for `plan`.
-      config: all that is not searched: precision, clipping, specs. A `remat` other than `own`, `attention="fused"` and
-        `overlap=False` are kept.
+      config: all that is not searched: precision, clipping, specs. A `remat` other than `own`, `attention="fused"`,
+        `secondary=True` and `overlap=False` are kept.
       stages: the stages to try.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
@@ -129,6 +129,8 @@ def plan_auto(
         models=sizes,
         replicas=replicas,
         keep_gathered=config.keep_gathered,
+        num_slices=estimator.topology.num_slices,
+        secondaries=(True,) if config.secondary else (False, True),
         attentions=attentions,
         overlaps=overlaps,
         max_num_microbatches=max_num_microbatches,
@@ -180,7 +182,7 @@ def remat_policies(
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the function that recognizes a plain setting: the fewest axes, this remat, the first of the others."""
-    axes = lambda setting: (setting.model, setting.replica)  # noqa: E731
+    axes = lambda setting: (setting.model, setting.replica, setting.secondary)  # noqa: E731
     others = lambda setting: (setting.remat, setting.attention, setting.overlap)  # noqa: E731
     least, plain = min(map(axes, settings)), (remat, settings[0].attention, settings[0].overlap)
     return lambda setting: axes(setting) == least and others(setting) == plain
@@ -210,6 +212,7 @@ def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) 
         stage=setting.stage,
         num_microbatches=setting.num_microbatches,
         keep_gathered=setting.keep_gathered,
+        secondary=setting.secondary,
         remat=policy.remat,
         attention=setting.attention,
         overlap=setting.overlap,

@@ -20,8 +20,9 @@ from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
+from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND
 from zero_jax.sharding import topology
-from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, abstract_state, step_options
@@ -81,16 +82,20 @@ class Estimator:
         self.devices = topology.devices(job.topology)
         self.num_devices = len(self.devices)
         with_options, without = (
-            step_options(self.mesh(1), dataclasses.replace(job.config, overlap=overlap)).options
+            step_options(self.mesh(1), dataclasses.replace(job.config, overlap=overlap, secondary=False)).options
             for overlap in (True, False)
         )
         self.has_overlap = with_options != without
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
-        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1)
+        self.offload = job.config.resolved_offload()
+        # What is in host memory is counted by `host_bytes`.
+        on_devices = dict.fromkeys(("offload", "offload_fraction", "offload_paths", "offload_window_bytes"))
+        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1, secondary=False, **on_devices)
         self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
+        self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
         self.links = functools.cache(self._links)
 
@@ -189,15 +194,44 @@ class Estimator:
         groups, (sizes, num_params) = sharded_groups(setting.stage), self.sizes(setting.model)
         optimizer = sizes.optimizer_bytes / (setting.data if "opt_state" in groups else 1)
         # Where master params are sharded as the params would be, there is no low-precision copy of them.
-        param_bytes = 0.0 if self.precision.has_master and "params" in groups else sizes.param_bytes
-        model_state = sizes.by_group.get("model_state", 0.0) / (setting.data if "model_state" in groups else 1)
-        return num_params * (optimizer + param_bytes / (setting.data if "params" in groups else 1)) + model_state
+        are_masters = self.precision.has_master and "params" in groups and not setting.secondary
+        param_bytes = 0.0 if are_masters else sizes.param_bytes
+        num_shards = self.num_param_shards(setting)
+        model_state = sizes.by_group.get("model_state", 0.0) / num_shards
+        window_bytes = 0 if self.offload is None else 2 * self.offload.window_bytes
+        own = num_params * (optimizer + param_bytes / num_shards) + model_state
+        return own - self.host_bytes(setting) + window_bytes
+
+    def num_param_shards(self, setting: Candidate) -> int:
+        """Returns the devices that params are sharded over."""
+        if "params" not in sharded_groups(setting.stage):
+            return 1
+        slices = self.topology.num_slices
+        return setting.data // (slices // math.gcd(slices, setting.replica) if setting.secondary else 1)
+
+    def host_bytes(self, setting: Candidate) -> float:
+        """Returns bytes of the train state in host memory for each device."""
+        is_sharded = "opt_state" in sharded_groups(setting.stage)
+        stage = 2 if setting.secondary else setting.stage  # of the groups that are kept: the params are a copy
+        return self.offloaded(setting.model, stage) / (setting.data if is_sharded else 1)
+
+    def _offloaded(self, model: int, stage: int) -> float:
+        """Returns the bytes in host memory for each of `model` devices."""
+        if self.offload is None:
+            return 0.0
+        mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=self.offload)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
+        return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
 
     def grad_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of gradients, and of their float32 sums over microbatches."""
-        (sizes, num_params), share = self.sizes(setting.model), 1 / setting.data
+        (sizes, num_params), share = self.sizes(setting.model), 1 / self.num_grad_shards(setting)
         accumulates = setting.num_microbatches > 1
         return num_params * (sizes.grad_bytes + 4 * accumulates) * (share if self.scatters_grads(setting) else 1)
+
+    def num_grad_shards(self, setting: Candidate) -> int:
+        """Returns the devices that gradients are scattered over, before they are summed over copies of the params."""
+        return self.num_param_shards(setting) if setting.secondary else setting.data
 
     def other_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of activations and gathered params."""
@@ -217,12 +251,14 @@ class Estimator:
         compute += roofline.moved_seconds(self.update_bytes(setting))
         compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
-        return max(compute + waits, roofline.host_seconds(traced, parts))
+        step = max(compute + waits, roofline.host_seconds(traced, parts))
+        return step + self.host_bytes(setting) / HOST_BYTES_PER_SECOND  # the update fetches and writes back at once
 
     def update_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that the update and the accumulation of gradients move in a step."""
         (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
-        share = {group: 1 / setting.data if group in groups else 1 for group in ("params", "grads", "opt_state")}
+        share = {group: 1 / setting.data if group in groups else 1 for group in ("grads", "opt_state")}
+        share["params"] = 1 / self.num_param_shards(setting)
         update = share["opt_state"] * (2 * sizes.optimizer_bytes + sizes.grad_bytes)
         casts = share["params"] * 2 * sizes.param_bytes
         k = setting.num_microbatches
@@ -232,7 +268,7 @@ class Estimator:
     def cleared_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device of gradients that are set to 0 before a loop over layers writes them."""
         (sizes, num_params), k = self.sizes(setting.model), setting.num_microbatches
-        share = 1 / setting.data if self.scatters_grads(setting) else 1
+        share = 1 / self.num_grad_shards(setting) if self.scatters_grads(setting) else 1
         return k * num_params * share * sizes.grad_bytes
 
     def scatters_grads(self, setting: Candidate) -> bool:
@@ -244,12 +280,18 @@ class Estimator:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""
         (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
         links, k = self.links(setting.replica, setting.model), setting.num_microbatches
-        axes = self.config.axes_of(links.mesh)
+        config = dataclasses.replace(self.config, stage=setting.stage, secondary=setting.secondary)
+        axes = config.axes_of(links.mesh)
+        inside = axes.of_params().data
+        across = [axis for axis in axes.data if axis not in inside]
         reduces = k if "grads" in groups else 1
         gathers = k * (1 if setting.keep_gathered else 2) if "params" in groups else 1
-        sums = links.gather_seconds(num_params * reduces * self.reduced_bytes(setting), axes.data)
-        copies = 2 * links.gather_seconds(num_params * self.reduced_bytes(setting) / setting.data, axes.replica)
-        return links.gather_seconds(num_params * gathers * sizes.param_bytes, axes.data) + sums + copies
+        reduced, num_shards = num_params * self.reduced_bytes(setting), axis_size(links.mesh, inside)
+        seconds = links.gather_seconds(reduces * reduced, inside)
+        seconds += links.gather_seconds(num_params * gathers * sizes.param_bytes, inside)
+        # Between copies of the params: gradients once a step, and new params unless `replica` makes the copies.
+        seconds += links.gather_seconds((reduced + num_params * sizes.param_bytes) / num_shards, across)
+        return seconds + 2 * links.gather_seconds(reduced / setting.data, axes.replica)
 
     def reduced_bytes(self, setting: Candidate) -> float:
         """Returns the bytes of a param's gradient as it is summed over devices."""

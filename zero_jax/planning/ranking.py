@@ -24,6 +24,7 @@ class Candidate:
       num_microbatches: microbatches of a step.
       remat: name of the remat policy.
       keep_gathered: whether gathered params are kept for the backward pass.
+      secondary: whether there is a secondary shard of the params inside each slice or host.
       attention: `own` or `fused`, as of `ZeroConfig`.
       overlap: whether it is compiled with the options that let collectives run beside computation.
     """
@@ -36,6 +37,7 @@ class Candidate:
     num_microbatches: int = 1
     remat: str = "full"
     keep_gathered: bool = False
+    secondary: bool = False
     attention: str = "own"
     overlap: bool = True
 
@@ -47,7 +49,7 @@ class Candidate:
     @property
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
-        several = self.num_microbatches > 1, self.replica > 1, self.model > 1
+        several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.secondary
         return self.stage, self.remat, *several, self.attention, self.overlap
 
     def __str__(self) -> str:
@@ -59,6 +61,7 @@ class Candidate:
         parts = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "data"]
         parts += [f"microbatches={num_microbatches}", f"remat={self.remat}"]
         parts += ["keep_gathered"] if self.keep_gathered else []
+        parts += ["secondary"] if self.secondary else []
         parts += [f"attention={self.attention}"] if self.attention != "own" else []
         parts += [] if self.overlap else ["no_overlap"]
         return f"stage {self.stage} {' '.join(parts)}"

@@ -99,6 +99,11 @@ class PlanReport:
         return math.prod(self.mesh.values())
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes in host memory for each device: as measured on the program, else by formula."""
+        return self.memory_estimate.host_bytes if self.memory is None else self.memory.host_bytes
+
+    @property
     def traffic_ratio(self) -> float | None:
         """Bytes sent over the ideal of the estimate; over `data` and `replica`, where that does not have all axes."""
         if self.comms is None:
@@ -135,6 +140,8 @@ class PlanReport:
             **plain,
             "mesh": dict(self.mesh),
             "num_devices": self.num_devices,
+            "host_bytes": self.host_bytes,
+            "sent_bytes_by_network": dict((self.comms or self.comms_estimate).by_network),
             "traffic_ratio": self.traffic_ratio,
             "traffic_ratios": dict(self.traffic_ratios),
             **{name: part.to_json() if part else None for name, part in parts.items()},
@@ -165,6 +172,10 @@ class PlanReport:
             rows["attention"] = self.attention.summary()
         if self.comms and self.traffic_ratio is not None:
             rows["traffic"] = f"{format_bytes(self.comms.sent_bytes)} a device and step, {self._ratios()}"
+            if "dcn" in self.comms.networks.values():
+                rows["networks"] = self._networks()
+        if self.memory_estimate.secondary_bytes:
+            rows["secondary"] = f"{format_bytes(self.memory_estimate.secondary_bytes)} a device for the secondary shard"
         if self.time:
             rows["time"] = f"{self.time} (an estimate)"
         rows["compiler"] = f"{done} {self.compile_seconds:.0f} s"
@@ -186,6 +197,15 @@ class PlanReport:
             return f"{self.traffic_ratio:.3f} x the ideal{over}"
         shown = ", ".join(f"{role} {ratio:.3f} x" for role, ratio in ratios.items())
         return f"{self.traffic_ratio:.3f} x the ideal ({shown})"
+
+    def _networks(self) -> str:
+        assert self.comms is not None
+        ideal = self.comms_estimate.by_network
+        ratios = {name: sent / ideal[name] for name, sent in self.comms.by_network.items() if ideal.get(name)}
+        return ", ".join(
+            f"{name} {format_bytes(sent)}" + (f" ({ratios[name]:.3f} x the ideal)" if name in ratios else "")
+            for name, sent in self.comms.by_network.items()
+        )
 
     def _memory_text(self) -> str:
         measured = str(self.memory) if self.memory else ""
@@ -309,7 +329,9 @@ def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callab
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    return forward, state.variables, job.batch, key
+    # Where they are does not matter here: those in host memory could not be traced with the others.
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
+    return forward, variables, job.batch, key
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
@@ -327,6 +349,12 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str
         notes.append(
             f"no param is sharded over `model`: its {size} devices hold and compute the same, but for what the loss "
             "function shards; shard the params with param_specs (--param-specs), or leave `model` at 1"
+        )
+    num_slices, num_copies = parse(job.topology).num_slices, axis_size(mesh, job.config.axes_of(mesh).replica)
+    if num_copies > num_slices > 1:
+        notes.append(
+            f"replica={num_copies} is more than the {num_slices} slices or hosts: each has several copies; "
+            f"replica={num_slices} keeps gathers inside of them as well, with less memory"
         )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")

@@ -33,6 +33,8 @@ def candidates(
     models: Sequence[int] = (1,),
     replicas: Sequence[int] | None = None,
     keep_gathered: bool = False,
+    num_slices: int = 1,
+    secondaries: Sequence[bool] = (False,),
     attentions: Sequence[str] = ("own",),
     overlaps: Sequence[bool] = (True,),
     max_num_microbatches: int = 64,
@@ -51,6 +53,9 @@ def candidates(
       models: sizes of the axis `model` to try; more than 1 needs a model whose params have specs for it.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       keep_gathered: whether gathered params are kept for the backward pass, in settings that shard params.
+      num_slices: TPU slices or GPU hosts of the devices.
+      secondaries: whether to have a secondary shard of the params, in settings that shard them over several slices or
+        hosts, and over several devices of each.
       attentions: who computes attention: `own`, `fused`.
       overlaps: whether to compile with the options that let collectives run beside computation.
       max_num_microbatches: the most microbatches.
@@ -63,6 +68,10 @@ def candidates(
     fitting = [model for model in models if num_devices % model == 0]
     if not fitting:
         raise ValueError(f"model={', '.join(map(str, models))} does not divide num_devices={num_devices}: try model=1")
+    if not {False} & set(secondaries) and num_slices == 1:
+        raise ValueError(
+            "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
+        )
     settings = []
     for model, stage in itertools.product(fitting, stages):
         groups = sharded_groups(stage)
@@ -72,6 +81,9 @@ def candidates(
             same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
             if (replicas is not None and replica not in replicas) or same_as_unsharded or batch_size % copies:
                 continue
+            across = num_slices // math.gcd(num_slices, replica)
+            has_secondary = "params" in groups and across > 1 and data // across > 1
+            shards = [one for one in secondaries if has_secondary or not one]
             counts = [k for k in divisors(batch_size // copies) if k <= max_num_microbatches]
             policies = [remat for remat in remats if model > 1 or remat not in needs_model]
             settings += [
@@ -84,10 +96,13 @@ def candidates(
                     num_microbatches=k,
                     remat=remat,
                     keep_gathered=keep_gathered and "params" in groups,
+                    secondary=secondary,
                     attention=attention,
                     overlap=overlap,
                 )
-                for k, remat, attention, overlap in itertools.product(counts, policies, attentions, overlaps)
+                for k, remat, secondary, attention, overlap in itertools.product(
+                    counts, policies, shards, attentions, overlaps
+                )
             ]
     if not settings:
         ways = sorted({num_devices // model for model in fitting})

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
+
 from zero_jax.checkpoint import open_params
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
 from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
-from zero_jax.pretrained.saving import MAX_FILE_BYTES, SavedHF, write_config, write_folder
+from zero_jax.pretrained.saving import MAX_FILE_BYTES, SavedHF, save_arrays, write_config, write_folder
 
 
 def export_hf(
@@ -23,6 +26,7 @@ def export_hf(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     ema: bool = False,
+    params: PyTree | None = None,
 ) -> SavedHF:
     """Writes the params of a checkpoint of a decoder as a folder of the hub, in slices of bounded size.
 
@@ -33,6 +37,7 @@ def export_hf(
       dtype: floating dtype of the files; None takes that of the config that the run began with, or as was saved.
       max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
       ema: take the params' moving average instead of the params.
+      params: write these instead, such as those with adapters merged into them.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.
@@ -51,10 +56,21 @@ def export_hf(
             copy_companions(source, target)
         write_config(target, found, written)
 
+    if params is not None:
+        own = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        return save_arrays(out, own, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes, add=add)
+    _check_no_adapters(saved.leaves, names)
     pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
     return write_folder(
         out, saved.leaves, names, pieces, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes, add=add
     )
+
+
+def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:
+    """Raises `ValueError` for the factors of adapters in the place of params."""
+    factors = sorted(name for name in leaves if name not in names and name.rpartition("/")[0] in names)
+    if factors:
+        raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
 
 
 def _decoder(model: Any) -> DecoderConfig:

@@ -24,17 +24,30 @@ GPUS = frozenset({"gpu", "cuda", "rocm"})  # what JAX calls their platform
 class Axes:
     """The roles of a mesh's axes: ZeRO shards over `data`; `replica` holds full copies; `model` is tensor parallelism.
 
-    Any other axis of a mesh is the user's own.
+    Any other axis of a mesh is the user's own. `secondary` are the axes of `data` that params are sharded over, where
+    these are not all (hpZ).
     """
 
     data: tuple[str, ...]
     replica: tuple[str, ...]
     model: tuple[str, ...] = ()
+    secondary: tuple[str, ...] = ()
 
     @property
     def batch(self) -> tuple[str, ...]:
         """The axes that a batch is sharded over, major first."""
         return self.replica + self.data
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
+        return self.replica + (
+            tuple(axis for axis in self.data if axis not in self.secondary) if self.secondary else ()
+        )
+
+    def of_params(self, *, with_copies: bool = True) -> Axes:
+        """Returns the roles as they are for the use of params: `data` is what they are gathered over."""
+        return Axes(data=self.secondary or self.data, replica=self.copies if with_copies else (), model=self.model)
 
 
 def axes_of(
@@ -48,7 +61,7 @@ def axes_of(
 
     Args:
       mesh: any mesh; `data` and `data_*` have the data role, `replica` the replica role, `model` and `model_*` the
-        model role.
+        model role; `data_0`, `data_1` and so on in the order of their numbers, others in the mesh's.
       data: the axes of the data role, major first.
       replica: the axes of the replica role.
       model: the axes of the model role, major first.
@@ -70,6 +83,8 @@ def axes_of(
         role: tuple(n for n in free if n == role or (role != "replica" and str(n).startswith(f"{role}_")))
         for role in by_role
     }
+    if all(str(name)[len("data_") :].isdecimal() for name in by_name["data"]):  # as make_mesh numbers them
+        by_name["data"] = tuple(sorted(by_name["data"], key=lambda name: int(name[len("data_") :])))
     data, replica, model = (by_name[role] if axes is None else axes for role, axes in by_role.items())
     for name in (*data, *replica, *model):
         if name not in names:
@@ -86,6 +101,69 @@ def axes_of(
             "name one `data`, or say which with ZeroConfig(data_axes=(...,))"
         )
     return Axes(data=tuple(data), replica=tuple(replica), model=tuple(model))
+
+
+def secondary_axes(mesh: Mesh, axes: Axes, secondary: bool | Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of `data` that params are sharded over with a secondary shard; empty without one.
+
+    Args:
+      mesh: the mesh.
+      axes: the roles of its axes.
+      secondary: True for the axes of `data` inside a slice or host, which the devices show, or their names.
+
+    Raises:
+      ValueError: no such axes, or all of `data`.
+    """
+    if secondary is False or (secondary is not True and not secondary):
+        return ()
+    sizes = {axis: mesh.shape[axis] for axis in axes.data}
+    if secondary is True:
+        slow = slow_axes(mesh)
+        fast = tuple(axis for axis in axes.data if axis not in slow)
+        split = "lay `data` out as an axis inside and one across, as make_mesh does, and name it: secondary=('data_0',)"
+        if axis_size(mesh, axes.data) == axis_size(mesh, fast):
+            raise ValueError(
+                f"secondary=True: the mesh {dict(mesh.shape)} has no axis of `data` across slices or hosts: the "
+                f"shards of params are inside one already; leave secondary out, or {split}"
+            )
+        if axis_size(mesh, fast) == 1:
+            raise ValueError(
+                f"secondary=True: no axis of `data` {sizes} is inside one slice or host, so that there is no fast "
+                f"network to shard params over: leave secondary out, or {split}"
+            )
+    else:
+        fast = (secondary,) if isinstance(secondary, str) else tuple(secondary)
+        unknown = [axis for axis in fast if axis not in sizes]
+        if unknown:
+            raise ValueError(
+                f"secondary={fast}: {unknown[0]!r} is no axis of `data`, which has {sizes}: name some of it"
+            )
+        if axis_size(mesh, fast) in (1, axis_size(mesh, axes.data)):
+            raise ValueError(
+                f"secondary={fast}: it has {axis_size(mesh, fast)} of the {axis_size(mesh, axes.data)} devices of "
+                f"`data` {sizes}: name the axes inside a slice or host, not all and not none, or leave it out"
+            )
+        fast = tuple(axis for axis in axes.data if axis in fast)
+    if axes.data[: len(fast)] != fast:
+        first = (*fast, *(axis for axis in axes.data if axis not in fast))
+        raise ValueError(
+            f"secondary={fast}: the axes inside a slice or host have to come first among those of `data` {axes.data}, "
+            f"or a device's own shard is no part of its secondary shard: give ZeroConfig(data_axes={first})"
+        )
+    return fast
+
+
+def slow_axes(mesh: Mesh) -> frozenset[str]:
+    """Returns the mesh axes along which devices are in different TPU slices, or on different GPU hosts."""
+    domains = np.array(_domains(list(mesh.devices.flat))).reshape(mesh.devices.shape)
+    return frozenset(str(name) for i, name in enumerate(mesh.axis_names) if (np.ptp(domains, axis=i) > 0).any())
+
+
+def networks(mesh: Mesh) -> dict[str, str]:
+    """Returns the network of each mesh axis: `dcn` across TPU slices or GPU hosts, else `ici`, `nvlink` or `host`."""
+    platform, slow = mesh.devices.flat[0].platform, slow_axes(mesh)
+    fast = "nvlink" if platform in GPUS else "ici" if platform == "tpu" else "host"
+    return {str(axis): "dcn" if axis in slow else fast for axis in mesh.axis_names}
 
 
 def axis_size(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -113,7 +191,8 @@ def make_mesh(
 
     On a large torus, on several TPU slices and on a cluster of multi-GPU hosts, `data` is several mesh axes (`data_0`,
     `data_1`, ...), one per torus dim or level of the network, so that gathers and reduce-scatters go axis by axis.
-    Otherwise it is the single axis `data`.
+    Otherwise it is the single axis `data`. The last of them is the one across slices or hosts. In the order of the
+    devices it comes first: XLA:TPU has native reduce-scatters inside slices whose devices are next to each other.
 
     Args:
       data: devices that ZeRO shards over; None takes what `replica` and `model` leave.
@@ -124,7 +203,7 @@ def make_mesh(
       data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware.
 
     Raises:
-      ValueError: sizes that do not multiply up to the devices, or an unknown topology.
+      ValueError: sizes that do not multiply up to the devices, an unknown topology, or copies that straddle slices.
     """
     if topology is not None:
         if devices is not None:
@@ -138,7 +217,10 @@ def make_mesh(
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))
     names = ("replica", *data_names, "model")
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    slow = [name for name in data_names if name in slow_axes(mesh) and len(data_names) > 1]
+    order = ["replica", *slow, *(name for name in names[1:] if name not in slow)]
+    return Mesh(grid.transpose([names.index(name) for name in order]), order, axis_types=mesh.axis_types)
 
 
 def _sizes(*, data: int | None, replica: int, model: int, num_devices: int) -> dict[str, int]:
@@ -191,8 +273,13 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
         groups.setdefault(domain, []).append(device)
     num_groups, replica, model = len(groups), sizes["replica"], sizes["model"]
     group_sizes = {len(group) for group in groups.values()}
-    if num_groups == 1 or len(group_sizes) != 1 or (replica % num_groups and num_groups % replica):
+    if num_groups == 1 or len(group_sizes) != 1:
         return None
+    if replica % num_groups and num_groups % replica:
+        raise ValueError(
+            f"make_mesh: replica={replica} on {num_groups} slices or hosts: a copy would straddle two, and gather "
+            f"params across the network: give a divisor or a multiple of {num_groups}, as replica={num_groups}"
+        )
     inside = group_sizes.pop()
     copies_per_group, groups_per_copy = max(replica // num_groups, 1), max(num_groups // replica, 1)
     if inside == 1 or inside % (copies_per_group * model):

@@ -275,11 +275,12 @@ def _common_dims(dims: Dims, shape: tuple[int, ...], smaller: tuple[int, ...]) -
     return None if best is None else tuple(dims[i] for i in best)
 
 
-def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, sharded: bool) -> PyTree:
-    """Converts placements to `NamedSharding`s; without `data` unless `sharded`."""
+def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[str]) -> PyTree:
+    """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` alone."""
+    left_out = [axis for axis in axes.data if axis not in over]
 
     def sharding(placement: LeafPlacement) -> NamedSharding:
-        return named(mesh, placement.dims if sharded else without(placement.dims, axes.data))
+        return named(mesh, without(placement.dims, left_out))
 
     return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
 
@@ -293,12 +294,17 @@ class ShardingReport:
       per_device_bytes: bytes a device of the leaves, sharded like this.
       whole_bytes: of these, unsharded leaves.
       groups: the groups of a train state that the stage shards like this; the others are replicated.
+      secondary: the axes of `data` that params and model state are sharded over, if not all (hpZ); these groups are
+        then sharded like this but for the other axes of `data`.
+      secondary_bytes: bytes a device of the leaves, sharded over these; 0 without them.
     """
 
     placements: tuple[LeafPlacement, ...]
     per_device_bytes: int
     whole_bytes: int
     groups: tuple[str, ...] = ()
+    secondary: tuple[str, ...] = ()
+    secondary_bytes: int = 0
 
     def __str__(self) -> str:
         rows = []
@@ -310,6 +316,11 @@ class ShardingReport:
         if "params" not in self.groups:
             sharded = ", ".join(self.groups) or "nothing"
             lines.append(f"sharded like this at this stage: {sharded}; params are replicated over data")
+        if self.secondary:
+            lines.append(
+                f"secondary shard: params and model state are sharded over {'+'.join(self.secondary)} alone, "
+                f"{format_bytes(self.secondary_bytes)} a device"
+            )
         if 2 * self.whole_bytes > self.per_device_bytes:
             lines.append("warning: unsharded leaves take more than half of that")
         return "\n".join(lines)
@@ -320,6 +331,13 @@ def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Seq
     leaves = tuple(jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement)))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
     whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
+    across = [axis for axis in axes.data if axis not in axes.secondary]
+    inside = [p.num_bytes // num_shards(mesh, without(p.dims, across)) for p in leaves] if axes.secondary else []
     return ShardingReport(
-        placements=leaves, per_device_bytes=sum(per_device.values()), whole_bytes=whole, groups=tuple(groups)
+        placements=leaves,
+        per_device_bytes=sum(per_device.values()),
+        whole_bytes=whole,
+        groups=tuple(groups),
+        secondary=axes.secondary,
+        secondary_bytes=sum(inside),
     )

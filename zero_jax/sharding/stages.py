@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # The groups of the train state that each stage shards over `data` (paper section 5: P_os, P_os+g, P_os+g+p). The paper
 # does not cover model state: a loss function uses it like params.
@@ -13,6 +13,23 @@ _SHARDED_GROUPS: Mapping[int, frozenset[str]] = {
     2: frozenset({"master", "opt_state", "grads"}),
     3: frozenset({"master", "opt_state", "grads", "params", "model_state"}),
 }
+
+# What a secondary shard (ZeRO++ hpZ, section 4.2) is of: what is gathered for its use is sharded over fast axes only.
+_SECONDARY_GROUPS = frozenset({"params", "model_state"})
+
+
+def group_axes(group: str, groups: frozenset[str], *, data: Sequence[str], secondary: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of `data` that a group of the train state is sharded over.
+
+    Args:
+      group: the group.
+      groups: those that the stage shards.
+      data: the axes of the data role.
+      secondary: those of them that params are sharded over; empty for all.
+    """
+    if group not in groups:
+        return ()
+    return tuple(secondary if secondary and group in _SECONDARY_GROUPS else data)
 
 
 def sharded_groups(stage: int) -> frozenset[str]:

@@ -14,7 +14,7 @@ import optax
 
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
-from zero_jax.cluster import Preemption, Watchdog
+from zero_jax.cluster import Preemption, Watchdog, report_start
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
@@ -111,6 +111,7 @@ class _Training:
         )
         self.checkpointer.take()
         start = begin(run)
+        self.first_step = start.step
         save_config(run.folder, self.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         if not self.is_first:
@@ -247,6 +248,8 @@ class _Training:
     def _read_back(self, dispatched: Dispatched) -> None:
         """Waits for a step and records its metrics."""
         self.progress.add_step(dispatched)
+        if self.is_first and "step" not in self.executed:
+            report_start(self.first_step)
         self.executed.add("step")
 
     def _run_steps(self) -> str:

@@ -8,7 +8,7 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 from zero_jax.training import losses
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
-from zero_jax.training.grads import MeshLoss, check_batch, normalize_loss
+from zero_jax.training.grads.accumulator import MeshLoss, check_batch, normalize_loss
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch
@@ -18,16 +18,9 @@ from zero_jax.training.optimizer.offload import Offload
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
+from zero_jax.training.state.making import abstract_state, init_state
 from zero_jax.training.state.shardings import sharding_report, state_shardings
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    abstract_state,
-    init_state,
-    make_placement,
-    merge,
-    trainable,
-)
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable
 from zero_jax.training.state.whole_leaves import read_leaf, read_leaves, write_leaf, write_leaves
 from zero_jax.training.step import TrainStep, make_train_step
 from zero_jax.training.xla_options import CompilerOption, StepOptions, compiler_options, flag_words, step_options

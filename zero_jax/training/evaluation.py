@@ -14,18 +14,19 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device
-from zero_jax.core.jaxprs import is_traced
+from zero_jax.core.jaxprs import is_on_host, is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
-from zero_jax.core.variables import Variables, as_variables
+from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.sharding.mesh import Axes, axes_of
-from zero_jax.training.grads import MeshLoss, check_batch, user_loss
+from zero_jax.sharding.precision import cast_floating
+from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads, summed_on_use
+from zero_jax.transforms import HostParam, fuse_attention, gather_on_use, scatter_grads, summed_on_use, used_shapes
 
 
 @jax.tree_util.register_dataclass
@@ -82,9 +83,10 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         placement = make_placement(variables, mesh=mesh, config=config)
         check_batch(batch, mesh=mesh, axes=axes)
         # An average of params may be on the host, as part of the optimizer's state.
-        variables = jax.tree.map(to_device, variables)
-        cast, key = placement.cast(variables), jax.random.key(0)
-        batch = cast_batch(normalized, cast, batch, key, config=config)
+        if "params" not in placement.groups:
+            variables = jax.tree.map(to_device, variables)
+        cast, key = placed_variables(variables, placement), jax.random.key(0)
+        batch = cast_batch(normalized, used_shapes(cast), batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
         loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
         return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
@@ -137,30 +139,66 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
 
 
 def placed_loss(
-    loss_fn: Callable[..., Any], placement: Placement, config: ZeroConfig, *, mapped: bool = False
+    loss_fn: Callable[..., Any],
+    placement: Placement,
+    config: ZeroConfig,
+    *,
+    with_copies: bool = True,
+    mapped: bool = False,
 ) -> Callable[..., Any]:
     """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it.
 
-    If it is `mapped` over devices, each has gradients of its own, which are summed at each use of a param.
+    Args:
+      loss_fn: a function of variables, a batch and a key.
+      placement: how its params are sharded.
+      config: the config of the step.
+      with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or on that of one.
+      mapped: whether it is mapped over devices: each has gradients of its own, which are summed at each use of a param.
     """
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
-    specs = placement.variable_shardings()
+    axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
     if mapped:
         common |= {"axes": placement.axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
         return summed_on_use(loss_fn, specs, stored_whole="params" not in placement.groups, **common)
     if "params" in placement.groups:
-        return gather_on_use(
+        gathering = gather_on_use(
             loss_fn,
             specs,
             keep_gathered=config.keep_gathered,
-            data_axes=placement.axes.data,
-            replica_axes=placement.axes.replica,
+            data_axes=axes.data,
+            replica_axes=axes.replica,
             quantize=placement.quantize,
             **common,
         )
+        in_order = not with_copies or axes.batch == placement.axes.batch
+        return (
+            gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
+        )
     if "master" in placement.groups or placement.precision.reduce is not None:
-        return scatter_grads(loss_fn, specs, axes=placement.axes, **common)
+        return scatter_grads(loss_fn, specs, axes=axes, **common)
     return loss_fn
+
+
+def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
+    """Returns a loss function that reorders its batch, so that examples of a copy of the params follow each other."""
+
+    @functools.wraps(loss_fn)
+    def call(variables: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        batch = jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding) if jnp.ndim(x) else x, batch)
+        return loss_fn(variables, batch, key)
+
+    return call
+
+
+def placed_variables(variables: PyTree, placement: Placement) -> PyTree:
+    """Returns what the placed loss function is given: params in the compute dtype, or in host memory."""
+    dtype = placement.precision.compute
+
+    def place(x: jax.Array) -> Any:
+        return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
+
+    found = as_variables(variables)
+    return joined(jax.tree.map(place, found.params), found.model_state)
 
 
 def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
+from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import apply_update, trace_update, update_if
-from zero_jax.training.partial_grads import fill_zeros
 from zero_jax.training.state.train_state import Placement, TrainState, merge, strongly_typed, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
@@ -28,7 +28,7 @@ class OffloadedState:
     Attributes:
       state: the state.
       placement: how it is sharded.
-      on_host: a flag for each leaf of `opt_state` and of `master`.
+      on_host: a flag for each leaf of `opt_state`, of `master` and of `params`.
     """
 
     state: TrainState
@@ -38,17 +38,24 @@ class OffloadedState:
     @classmethod
     def of(cls, state: TrainState, placement: Placement) -> OffloadedState:
         """Returns a state with what its placement says of it."""
-        return cls(state=state, placement=placement, on_host=placement.on_host(state.opt_state, state.master))
+        return cls(
+            state=state, placement=placement, on_host=placement.on_host(state.opt_state, state.master, state.params)
+        )
 
     @property
     def any(self) -> bool:
         """Whether any leaf is on the host."""
         return any(map(any, self.on_host.values()))
 
+    @property
+    def _master_flags(self) -> list[bool]:
+        """The flags of the leaves of `state.masters`."""
+        return self.on_host["params" if self.state.master is None else "master"]
+
     def masters(self) -> PyTree:
         """Returns the master params, sharded; of those on the host the shapes."""
         leaves, tree = jax.tree.flatten(self.state.masters)
-        flags = self.on_host["master"] or [False] * len(leaves)
+        flags = self._master_flags
         shardings = jax.tree.leaves(self.placement.param_shardings("master"))
         placed = zip(leaves, shardings, flags, strict=True)
         return tree.unflatten(
@@ -77,7 +84,7 @@ class OffloadedState:
             )
         master_shardings = placement.param_shardings("master")
         arguments = [
-            *_arguments(state.masters, master_shardings, self.on_host["master"]),
+            *_arguments(state.masters, master_shardings, self._master_flags),
             *_arguments(state.opt_state, placement.opt_shardings(state.opt_state), self.on_host["opt_state"]),
         ]
         num_masters, num_kept = len(jax.tree.leaves(state.masters)), len(arguments)
@@ -114,7 +121,7 @@ class OffloadedState:
 
 def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Argument]:
     leaves = jax.tree.leaves(tree)
-    pairs = zip(leaves, jax.tree.leaves(shardings), on_host or [False] * len(leaves), strict=True)
+    pairs = zip(leaves, jax.tree.leaves(shardings), on_host, strict=True)
     return [
         Argument(array=x if flag else lax.with_sharding_constraint(x, sharding), sharding=sharding, on_host=flag)
         for x, sharding, flag in pairs

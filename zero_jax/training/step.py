@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,26 +21,31 @@ from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.quantized import grad_blocks
 from zero_jax.sharding.spec import dims_of
-from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
-from zero_jax.training.grads import Accumulator, MeshLoss, check_batch, normalize_loss, refuse_own
+from zero_jax.training.evaluation import Metrics, placed_loss, placed_variables, replicated, shard_batch
+from zero_jax.training.grads.accumulator import Accumulator, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.grads.choice import accumulated
+from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
+from zero_jax.training.grads.quantized import quantized_grads, refuse_own
 from zero_jax.training.loss_function import changes_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.partial_grads import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
+from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.shardings import state_shardings
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    check_optimizer,
-    make_placement,
-    merge,
-    trainable,
-)
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import Separability, fuse_attention, rematerialize, separability, with_weight
+from zero_jax.transforms import (
+    HostParam,
+    differentiated,
+    fuse_attention,
+    rematerialize,
+    separability,
+    used_shapes,
+    with_gradient,
+    with_weight,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,8 +178,8 @@ class _Program(UpdateProgram):
         masters = offloaded.masters()
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
+        variables = placed_variables(state.variables, placement)
+        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts = self.grads(
             placement, variables, batch, key, state.loss_scale, needed
         )
@@ -224,8 +228,8 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(state.masters), state.opt_state)
-        variables = placement.cast(state.variables)
-        batch = cast_batch(self.loss_fn, variables, batch, key, config=self.config)
+        variables = placed_variables(state.variables, placement)
+        batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
@@ -251,7 +255,7 @@ class _Program(UpdateProgram):
             masters = merge(state.masters, at)
             masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
-            variables = placement.cast(joined(params, state.model_state))
+            variables = placed_variables(joined(params, state.model_state), placement)
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return loss.astype(jnp.float32) / scale, grads
@@ -285,23 +289,36 @@ class _Program(UpdateProgram):
           frozen.
         """
         config, k = self.config, self.config.num_microbatches
-        specs, blocks = placement.variable_shardings(), grad_blocks(config.quantize, placement.params, mesh=self.mesh)
+        specs, blocks = placement.loss_shardings(), grad_blocks(config.quantize, placement.params, mesh=self.mesh)
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        sends_own = config.sends_own_grads
-        if k > 1 or sends_own:
+        sends_own, is_local = config.sends_own_grads, k > 1 and "grads" not in placement.groups
+        mapped: tuple[str, ...] = placement.axes.batch if is_local else ()
+        if "master" in placement.groups and not (is_local or sends_own):
+            # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
+            mapped = tuple(axis for axis in placement.axes.copies if self.mesh.shape[axis] > 1)
+        if k > 1 or mapped or sends_own:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
+        variables = used_shapes(variables)
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
 
         def scaled_loss(
-            loss_fn: Callable[..., Any], free: list[jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
+            loss_fn: Callable[..., Any],
+            free: list[jax.Array],
+            model_state: PyTree,
+            batch: PyTree,
+            key: jax.Array,
+            rest: Sequence[Any] = leaves,
         ) -> tuple[jax.Array, Any]:
             remaining = iter(free)
-            full = [next(remaining) if w else x for x, w in zip(leaves, wanted_leaves, strict=True)]
+            full = [
+                with_gradient(x, next(remaining)) if w else x if other is None else other
+                for x, other, w in zip(leaves, rest, wanted_leaves, strict=True)
+            ]
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
@@ -311,21 +328,27 @@ class _Program(UpdateProgram):
         accumulator = Accumulator(
             mesh=self.mesh,
             axes=placement.axes,
+            mapped=mapped,
             num_microbatches=k,
             loss_weight=config.loss_weight,
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
             reduce_dtype=placement.precision.reduce,
             codings=[x for x, wanted in zip(blocks, wanted_leaves, strict=True) if wanted],
         )
-        free = pick(params)
-        sharded = [dims_of(s, x.ndim) for s, x in zip(pick(placement.param_shardings("master")), free, strict=True)]
+        shardings = pick(placement.param_shardings("master"))
+        free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
+        sharded = [dims_of(s, x.ndim) for s, x in zip(shardings, free, strict=True)]
+        own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
-            for fn in (loss_fn, placed_loss(loss_fn, placement, config))
+            for fn in (own_loss, placed_loss(loss_fn, placement, config))
         )
 
-        sums_once = k > 1 and "grads" not in placement.groups  # devices may keep their own, whole, and send them once
-        if k > 1 or sends_own:
+        inputs = (free, model_state, batch, key, sharded)
+        rest = [None if w or isinstance(x, HostParam) else x for x, w in zip(leaves, wanted_leaves, strict=True)]
+        if k == 1 and not (mapped or sends_own):
+            (out, grads), parts = placed_grads(free, model_state, batch, key), None
+        else:
             passes_state = changes_model_state(traced, variables, batch, key)
             found = separability(
                 traced,
@@ -333,62 +356,22 @@ class _Program(UpdateProgram):
                 batch,
                 key,
                 mesh=self.mesh,
-                axes=placement.axes,
+                axes=dataclasses.replace(placement.axes, replica=(), data=mapped) if mapped else placement.axes,
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
-                local=(sums_once or sends_own) and not passes_state,
+                local=bool(mapped or sends_own) and not passes_state,
+                exact=bool(mapped) and not is_local,
             )
             if passes_state:
-                found = dataclasses.replace(found, not_local="its model_state passes from one part to the next")
+                found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
             if sends_own and found.not_local:
                 refuse_own(found.not_local)
-            if sends_own and not sums_once:
+            if sends_own and not is_local:
                 mapped_loss = functools.partial(scaled_loss, placed_loss(loss_fn, placement, config, mapped=True))
-                weighted = traced, variables, batch, key
-                placed_grads = accumulator.mapped_grads(mapped_loss, *weighted, convolves=found.convolves)
-        inputs = (free, model_state, batch, key, sharded)
-        if k == 1:
-            ((loss, (aux, model_state, *_)), grads), parts = placed_grads(free, model_state, batch, key), None
-            out = loss, (aux, model_state)
-        else:
-            out, grads, parts = self.accumulated(
-                accumulator, own_grads if sums_once else None, placed_grads, inputs, found
+                arguments = accumulator, mapped_loss, traced, variables, batch, key
+                placed_grads = quantized_grads(*arguments, convolves=found.convolves)
+            out, grads, parts = accumulated(
+                accumulator, own_grads, placed_grads, inputs, found, is_local=is_local, rest=rest
             )
         remaining = iter(grads)
         return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
-
-    def accumulated(
-        self,
-        accumulator: Accumulator,
-        own_grads: Callable[..., Any] | None,
-        placed_grads: Callable[..., Any],
-        inputs: Any,
-        found: Separability,
-    ) -> Any:
-        """Accumulates gradients to be summed across devices once, if `own_grads` can be, or in every microbatch.
-
-        Warns where the loss is another one for it, or more is sent.
-        """
-        k, not_local = accumulator.num_microbatches, found.not_local if own_grads else ""
-        results = None
-        if own_grads and not not_local:
-            try:
-                results = accumulator.local(own_grads, *inputs, convolves=found.convolves)
-            except NotImplementedError as error:
-                not_local = f"jax.vmap has no rule for an operation of loss_fn ({error})"
-                if any(accumulator.codings):
-                    refuse_own(not_local)
-        sent = f"gradients are summed across devices in each of the {k} microbatches, not once a step"
-        if found.another_loss:
-            warnings.warn(
-                f"{found.another_loss}: it is the mean of the losses of {k} microbatches, each by itself. "
-                f"num_microbatches=1 gives the loss of the whole batch{'; ' + sent if not_local else ''}",
-                stacklevel=2,
-            )
-        elif not_local:
-            warnings.warn(
-                f"{sent}, because {not_local}: the loss needs whole microbatches. Stage 2 sends no more then, and "
-                "holds less; num_microbatches=1 sends the least",
-                stacklevel=2,
-            )
-        return results or accumulator.sharded(placed_grads, *inputs)

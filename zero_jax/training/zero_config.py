@@ -11,8 +11,8 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.tree import PyTree
-from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.core.tree import PyTree, shown
+from zero_jax.sharding.mesh import Axes, axes_of, secondary_axes
 from zero_jax.sharding.precision import Precision, resolve_precision
 from zero_jax.sharding.quantized import Quantize, check_quantize
 from zero_jax.sharding.stages import sharded_groups
@@ -50,9 +50,17 @@ class ZeroConfig:
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
       keep_gathered: at stage 3, save gathered params for the backward pass: a third less traffic, more memory.
+      secondary: at stage 3, keep a secondary shard of the params (ZeRO++ hpZ): they are sharded over the axes of `data`
+        inside a TPU slice or GPU host alone, so that no gather for their use crosses the slow network; all else is
+        sharded over all of `data`. True takes the axes from the devices, names (`("data_0",)`) say which they are
+        (docs/axes.md has the price in memory).
       offload: what is kept in host memory between steps: `optimizer` (the optimizer's state), `state` (the master
-        params too), or an `Offload` with paths, a fraction and the size of the window; None keeps all on the devices
+        params too), `all` (at stage 3 the params too), or an `Offload`; None keeps all on the devices
         (docs/offload.md).
+      offload_fraction: the share of those bytes that is kept in host memory; None takes all, or what an `Offload` says,
+        as do the following two.
+      offload_paths: a regular expression of full paths of params: what belongs to them is kept in host memory.
+      offload_window_bytes: bytes of a chunk of the update on a device.
       min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the
         params, or a dict from regular expressions of full leaf paths (`layers/.*/kernel`) to `PartitionSpec`s. None
@@ -79,7 +87,11 @@ class ZeroConfig:
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
+    secondary: bool | Sequence[str] = False
     offload: str | Offload | None = None
+    offload_fraction: float | None = None
+    offload_paths: str | None = None
+    offload_window_bytes: int | None = None
     min_shard_size: int = 1024
     param_specs: PyTree = None
     axis_rules: Mapping[str, str | None] | None = None
@@ -95,10 +107,19 @@ class ZeroConfig:
         check_fields(self)
         precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
-        resolve_offload(self.offload)
+        offload = self.resolved_offload()
         compiled_patterns(self.keep_batch_dtype)
+        _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         _check_quantize(self.quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
+        if self.quantize is not None and self.quantize.grads is not None:
+            others = {"secondary": bool(self.secondary), "offload='all'": getattr(offload, "what", None) == "all"}
+            other = next((name for name, is_given in others.items() if is_given), None)
+            if other:
+                raise ValueError(
+                    f"quantize: grads={self.quantize.grads!r} does not go with {other} yet: leave one of them out "
+                    "(gathers may stay quantized)"
+                )
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
         if self.min_shard_size < 0:
@@ -113,9 +134,27 @@ class ZeroConfig:
         """Whether each device has gradients of its own, which it sends quantized."""
         return self.quantize is not None and self.quantize.grads is not None
 
+    def resolved_offload(self) -> Offload | None:
+        """Returns what is kept in host memory.
+
+        Raises:
+          ValueError: a field that is no such setting, or one of the settings without `offload`.
+        """
+        offload = resolve_offload(self.offload)
+        paths = None if self.offload_paths is None else [self.offload_paths]
+        fields = {"fraction": self.offload_fraction, "paths": paths, "window_bytes": self.offload_window_bytes}
+        given = {name: value for name, value in fields.items() if value is not None}
+        if given and offload is None:
+            name = f"offload_{next(iter(given))}"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} without offload: say what is kept in host memory, as offload='state'"
+            )
+        return offload if offload is None else dataclasses.replace(offload, **given)
+
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""
-        return axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        axes = axes_of(mesh, data=self.data_axes, replica=self.replica_axes, model=self.model_axes)
+        return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
 
 def _check_quantize(quantize: Any, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
@@ -147,6 +186,19 @@ def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
         return [re.compile(pattern) for pattern in keep_batch_dtype]
     except re.error as error:
         raise ValueError(f"{given}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
+
+
+def _check_secondary(secondary: Any, stage: int) -> None:
+    """Raises `ValueError` for no flag and no names of axes, and for a stage that has no sharded params."""
+    is_flag = isinstance(secondary, bool)
+    names = [secondary] if isinstance(secondary, str) else secondary
+    if not is_flag and not (isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)):
+        raise ValueError(f"secondary={shown(secondary)}: give True, False, or names of axes of `data`, as ('data_0',)")
+    if secondary and "params" not in sharded_groups(stage):
+        raise ValueError(
+            f"secondary={secondary!r}: stage {stage} does not shard params, so that there is no shard of them to keep: "
+            "give stage=3, or leave secondary out"
+        )
 
 
 def _check_compiler_options(options: Any) -> None:

@@ -10,6 +10,7 @@ value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zer
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
 from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
+from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import (
     GatherReport,
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionReport",
     "DeviceSum",
     "GatherReport",
+    "HostParam",
     "Kernel",
     "Move",
     "Propagation",
@@ -50,6 +52,7 @@ __all__ = [
     "attention_flops",
     "attention_report",
     "count_flops",
+    "differentiated",
     "evaluate_adapted",
     "forward_flops",
     "fuse_attention",
@@ -65,6 +68,8 @@ __all__ = [
     "separability",
     "sources",
     "summed_on_use",
+    "used_shapes",
     "weight_alone",
+    "with_gradient",
     "with_weight",
 ]

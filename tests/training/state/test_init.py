@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 import zero_jax as zero
+from zero_jax.training.state import making
 from zero_jax.training.state import train_state as state_module
 
 STAGES = (0, 1, 2, 3)
@@ -61,7 +62,7 @@ def peak_over_share(init, *, stage, precision, mesh):
     make, given = (init, None) if callable(init) else (None, init)
     shapes = zero.abstract_state(make or (lambda key: given), tx, mesh=mesh, config=config)
     placement = state_module.make_placement(shapes.params, mesh=mesh, config=config)
-    program, given = state_module._init_program(make, given, tx, shapes, placement)
+    program, given = making._init_program(make, given, tx, shapes, placement)
     memory = program.lower(given, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return used - memory.alias_size_in_bytes - per_device_bytes(shapes)

@@ -7,7 +7,7 @@ transformer, the trace for any model.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from zero_jax.analysis.loss_trace import LossTrace
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
-from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
@@ -66,12 +66,14 @@ class CommsEstimate(SentBytes):
       num_params: The params that have gradients (the paper's psi), of one share of the `model` axis.
       data_axes: The mesh axes that carry `data` or `replica`.
       not_counted: Why the rows over the other axes are not there, or not all of them; empty where they are.
+      networks: The network of each mesh axis, as `sharding.mesh.networks` names it.
     """
 
     rows: tuple[EstimateRow, ...]
     num_params: int
     data_axes: tuple[str, ...] = ()
     not_counted: str = ""
+    networks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
@@ -106,9 +108,11 @@ def estimate(
     """Estimates what one device sends in a train step at best (paper sections 7 and 8).
 
     Over `data`, 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n; psi is one share of the axis
-    `model`. Over several mesh axes the stages of a gather add up to the same. Only what params and gradients cost: a
-    lookup that moves rows, or a last use that is gathered once, costs less. Params that are no floats are not counted;
-    what an optimizer freezes is, without `tx`. Model state counts with one gather a microbatch at stage 3: leaves that
+    `model`. Between copies of the params (`replica`, and with a secondary shard the axes of `data` besides it), only
+    shards of gradients move, once a step, and with a secondary shard those of new params. Over several mesh axes the
+    stages of a gather add up to the same. Only what params and gradients cost: a lookup that moves rows, or a last use
+    that is gathered once, costs less. Params that are no floats are not counted; what an optimizer freezes is, without
+    `tx`. Model state counts with one gather a microbatch at stage 3: leaves that
     gradients flow through are gathered again, those that are only averaged on their shards never. Over `model`, what
     the trace of the loss function shows: for Megatron's transformer blocks, 12 x seq x hidden elements a block and
     sample, of which 2 are dead code of the recomputation.
@@ -144,6 +148,7 @@ def estimate(
         num_params=num_params,
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
+        networks=networks(mesh),
     )
 
 
@@ -194,40 +199,55 @@ def _num_elements(leaf: LeafPlacement, placement: Placement) -> int:
 def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
     precision, groups, k = placement.precision, placement.groups, config.num_microbatches
     stored = precision.master or leaf.dtype
-    compute = precision.compute or (stored if "params" in groups else precision.param or leaf.dtype)
-    gathers = list(_gathers(leaf, placement))
+    compute = precision.compute or (stored if placement.params_are_masters else precision.param or leaf.dtype)
     of_params, of_grads = (
         blocks_of_leaf(config.quantize, what, leaf, mesh=placement.mesh) for what in ("gathers", "grads")
     )
-    if "params" in groups:
+    held = placement.axes_of_group("params")
+    if held:
+        gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
         yield from _rows("all-gather", gathers, of_params or compute, "forward", k)
         if not config.keep_gathered:
             yield from _rows("all-gather", gathers, of_params or compute, "backward", k)
+    # What the update gathers is what params lack of the master params.
+    missing = [axis for axis in placement.axes_of_group("master") if axis not in held]
+    gathers = _gathers(leaf.dims, missing, leaf, placement)
+    yield from _rows("all-gather", gathers, (not held and of_params) or precision.param or stored, "update", 1)
+    # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls; so
+    # do the others over the axes of copies of the params. Gradients that are quantized move at each use.
+    axes, mapped, once = placement.axes, (), k > 1 and "grads" not in groups
+    if once:
+        mapped = axes.batch
+    elif config.sends_own_grads:
+        scatters, sums = _scatters(leaf, placement, axes.batch, one_by_one=True)
+        reduced = precision.reduce or "float32"
+        yield from _rows("all-to-all", scatters, of_grads or reduced, "backward", k)
+        yield from _rows("all-reduce", sums, reduced, "backward", k)
+        return
     elif "master" in groups:
-        yield from _rows("all-gather", gathers, of_params or precision.param or stored, "update", 1)
-    # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls.
-    once = k > 1 and "grads" not in groups
-    phase, times = ("update", 1) if once else ("backward", k)
-    # Where gradients are quantized, each device has its own, and they move by all-to-alls too.
-    is_own = once or config.sends_own_grads
-    kind = "all-to-all" if is_own else "reduce-scatter"
-    reduced = precision.reduce or ("float32" if is_own else compute)
-    scatters, rest = _scatters(leaf, placement, one_by_one=is_own)
-    yield from _rows(kind, scatters, of_grads or reduced, phase, times)
-    yield from _rows("all-reduce", rest, reduced, phase, times)
+        mapped = axes.copies
+    scatters, sums = _scatters(leaf, placement, [axis for axis in axes.batch if axis not in mapped], one_by_one=False)
+    reduced = precision.reduce or compute
+    yield from _rows("reduce-scatter", scatters, reduced, "backward", k)
+    yield from _rows("all-reduce", sums, reduced, "backward", k)
+    scatters, sums = _scatters(leaf, placement, mapped, one_by_one=True)
+    reduced = precision.reduce or ("float32" if k > 1 else compute)
+    yield from _rows("all-to-all", scatters, of_grads or reduced, "update", 1)
+    yield from _rows("all-reduce", sums, reduced, "update", 1)
 
 
 def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
     if MODEL_STATE not in placement.groups:
         return
+    held = placement.axes_of_group(MODEL_STATE)
     for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
-        gathers = list(_gathers(leaf, placement))
+        gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
         if gathers:  # integers too: the codes of a quantized base
             yield from _rows("all-gather", gathers, leaf.dtype, "forward", config.num_microbatches)
 
 
 def _rows(
-    kind: str, moves: list[tuple[tuple[str, ...], float]], dtype: Any, phase: str, times: int
+    kind: str, moves: Iterable[tuple[tuple[str, ...], float]], dtype: Any, phase: str, times: int
 ) -> Iterator[EstimateRow]:
     """The rows of moves in a dtype, or in `Blocks`: of their codes and of their scales."""
     parts = [(dtype, 1)] if not isinstance(dtype, Blocks) else dtype.parts
@@ -250,11 +270,17 @@ def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:
     return without(leaf.dims, placement.axes.data)
 
 
-def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The elements that a device sends in each step of a gather: shards grow on the way."""
-    dims = _sharded_dims(leaf, placement)
+def _over(dims: Dims, over: Sequence[str], placement: Placement) -> Dims:
+    """The dims of a leaf that of the axes of `data` is sharded over some alone."""
+    return without(dims, [axis for axis in placement.axes.data if axis not in over])
+
+
+def _gathers(
+    dims: Dims, over: Sequence[str], leaf: LeafPlacement, placement: Placement
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The elements that a device sends in each step of a gather from `dims`: shards grow on the way."""
     elements = _num_elements(leaf, placement) / axis_size(placement.mesh, _on_data(dims, placement))
-    for after in gather_steps(dims, placement.axes.data, placement.mesh):
+    for after in gather_steps(dims, over, placement.mesh):
         axes = _taken(dims, after, placement)
         size = axis_size(placement.mesh, axes)
         elements *= size
@@ -264,16 +290,22 @@ def _gathers(leaf: LeafPlacement, placement: Placement) -> Iterator[tuple[tuple[
 
 
 def _scatters(
-    leaf: LeafPlacement, placement: Placement, *, one_by_one: bool
+    leaf: LeafPlacement, placement: Placement, over: Sequence[str], *, one_by_one: bool
 ) -> tuple[list[tuple[tuple[str, ...], float]], list[tuple[tuple[str, ...], float]]]:
-    """The elements sent to scatter a gradient, and to sum the shards over the axes that do not shard the leaf."""
+    """The elements sent to scatter a gradient over some axes, and to sum the shards over those that do not shard it.
+
+    With `one_by_one`, it is sharded over the other axes of `data` already.
+    """
     mesh, axes = placement.mesh, placement.axes
     dims = _sharded_dims(leaf, placement)
     elements, scatters = float(_num_elements(leaf, placement)), []
     if one_by_one:
-        steps = [(axis,) for axis in axes.data if axis in _on_data(dims, placement)]
+        steps = [(axis,) for axis in axes.data if axis in over and axis in _on_data(dims, placement)]
+        elements /= axis_size(mesh, [axis for axis in _on_data(dims, placement) if axis not in over])
     else:
-        states = [without(dims, axes.data), *scatter_steps(dims, axes.data, mesh)]
+        data = [axis for axis in axes.data if axis in over]
+        dims = _over(dims, data, placement)
+        states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
         steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
     for step in steps:
         named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
@@ -281,7 +313,8 @@ def _scatters(
         if size > 1:
             scatters.append((named, elements * (size - 1) / size))
             elements /= size
-    rest = tuple(axis for axis in axes.batch if mesh.shape[axis] > 1 and axis not in _on_data(dims, placement))
+    rest = tuple(axis for axis in axes.batch if axis in over and axis not in _on_data(dims, placement))
+    rest = tuple(axis for axis in rest if mesh.shape[axis] > 1)
     size = axis_size(mesh, rest)
     return scatters, [(rest, 2 * elements * (size - 1) / size)] if size > 1 else []
 

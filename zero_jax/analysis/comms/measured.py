@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from zero_jax.core.signatures import check_arguments, check_methods
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.hlo import Program, network_transfers, parse
+from zero_jax.sharding.mesh import networks
 
 _MAX_LINES = 40
 _MAX_WARNINGS = 10
@@ -28,11 +30,13 @@ class CommsReport(SentBytes):
       rows: The collectives, one for each operation of the program.
       num_params: Elements of the params that the program takes; 0 if its arguments have no such names.
       findings: What is off, most bytes first.
+      networks: The network of each mesh axis, as `sharding.mesh.networks` names it; empty without a mesh.
     """
 
     rows: tuple[Row, ...]
     num_params: int
     findings: tuple[Finding, ...]
+    networks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def largest_buffer(self) -> Row | None:
@@ -73,7 +77,7 @@ class CommsReport(SentBytes):
             lines.append(f"... {len(ordered) - _MAX_LINES} more, {left / 1e6:.3f} MB")
         per_param = f", {self.sent_bytes / self.num_params:.3f} bytes a param" if self.num_params else ""
         lines.append(f"a device sends {self.sent_bytes / 1e6:.3f} MB{per_param}")
-        for name in ("axes", "phase", "dtype", "kind"):
+        for name in ("axes", *(["network"] if "dcn" in self.networks.values() else []), "phase", "dtype", "kind"):
             totals = getattr(self, f"by_{name}").items()
             lines.append(f"by {name}: " + ", ".join(f"{key} {sent / 1e6:.3f} MB" for key, sent in totals))
         if self.largest_buffer:
@@ -126,7 +130,8 @@ def measure(
     num_params = num_elements(leaf for leaf in leaves if leaf.group == "params")
     between = network_rows(program, mesh)
     findings = (*find(rows, leaves, mesh=mesh), *(() if between else _between_slices(program)))
-    return CommsReport(rows=(*rows, *between), num_params=num_params, findings=findings)
+    links = {} if mesh is None else networks(mesh)
+    return CommsReport(rows=(*rows, *between), num_params=num_params, findings=findings, networks=links)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

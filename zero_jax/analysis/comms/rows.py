@@ -101,6 +101,7 @@ class SentBytes:
     """The totals of rows that have `axes`, `phase`, `dtype`, `kind` and `total_sent_bytes`."""
 
     rows: tuple[Any, ...]
+    networks: Mapping[str, str]
 
     @property
     def sent_bytes(self) -> float:
@@ -127,9 +128,22 @@ class SentBytes:
         """Bytes by kind of collective."""
         return sum_by(self.rows, lambda row: row.kind)
 
+    @property
+    def by_network(self) -> Mapping[str, float]:
+        """Bytes by network: `ici`, `nvlink` or `host` inside a TPU slice or GPU host, `dcn` between them.
+
+        A collective over axes of both counts as `dcn`, one over unknown axes as `?`.
+        """
+
+        def network(row: Any) -> str:
+            found = {self.networks.get(axis, "?") for axis in row.axes}
+            return next((name for name in ("?", "dcn") if name in found), min(found, default="?"))
+
+        return sum_by(self.rows, network)
+
     def totals(self) -> dict[str, Any]:
         """Returns all of them as plain data."""
-        names = ("by_axes", "by_phase", "by_dtype", "by_kind")
+        names = ("by_axes", "by_network", "by_phase", "by_dtype", "by_kind")
         return {"sent_bytes": self.sent_bytes, **{name: dict(getattr(self, name)) for name in names}}
 
 

@@ -26,6 +26,7 @@ from zero_jax.analysis.memory.groups import (
     grad_group,
     is_inexact,
     needed_grads,
+    secondary_bytes,
     state_groups,
     uneven_differences,
     whole_leaves,
@@ -118,6 +119,7 @@ class MemoryEstimate:
       grad_bytes: bytes a parameter of their gradients.
       optimizer_bytes: bytes a parameter of master params and optimizer state (the paper's K), from the state.
       host_bytes: bytes in host memory for each device.
+      secondary_bytes: bytes per device that the secondary shard costs, of params and model state; 0 without one.
     """
 
     groups: tuple[GroupEstimate, ...]
@@ -131,6 +133,7 @@ class MemoryEstimate:
     grad_bytes: float
     optimizer_bytes: float
     host_bytes: float
+    secondary_bytes: float = 0.0
 
     @property
     def by_group(self) -> dict[str, float]:
@@ -168,6 +171,8 @@ class MemoryEstimate:
         for difference in self.differences:
             if abs(difference.device_bytes) >= total.device_bytes / 1e5:  # less is a counter
                 lines.append(f"  {difference.group}: {_signed(difference.device_bytes)}: {difference.reason}")
+        if self.secondary_bytes:
+            lines.append(f"of it for the secondary shard: {format_bytes(self.secondary_bytes)}")
         if self.host_bytes:
             lines.append(f"in host memory: {format_bytes(self.host_bytes)}")
         if 2 * sum(leaf.device_bytes for leaf in self.whole if leaf.group != "grads") > self.state_bytes:
@@ -219,6 +224,7 @@ def estimate(
     differences = [
         *grad_differences(groups["grads"], placement, config),
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
+        *_fewer_ways(groups["params"], formula, placement),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
     held = {
@@ -248,6 +254,7 @@ def estimate(
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
         host_bytes=sum(held[True].values()) + (0 if saved is None else saved.host_bytes),
+        secondary_bytes=sum(secondary_bytes(state, mesh=mesh, config=config).values()),
     )
 
 
@@ -314,6 +321,15 @@ def _without_copy(formula: dict[str, float]) -> list[Difference]:
         Difference(group="params", device_bytes=master, reason="the params are the master params"),
         Difference(group="master", device_bytes=-master, reason="stored as the params"),
     ]
+
+
+def _fewer_ways(params: Group, formula: dict[str, float], placement: Placement) -> list[Difference]:
+    """Explains params that are a secondary shard: the formula shards them over all of `data`."""
+    if not placement.axes.secondary:
+        return []
+    sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]
+    reason = "the secondary shard: over the {} devices of a slice or host, not over {}".format(*sizes)
+    return [Difference(group="params", device_bytes=_even_bytes(params) - formula["params"], reason=reason)]
 
 
 def _signed(num_bytes: float) -> str:

@@ -90,14 +90,29 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K is what grows with the model: an optimizer's scalars do not, and what has no gradient is no parameter.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
-    num_devices, model = data_and_model_sizes(placement)
+    _, model = data_and_model_sizes(placement)
     return {
         name: Group(
             leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
-            ways=(num_devices if name in placement.groups else 1) * (1 if name == "other" else model),
+            ways=axis_size(mesh, placement.axes_of_group(name)) * (1 if name == "other" else model),
         )
         for name, (tree, placed) in named.items()
     }
+
+
+def secondary_bytes(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, float]:
+    """Returns by group the bytes per device that a secondary shard of params and model state costs; empty without one.
+
+    Without it, params with master params beside them would not be stored, others be sharded over all of `data`.
+    """
+    if not config.secondary:
+        return {}
+    with_it = state_groups(state, mesh=mesh, config=config)
+    without = state_groups(state, mesh=mesh, config=dataclasses.replace(config, secondary=False))
+    held = lambda groups, name: sum(x.device_bytes for x in groups[name].leaves)  # noqa: E731
+    before = {"params": 0 if state.master is not None else held(without, "params")}
+    before["model_state"] = held(without, "model_state")
+    return {name: float(held(with_it, name) - size) for name, size in before.items()}
 
 
 def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
@@ -140,7 +155,8 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     num_devices, model = data_and_model_sizes(placement)
     cut = _cuts_grads(placement, config)
     summed = config.num_microbatches > 1
-    shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, sharded=cut)
+    over = placement.axes.data if cut else ()
+    shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, over=over)
     named = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
     for path, x, sharding in named:

@@ -16,6 +16,7 @@ from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree
+from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import ZeroConfig, abstract_state
 
 _STAGES = (0, 1, 2, 3)
@@ -45,9 +46,13 @@ class StageEstimates:
     def __str__(self) -> str:
         hosts, devices = _counted(self.num_hosts, "host"), _counted(self.num_devices_per_host, "device")
         groups = [name for name in _SHOWN_GROUPS if any(x.by_group.get(name) for x in self.by_stage.values())]
-        table: list[tuple[str, ...]] = [("stage", "per device", "per host", *groups)]
+        on_host = any(found.host_bytes for found in self.by_stage.values())
+        table: list[tuple[str, ...]] = [
+            ("stage", "per device", "per host", *["in host memory, per host"] * on_host, *groups)
+        ]
         for stage, found in self.by_stage.items():
-            sizes = (found.total_bytes, found.total_bytes * self.num_devices_per_host)
+            sizes = [found.total_bytes, found.total_bytes * self.num_devices_per_host]
+            sizes += [found.host_bytes * self.num_devices_per_host] * on_host
             parts = (found.by_group.get(name, 0) for name in groups)
             table.append((str(stage), *map(format_bytes, (*sizes, *parts))))
         return "\n".join(
@@ -58,7 +63,11 @@ class StageEstimates:
                 f"{self.precision}",
                 aligned(table, right=range(1, len(table[0]))),
                 "Without activations, gathered params and temporaries: zero.plan compiles the step and has them. "
-                "Nothing of this is in host memory.",
+                + (
+                    "The update holds two windows of chunks besides."
+                    if on_host
+                    else "Nothing of this is in host memory."
+                ),
             ]
         )
 
@@ -87,23 +96,22 @@ def estimate_stages(
       tx: the optimizer; None takes Adam.
       num_devices_per_host: devices of a host.
       num_hosts: hosts.
-      config: precision, microbatches and rules; its stage does not matter.
+      config: precision, microbatches, rules and what is in host memory; its stage does not matter. Params are in host
+        memory at stage 3 alone.
 
     Raises:
-      ValueError: fewer than one host or device, or a config that offloads.
+      ValueError: fewer than one host or device.
     """
     check_arguments(config=config)
     for name, value in {"num_devices_per_host": num_devices_per_host, "num_hosts": num_hosts}.items():
         check_value(name, value, int)
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1")
-    if config.offload is not None:
-        raise ValueError(f"offload={config.offload!r}: the estimates are of states on the devices alone: leave it out")
     tx = optax.adam(1e-3) if tx is None else tx
     mesh: Any = AbstractMesh((num_hosts * num_devices_per_host,), ("data",), axis_types=(AxisType.Auto,))
     by_stage, state = {}, None
     for stage in _STAGES:
-        staged = dataclasses.replace(config, stage=stage)
+        staged = _at_stage(config, stage)
         state = abstract_state(_init_fn(params), tx, mesh=mesh, config=staged)
         by_stage[stage] = estimate(state, mesh=mesh, config=staged, tx=tx)
     assert state is not None
@@ -116,6 +124,16 @@ def estimate_stages(
         precision=config.precision if isinstance(config.precision, str) else "a precision of your own",
         by_stage=by_stage,
     )
+
+
+def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """Returns the config of a stage, without params in host memory where these are whole on each device."""
+    if config.offload == "all" or getattr(config.offload, "what", None) == "all":
+        if "params" not in sharded_groups(stage):
+            is_text = isinstance(config.offload, str)
+            state: Any = "state" if is_text else dataclasses.replace(config.offload, what="state")  # pyright: ignore
+            config = dataclasses.replace(config, offload=state)
+    return dataclasses.replace(config, stage=stage)
 
 
 def _init_fn(params: Any) -> Callable[[jax.Array], PyTree]:

@@ -54,8 +54,8 @@ def _block(name: str, reason: str, *, fate: Fate = "not translated", switch: str
 
 _XLA = "XLA schedules and combines collectives"
 _NO_OFFLOAD = (
-    "params stay on the devices: shard over more of them (`zero-jax plan` says what fits); zero.offload = 'state' "
-    "keeps the optimizer's state in host memory"
+    "zero.offload = 'all' keeps the params in host memory at stage 3, with the optimizer's state: set it by hand if "
+    "`zero-jax plan` says that they do not fit"
 )
 _NO_QUANTIZED = "zero_jax sends no quantized {}: they are sent in the precision's dtype"
 _CHECKPOINTS = "checkpoints are sharded, and restore on any mesh, stage and number of processes (`[checkpoint]`)"
@@ -109,8 +109,7 @@ _ZERO: dict[str, Key] = {
     **_differs(
         "int",
         "zero_hpz_partition_size",
-        "zero_jax keeps no secondary shards; run.replica = number of nodes keeps gathers inside a node too, at the "
-        "memory of one more copy of the state for each node",
+        "zero.secondary = true keeps a secondary shard of the params inside each node, of any number of devices",
         off=(0, 1),
     ),
     **_differs("bool", "zero_quantized_weights", _NO_QUANTIZED.format("params"), off=(False,)),

@@ -119,8 +119,7 @@ def _offload(given: Given) -> Iterator[Row]:
     elif device != "cpu":
         yield given.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
     elif ratio != 1:
-        reason = "zero-jax train offloads all; in code: offload=zero.Offload(what='state', fraction=...)"
-        yield given.row(key, "not translated", reason)
+        yield given.row(key, "translated", note, zero__offload="state", zero__offload_fraction=ratio)
     else:
         yield given.row(key, "translated", note, zero__offload="state")
 

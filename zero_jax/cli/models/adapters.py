@@ -7,13 +7,19 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import optax
 
+from zero_jax.checkpoint import find_checkpoint, restore
+from zero_jax.cli.models.options import preset_config
+from zero_jax.cli.models.presets import ModelConfig, init_function
 from zero_jax.cli.options import add_fields, field_values
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
+from zero_jax.sharding.mesh import make_mesh
 from zero_jax.trainer import Model
+from zero_jax.training import ZeroConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,14 +71,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         raise ValueError("--lora with --model-axis is not supported: shard over data, or train all params")
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
-    lora = Lora(
-        rules=_rules(config.lora, stacked=getattr(model.config, "scan", True)),
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dora=config.lora_dora,
-        base=config.lora_base,
-        train=tuple((config.lora_train or "").replace(",", " ").split()),
-    )
+    lora = _lora(config, config.lora, model.config)
     lora.targets(shapes)
 
     def init_adapters(key: jax.Array) -> Variables:
@@ -90,6 +89,48 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         param_specs=None,
         base_init_fn=init_fn,
         adapt_fn=adapt,
+    )
+
+
+def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
+    """Returns the params of a checkpoint with its adapters merged, in the memory of the host.
+
+    Args:
+      path: a run's folder, its checkpoints, or the folder of one step.
+      step: the step; None takes the newest.
+      dtype: as for `Lora.merge`.
+      options: the options of the run.
+
+    Raises:
+      CheckpointError: no checkpoint, or a damaged one.
+      ValueError: a run without adapters, or options of another run.
+    """
+    config = LoraConfig(**field_values(LoraConfig, options))
+    if config.lora is None:
+        raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
+    shape = preset_config(options)
+    lora, init_fn = _lora(config, config.lora, shape), init_function(shape)
+    record, _ = find_checkpoint(path, step)
+    restored = restore(
+        record.path.parent,
+        step=record.step,
+        init_fn=lambda key: lora.init(init_fn(key), key),
+        tx=optax.identity(),
+        mesh=make_mesh(devices=jax.devices("cpu")[:1]),
+        config=ZeroConfig(stage=0, precision="fp32"),
+        params_only=True,
+    )
+    return lora.merge(restored.state, dtype=dtype)
+
+
+def _lora(config: LoraConfig, rules: str, shape: ModelConfig) -> Lora:
+    return Lora(
+        rules=_rules(rules, stacked=getattr(shape, "scan", True)),
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dora=config.lora_dora,
+        base=config.lora_base,
+        train=tuple((config.lora_train or "").replace(",", " ").split()),
     )
 
 

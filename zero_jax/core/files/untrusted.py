@@ -44,8 +44,12 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
     _check_kind(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        _check_kind(os.fstat(descriptor))
-        content = file.read(limit_bytes + 1)
+        status = os.fstat(descriptor)
+        _check_kind(status)
+        # `read` allocates what it is asked for; a file that grows meanwhile is read on.
+        content = file.read(min(status.st_size, limit_bytes) + 1)
+        if status.st_size < len(content) <= limit_bytes:
+            content += file.read(limit_bytes + 1 - len(content))
     if len(content) > limit_bytes:
         raise ValueError(f"it has more than the {limit_bytes:,} bytes that are read")
     return content

@@ -109,19 +109,33 @@ class OwnInput:
         """Opens the batches after those of a checkpoint.
 
         Raises:
-          ValueError: states of other processes, or ones that the iterator does not take.
+          ValueError: another global batch because there are more or fewer processes, states of other processes, or
+            ones that the iterator does not take.
         """
         position, state = 0, None
         if saved is not None:
+            self._check_global_batch(saved)
             position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
         batches = self.source.open(position, state, say=say, beat=beat)
         return OwnBatches(batches, batch_size=self.local_batch_size, position=position)
 
     def record(self, batches: Any) -> dict[str, Any]:
         """Returns the number of batches read, and the states of the iterators of all processes."""
-        record = {"position": batches.position, **self.identity}
+        sizes = {"num_processes": jax.process_count(), "batch_size": self.batch_size}
+        record = {"position": batches.position, **sizes, **self.identity}
         state = self.source.state()
         return record if state is None else {**record, "states": from_all_processes(state)}
+
+    def _check_global_batch(self, saved: Mapping[str, Any]) -> None:
+        """Raises `ValueError` if the batch is another one only because the number of processes is another one."""
+        num_before, size_before = saved.get("num_processes"), saved.get("batch_size")
+        num = jax.process_count()
+        if num_before not in (None, num) and size_before not in (None, self.batch_size):
+            raise ValueError(
+                f"{num} processes give {self.local_batch_size} examples each, {self.batch_size} in all; the run had "
+                f"{size_before} by {num_before} processes: give each process its part of the same global "
+                "batch (divide its size by jax.process_count())"
+            )
 
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; what comes from the host goes into buffers that are reused."""

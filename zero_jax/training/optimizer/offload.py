@@ -5,35 +5,42 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 
 HOST = "pinned_host"
-_MEMORY_OF: Mapping[str, Sequence[str]] = {"optimizer": ("opt_state",), "state": ("opt_state", "master")}
+_MEMORY_OF: Mapping[str, Sequence[str]] = {
+    "optimizer": ("opt_state",),
+    "state": ("opt_state", "master"),
+    "all": ("opt_state", "master", "params"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
     """Which part of the train state is kept in host memory (ZeRO-Offload, arXiv:2101.06840).
 
-    The update brings it to the device a chunk at a time, and back.
+    The update brings it to the device a chunk at a time, and back. The loss function brings params to it where it uses
+    them.
 
     Attributes:
       what: `optimizer` for the leaves of the optimizer's state that are shaped like a param; `state` for the master
-        params too, where they are kept beside params of lower precision (stages 0 to 2).
+        params too, where they are kept beside params of lower precision (stages 0 to 2); `all` for the params too
+        (stage 3).
       paths: regular expressions of full paths of params: what belongs to them is kept on the host. None takes all.
       fraction: the share of those bytes that is kept on the host, param by param in the order of the tree; a param
         that would exceed it stays on the device.
       window_bytes: bytes of a chunk on a device. Two are there at a time.
     """
 
-    what: Literal["optimizer", "state"] = "optimizer"
+    what: Literal["optimizer", "state", "all"] = "optimizer"
     paths: Sequence[str] | None = None
     fraction: float = 1.0
     window_bytes: int = 1 << 26
@@ -57,12 +64,30 @@ def resolve_offload(offload: Any) -> Offload | None:
     if offload is None or isinstance(offload, Offload):
         return offload
     if not isinstance(offload, str) or offload not in _MEMORY_OF:
-        raise ValueError(f"offload={offload!r}: give 'optimizer', 'state', a zero.Offload, or None")
+        raise ValueError(f"offload={offload!r}: give 'optimizer', 'state', 'all', a zero.Offload, or None")
     return Offload(what=offload)  # pyright: ignore[reportArgumentType]
 
 
-def check_has_host_memory(mesh: Mesh) -> None:
-    """Raises `ValueError` if the devices of a mesh do not reach host memory as `pinned_host`."""
+def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: Collection[str]) -> Offload | None:
+    """Returns the config.
+
+    Args:
+      offload: the config.
+      mesh: the mesh.
+      sharded: the groups that the stage shards as the master params.
+
+    Raises:
+      ValueError: the devices do not reach host memory as `pinned_host`, or params are not fetched where they are used.
+    """
+    if offload is None:
+        return None
+    if "params" in _MEMORY_OF[offload.what] and "params" not in sharded:
+        raise ValueError(
+            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2, "
+            "and a copy with secondary=True: give stage=3 without it, or offload='state'"
+        )
+    if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
+        return offload
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if not kinds:
@@ -75,12 +100,13 @@ def check_has_host_memory(mesh: Mesh) -> None:
             f"offload: {device.platform} devices have no memory of kind {HOST!r} (they have {', '.join(kinds)}): "
             "leave offload out"
         )
+    return offload
 
 
 def on_host(
     offload: Offload | None, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
 ) -> dict[str, list[bool]]:
-    """Tells which leaves of `opt_state` and `master` are kept on the host.
+    """Tells which leaves of `opt_state`, `master` and `params` are kept on the host.
 
     Args:
       offload: the config.
@@ -110,7 +136,9 @@ def on_host(
     for group in _MEMORY_OF[offload.what]:
         for i, (name, leaf) in enumerate(leaves.get(group, ())):
             path = _param_of(name, leaf.shape, params)
-            if path in chosen and math.prod(leaf.shape) >= max(min_size, 1):
+            # XLA:TPU does not compile (error 1200) a loss function that reads params of one dim from the host.
+            can_move = group != "params" or (leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
+            if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path
                 num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
     left, kept = offload.fraction * sum(num_bytes.values()), set()

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain, reshard
-from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown, with_shapes
+from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.mesh import Axes
-from zero_jax.sharding.precision import LossScale, Precision, cast_floating, init_loss_scale, resolve_precision
+from zero_jax.sharding.precision import LossScale, Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import (
     LeafPlacement,
@@ -32,10 +27,9 @@ from zero_jax.sharding.rules import (
     place_params,
     to_shardings,
 )
-from zero_jax.sharding.stages import sharded_groups
+from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.training.optimizer.offload import Offload, check_has_host_memory, host_shardings, on_host, resolve_offload
-from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
@@ -46,7 +40,8 @@ class TrainState:
 
     Attributes:
       step: calls of the train step so far, `int32[]`.
-      params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3.
+      params: the params; in low precision and whole at stages 1 and 2, the master params themselves at stage 3, there
+        with `ZeroConfig.secondary` the secondary shard.
       master: the full-precision params that the optimizer updates, or None where `params` are those.
       opt_state: the optimizer's state.
       key: the key that each step's key is derived from.
@@ -97,19 +92,34 @@ class Placement:
     @property
     def keeps_copy(self) -> bool:
         """Whether a low-precision copy of the params is kept beside the master params."""
-        return self.precision.has_master and "params" not in self.groups
+        return self.precision.has_master and not self.params_are_masters
+
+    @property
+    def params_are_masters(self) -> bool:
+        """Whether the stage shards params as it does the master params, so that these are the params."""
+        return "params" in self.groups and not self.axes.secondary
+
+    def axes_of_group(self, group: str) -> tuple[str, ...]:
+        """Returns the axes of `data` that a group is sharded over."""
+        return group_axes(group, self.groups, data=self.axes.data, secondary=self.axes.secondary)
 
     def param_shardings(self, group: str) -> PyTree:
         """Returns the shardings of `params`, `master` or `grads`."""
-        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, sharded=group in self.groups)
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group(group))
 
     def model_state_shardings(self) -> PyTree:
         """Returns the shardings of the model state."""
-        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, sharded=MODEL_STATE in self.groups)
+        over = self.axes_of_group(MODEL_STATE)
+        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, over=over)
 
     def variable_shardings(self) -> PyTree:
-        """Returns the shardings of the `Variables` that the loss function sees, of params those of their gradients."""
+        """Returns the shardings of `Variables` as they are given at first, of params those of the master params."""
         return joined(self.param_shardings("master"), self.model_state_shardings())
+
+    def loss_shardings(self) -> PyTree:
+        """Returns the shardings that the loss function's params are gathered from, or their gradients scattered to."""
+        group = "params" if self.axes.secondary else "master"
+        return joined(self.param_shardings(group), self.model_state_shardings())
 
     def cast(self, variables: PyTree) -> PyTree:
         """Casts params to the compute dtype, and model state to none: what the loss function is given."""
@@ -119,21 +129,21 @@ class Placement:
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
-        return to_shardings(placed, mesh=self.mesh, axes=self.axes, sharded="opt_state" in self.groups)
+        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
 
-    def on_host(self, opt_state: PyTree, master: PyTree) -> dict[str, list[bool]]:
-        """Tells which leaves of `opt_state` and `master` are kept in host memory."""
+    def on_host(self, opt_state: PyTree, master: PyTree, params: PyTree) -> dict[str, list[bool]]:
+        """Tells which leaves of `opt_state`, `master` and `params` are kept in host memory."""
         leaves = jax.tree.leaves(self.params, is_leaf=_is_placement)
         return on_host(
             self.offload,
-            {"opt_state": opt_state, "master": master},
+            {"opt_state": opt_state, "master": master, "params": params},
             {leaf.path: leaf.shape for leaf in leaves},
             min_size=self.rules.min_shard_size,
         )
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
         """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
-        if "params" in self.groups:
+        if self.params_are_masters:
             return masters
         return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
 
@@ -160,8 +170,11 @@ class Placement:
         return jax.tree.unflatten(jax.tree.structure(tree), gathered)
 
     def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
-        steps = gather_shardings(self.mesh, placement.dims, self.axes.data)
-        coding = blocks_of_leaf(self.quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
+        kept = self.axes_of_group("params")
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
+        # A secondary shard is gathered as it is: its own gathers, one for each use, are quantized.
+        quantize = None if kept else self.quantize
+        coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
         with gather_scope(placement.path):
             return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
 
@@ -192,9 +205,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
-    offload = resolve_offload(config.offload)
-    if offload is not None:
-        check_has_host_memory(mesh)
+    groups = sharded_groups(config.stage) - ({"params"} if axes.secondary else set())
+    offload = check_offload(config.resolved_offload(), mesh, groups)
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -239,40 +251,15 @@ def strongly_typed(tree: PyTree) -> PyTree:
     return jax.tree.map(fix, tree)
 
 
-def _build_state(
-    variables: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement
-) -> TrainState:
-    """Makes a train state from params, each leaf constrained to its sharding; params are not yet gathered."""
-    variables = as_variables(variables)
-    sharded = jax.tree.map(
-        lax.with_sharding_constraint,
-        cast_floating(strongly_typed(variables.params), placement.precision.master),
-        placement.param_shardings("master"),
-    )
-    precision = placement.precision
-    return TrainState(
-        step=jnp.int32(0),
-        params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
-        master=sharded if placement.keeps_copy else None,
-        opt_state=strongly_typed(init_opt_state(tx, trainable(sharded))),
-        key=key,
-        loss_scale=init_loss_scale(precision.loss_scale),
-        num_skipped_steps=jnp.int32(0),
-        model_state=jax.tree.map(
-            lax.with_sharding_constraint, strongly_typed(variables.model_state), placement.model_state_shardings()
-        ),
-    )
-
-
 def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
     """Returns the sharding of each leaf of a train state."""
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
     names = variable_names(state.variables) + leaf_names(state.opt_state)
     check_matched("overrides", placement.rules.overrides, names)
-    flags = placement.on_host(state.opt_state, state.master)
+    flags = placement.on_host(state.opt_state, state.master, state.params)
     return TrainState(
         step=whole,
-        params=placement.param_shardings("params"),
+        params=host_shardings(placement.param_shardings("params"), flags["params"]),
         master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
         opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
         key=whole,
@@ -280,121 +267,3 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
         num_skipped_steps=whole,
         model_state=placement.model_state_shardings(),
     )
-
-
-def abstract_state(
-    init_fn: Callable[[jax.Array], PyTree],
-    tx: optax.GradientTransformation,
-    key: jax.Array | None = None,
-    *,
-    mesh: Mesh,
-    config: ZeroConfig,
-) -> TrainState:
-    """Returns the `ShapeDtypeStruct`s of `init_state`, with shardings, for compiling ahead of time.
-
-    Args:
-      init_fn: `init_fn(key)` returns the params, or `Variables`.
-      tx: the optimizer.
-      key: a key; only its type matters. None stands for `jax.random.key(0)`.
-      mesh: the mesh, of real or of compile-only devices.
-      config: stage, precision and rules.
-    """
-    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
-    check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
-    variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
-    check_optimizer(tx)
-    placement = make_placement(variables, mesh=mesh, config=config)
-    state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
-    shardings = train_state_shardings(state, placement)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
-
-
-def check_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns the optimizer; raises `ValueError` for anything that is none."""
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
-    return tx
-
-
-def _checked_key(key: Any) -> Any:
-    """Returns a key, old or new; raises `ValueError` for anything that is none."""
-    if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
-        is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
-        if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
-            return key
-    raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
-
-
-def _checked(variables: PyTree) -> PyTree:
-    params, model_state = as_variables(variables).params, as_variables(variables).model_state
-    if not jax.tree.leaves(params):
-        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
-    remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
-    check_arrays("params", params, remedy=remedy)
-    check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
-    return variables
-
-
-def init_state(
-    init_fn: Callable[[jax.Array], PyTree] | PyTree,
-    tx: optax.GradientTransformation,
-    key: jax.Array,
-    *,
-    mesh: Mesh,
-    config: ZeroConfig,
-) -> TrainState:
-    """Makes a train state that is born sharded: no device and no host ever holds a whole sharded tree.
-
-    Args:
-      init_fn: `init_fn(key)` returns the params, or `Variables` of params and model state; it is compiled, so that
-        each device makes its share only. The values are those of `init_fn(key)` on one device. Or what it would return
-        (a pytree of host or device arrays, a pretrained model): it is placed leaf by leaf.
-      tx: any optax transformation.
-      key: passed to `init_fn`; the keys of the steps are derived from it.
-      mesh: the mesh.
-      config: stage, precision and rules.
-    """
-    # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
-    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
-    is_function = callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial))
-    make = init_fn if is_function else None
-    if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
-        raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
-    shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
-    placement = make_placement(shapes.variables, mesh=mesh, config=config)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    build, given = _init_program(make, init_fn, tx, shapes, placement)
-    state = build(given, put_global(key, NamedSharding(mesh, PartitionSpec())))
-    # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
-    params = jax.tree.map(reshard_array, state.params, shardings.params)
-    return dataclasses.replace(state, params=params)
-
-
-def _init_program(
-    make: Callable[[jax.Array], PyTree] | None,
-    variables: PyTree,
-    tx: optax.GradientTransformation,
-    shapes: TrainState,
-    placement: Placement,
-) -> tuple[Any, PyTree]:
-    """Returns the jitted `program(given, key)` that makes a state whose params are still sharded, and `given`.
-
-    `make` is the function that makes the variables from a key, or None where `variables` are given.
-    """
-
-    def build(variables: PyTree, key: jax.Array) -> TrainState:
-        variables = make(key) if make else variables
-        return _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
-
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
-    given, donated = None, False
-    if make is None:
-        variables = joined(as_variables(variables).params, as_variables(variables).model_state)
-        given = jax.tree.map(put_global, variables, placement.variable_shardings())
-        made = joined(shapes.masters, shapes.model_state)
-        # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
-        # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
-        donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
-        donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(made)]
-    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given

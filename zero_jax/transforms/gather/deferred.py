@@ -21,7 +21,7 @@ class Lazy:
     `dims` is its sharding while it is still a shard (of no axes, if the param is whole), None once the recipe gathers.
     `depth` counts the equations of the recipe that follow one another. `cast` is a wider dtype that it is used in:
     `build` makes it, and `aval` has it, in the dtype from before, in which it is cheaper to gather. `formats` are what
-    it is gathered in and its gradient sent in.
+    it is gathered in and its gradient sent in. `on_host` says that `build` fetches it from host memory first.
     """
 
     roots: tuple[Any, ...]
@@ -32,11 +32,17 @@ class Lazy:
     depth: int = 0
     cast: Any = None
     formats: Formats = PLAIN
+    on_host: bool = False
 
     @property
     def is_shard(self) -> bool:
         """Whether it is to be gathered at its use."""
         return self.dims is not None and any(self.dims)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether it is to be made at its use, and not kept for the backward pass: gathered, or fetched."""
+        return self.is_shard or (self.on_host and self.dims is not None)
 
     @property
     def shard(self) -> Dims:

@@ -46,7 +46,7 @@ class Ordering:
         self.jaxpr = jaxpr
         self.evaluated: set[int] = set()
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
-        if not any(isinstance(value, Lazy) and value.is_shard for value in values):
+        if not any(isinstance(value, Lazy) and value.is_deferred for value in values):
             return
         blocks = find_blocks(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
         if not blocks:
@@ -138,7 +138,7 @@ class Ordering:
             return value
         if value.dims is None:
             return None
-        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=as_it_is, depth=0)
+        return dataclasses.replace(value, roots=(value.build(*value.roots),), build=as_it_is, depth=0, on_host=False)
 
 
 def _made_of_params(jaxpr: Any, values: Sequence[Lazy | Value]) -> dict[Any, frozenset[int]]:

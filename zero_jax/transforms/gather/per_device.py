@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.quantized import Blocks
-from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.spec import Dims, carries, named, without
 from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
@@ -119,6 +119,7 @@ class DeviceSum:
     Attributes:
       mesh: the mesh.
       axes: the roles of its axes.
+      over: the mesh axes whose devices have gradients of their own, major first.
       dims: how the sum is sharded.
       dtype: the dtype in which gradients move between devices; None for float32.
       coding: the blocks that they move in instead, or None. Their sum is made in float32.
@@ -127,45 +128,47 @@ class DeviceSum:
 
     mesh: Mesh
     axes: Axes
+    over: tuple[str, ...]
     dims: Dims
     dtype: Any = None
     coding: Blocks | None = None
     refusal: str = ""
 
     def __call__(self, stack: jax.Array) -> jax.Array:
-        """Sums a stack `[devices of the batch axes, ...]` to the shards `dims`, one mesh axis at a time.
+        """Sums a stack `[devices of over, ...]` to the shards `dims`, one mesh axis at a time, in float32 or wider.
 
-        Each all-to-all moves what a reduce-scatter would, and the sum is made locally in float32.
+        Each all-to-all moves what a reduce-scatter would, and the sum is made locally.
         """
-        mesh, own_dtype = self.mesh, stack.dtype
-        wide = jnp.promote_types(own_dtype, jnp.float32)
-        left = list(self.axes.batch)
+        mesh, dims, left = self.mesh, self.dims, list(self.over)
+        wide = jnp.promote_types(stack.dtype, jnp.float32)
+        placed = without(dims, left)
         # Without it XLA may cut what the gradients are made of as it cuts their sum.
-        own = named(mesh, (self.axes.batch, *without(self.dims, self.axes.batch)))
-        stack = lax.with_sharding_constraint(stack, own).astype(wide)
+        stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))
         stack = stack.reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
-        placed: list[tuple[str, ...]] = [tuple(a for a in dim if a not in self.axes.batch) for dim in self.dims]
         for axis in self.axes.data:
-            home = next((i for i, dim in enumerate(self.dims) if axis in dim), None)
-            if home is None:
+            if axis not in left or not carries(dims, (axis,)):
                 continue
-            start = named(mesh, (*((a,) for a in left), *placed))
-            placed[home] = (*placed[home], axis)
             place = left.index(axis)
-            landed = named(mesh, (*(() if a == axis else (a,) for a in left), *placed))
+            landed = without(dims, [other for other in left if other != axis])
+            here = named(mesh, (*((a,) for a in left), *placed))
+            there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
             if self.coding is None or mesh.shape[axis] == 1:
-                stack = lax.with_sharding_constraint(stack.astype(self.dtype or wide), landed)
+                # Pinned on both sides, or XLA moves it in the dtype from before the cast.
+                stack = lax.with_sharding_constraint(stack.astype(self.dtype or wide), here)
+                stack = lax.with_sharding_constraint(stack, there)
             else:
-                stack = lax.with_sharding_constraint(stack, start)
-                move = Chain((start, landed), barrier=True, coding=self.coding)
+                stack = lax.with_sharding_constraint(stack.astype(wide), here)
+                move = Chain((here, there), barrier=True, coding=self.coding)
                 stack = reshard(stack, forward=move, backward=Chain())
+            placed = landed
             stack = stack.astype(wide).sum(place)
             left.pop(place)
         if left:  # replicas, and axes that this leaf is not sharded over
-            entries = tuple((a,) for a in left)
-            stack = lax.with_sharding_constraint(stack, named(mesh, (*entries, *placed)))
-            stack = stack.astype(self.dtype or wide).sum(tuple(range(len(left))))
-            stack = lax.with_sharding_constraint(stack, named(mesh, tuple(placed)))
+            stack = stack.astype(self.dtype or wide)
+            stack = lax.with_sharding_constraint(stack, named(mesh, (*((a,) for a in left), *placed)))
+            # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
+            stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
+            stack = lax.with_sharding_constraint(stack, named(mesh, placed))
         return stack.astype(wide)
 
 

@@ -26,13 +26,15 @@ from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import MODEL_STATE, variable_names
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
-from zero_jax.sharding.quantized import PLAIN, Quantize, check_quantize
-from zero_jax.sharding.spec import carries, named
+from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
+from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
+from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
-from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
+from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.regions import GatherFrame, Options
+from zero_jax.transforms.gather.uses import device_sum
 from zero_jax.transforms.gather.walk import GatherWalk
 from zero_jax.transforms.passthrough import is_float
 
@@ -152,7 +154,7 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
 def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Callable[..., Any]:
     def run(events: list[GatherEvent | WideUse] | None, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         with mesh_context(options.mesh, options.axes):
-            closed, out_shape, values = trace_call(fn, params, args, kwargs)
+            closed, out_shape, values = trace_call(fn, used_shapes(params), args, kwargs)
         marked = _mark(params, specs, options)
         mixed: frozenset[int] = frozenset()
         if not options.mapped:
@@ -188,26 +190,40 @@ def _examples(value: Any, options: Options) -> int | str:
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:
     """Marks the params that are (or whose gradients are) sharded over `data`; with a reduce dtype, whole ones too."""
     marked: list[Lazy | Value] = []
-    each = dims_of_each(params, specs, mesh=options.mesh)
+    each = dims_of_each(used_shapes(params), specs, mesh=options.mesh)
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
-        aval = jax.typeof(leaf)
         formats = PLAIN
-        if options.quantize is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+        if options.quantize is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             formats = options.quantize.formats(name, is_param=not name.startswith(f"{MODEL_STATE}/"))
+        if isinstance(leaf, HostParam):
+            marked.append(_fetched(leaf, name, dims, formats, options))
+            continue
+        aval = jax.typeof(leaf)
         if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             root = leaf
             if options.mapped and is_float(aval):
                 refusal = f"the gradient of {name!r} is not summed at each of its uses"
-                root = summed_use(leaf, DeviceSum(mesh=options.mesh, axes=options.axes, dims=dims, refusal=refusal))
+                root = summed_use(leaf, device_sum(options, dims, refusal=refusal))
             elif is_float(aval):  # whatever the uses are, their cotangents add up to a shard
                 with gather_scope(name):
                     root = jaxprs.reshard(leaf, forward=Chain(), backward=Chain((named(options.mesh, dims),)))
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
-            how = DeviceSum(mesh=options.mesh, axes=options.axes, dims=dims, dtype=options.reduce_dtype)
-            marked.append(Value(summed_use(leaf, how), pure=True))
+            marked.append(Value(summed_use(leaf, device_sum(options, dims)), pure=True))
         elif options.product_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
             marked.append(Value(leaf, pure=True))
     return marked
+
+
+def _fetched(param: HostParam, name: str, dims: Dims, formats: Formats, options: Options) -> Lazy:
+    """Marks a param in host memory."""
+    dims = dims if carries(dims, options.axes.data) else ((),) * param.array.ndim
+    roots, build = (param.array,), fetch_as(param.dtype)
+    if param.gradient is not None:
+        with gather_scope(name):
+            backward = Chain((named(options.mesh, dims),)) if any(dims) else Chain()
+            roots, build = (*roots, jaxprs.reshard(param.gradient, forward=Chain(), backward=backward)), fetch
+    aval = jax.typeof(jnp.zeros(param.array.shape, param.dtype))
+    return Lazy(roots, build, aval, name, dims, formats=formats, on_host=True)

@@ -9,7 +9,7 @@ import jax
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.sharding.quantized import Blocks, blocks_of
-from zero_jax.sharding.spec import named, without
+from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
@@ -48,13 +48,18 @@ def gathering(options: Options, value: Lazy, shape: tuple[int, ...]) -> Chain:
     return Chain(steps, barrier=True, coding=_blocks(options, value, value.formats.gather, shape)) if steps else Chain()
 
 
+def device_sum(options: Options, dims: Dims, **how: Any) -> DeviceSum:
+    """Returns how the gradients of all devices are summed to the shards `dims`."""
+    axes = options.axes
+    return DeviceSum(mesh=options.mesh, axes=axes, over=axes.batch, dims=dims, dtype=options.reduce_dtype, **how)
+
+
 def _summed(options: Options, value: Lazy, array: jax.Array) -> jax.Array:
     """Returns the array of a param at its use, where the gradients that devices have of it are summed."""
     if not (value.is_shard and is_float(array)):
         return array
     coding = _blocks(options, value, value.formats.grad, array.shape)
-    how = DeviceSum(mesh=options.mesh, axes=options.axes, dims=value.shard, dtype=options.reduce_dtype, coding=coding)
-    return summed_use(array, how)
+    return summed_use(array, device_sum(options, value.shard, coding=coding))
 
 
 def _blocks(options: Options, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:

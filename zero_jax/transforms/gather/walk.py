@@ -84,7 +84,7 @@ class GatherWalk:
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
 
-        last = last_use(jaxpr, [isinstance(v, Lazy) and v.is_shard for v in ins]) if frame.ends_forward else None
+        last = last_use(jaxpr, [isinstance(v, Lazy) and v.is_deferred for v in ins]) if frame.ends_forward else None
         within = dataclasses.replace(frame, ends_forward=False)
 
         def evaluate(eqn: Any) -> None:
@@ -118,7 +118,7 @@ class GatherWalk:
         if (widened := put_off(eqn, values)) is not None:
             return [widened]
         inner = jaxprs.inner_jaxprs(eqn)
-        dims_in = [value.dims if isinstance(value, Lazy) and value.is_shard else None for value in values]
+        dims_in = [value.dims if isinstance(value, Lazy) and value.is_deferred else None for value in values]
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
         passes, _ = pending(eqn, values)
         out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
@@ -140,7 +140,7 @@ class GatherWalk:
 
     def use(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Gathers the sharded inputs and evaluates the equation; what was gathered is not kept as a residual."""
-        gathers = any(value.is_shard or value.dims is None for value in values if isinstance(value, Lazy))
+        gathers = any(value.is_deferred or value.dims is None for value in values if isinstance(value, Lazy))
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
         if not gathers or not frame.regather or frame.ends_forward or eqn.effects:
             region, split = self.gathered(eqn, values)
@@ -232,6 +232,7 @@ class GatherWalk:
                 depth=depth,
                 cast=cast,
                 formats=lazy[0].formats if len({value.formats for value in lazy}) == 1 else PLAIN,
+                on_host=any(value.on_host for value in lazy),
             )
             for i, var in enumerate(eqn.outvars)
         ]
@@ -239,7 +240,9 @@ class GatherWalk:
             return [*made]
         if made[0].dims is None:
             return [Value(self.array(value), pure=True) for value in made]
-        return [dataclasses.replace(v, roots=(v.build(*v.roots),), build=as_it_is, depth=0) for v in made]
+        return [
+            dataclasses.replace(v, roots=(v.build(*v.roots),), build=as_it_is, depth=0, on_host=False) for v in made
+        ]
 
     # --- equations with inner jaxprs -------------------------------------------------------------------------------
 
@@ -309,8 +312,8 @@ class GatherWalk:
 
         def body(carry: list[Any], x: list[Any]) -> list[Any]:
             sliced = [
-                dataclasses.replace(s, roots=(array,)) if isinstance(s, Lazy) else Value(array, s.pure)
-                for s, array in zip(slices, x, strict=True)
+                dataclasses.replace(s, roots=tuple(arrays)) if isinstance(s, Lazy) else Value(arrays[0], s.pure)
+                for s, arrays in zip(slices, x, strict=True)
             ]
             ins = [*consts, *(Value(c, pure=False) for c in carry), *sliced]
             outs = self.run(jaxpr, [Value(c, pure=True) for c in inner_consts], ins, inner_frame)

@@ -36,11 +36,14 @@ class Separability:
       not_local: why it cannot be called on each device's own examples; empty if it can.
       convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
         (docs/xla_faults.md).
+      is_plain: whether neither it nor the mesh has axes of a model: XLA ends the process on some such programs in which
+        a part of the axes is mapped by `shard_map`.
     """
 
     another_loss: str
     not_local: str
     convolves: bool = False
+    is_plain: bool = False
 
 
 def separability(
@@ -54,6 +57,7 @@ def separability(
     num_microbatches: int,
     loss_weight: str | None = "auto",
     local: bool = True,
+    exact: bool = False,
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
@@ -70,12 +74,14 @@ def separability(
       num_microbatches: the parts that the batch is split into.
       loss_weight: what `with_weight` was called with.
       local: whether it is asked if the loss can be called on each device's own examples.
+      exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
+        combines it, and none drawn.
     """
     size = next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), 0)
     num_devices = axis_size(mesh, axes.batch)
     if not size:
         return Separability(another_loss="", not_local="")
-    traces = _Traces(weighted, params, batch, key, mesh)
+    traces = _Traces(weighted, params, batch, key, mesh, has_aux=exact)
     not_local = another = ""
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
     names = set(_operations(trace))
@@ -84,6 +90,8 @@ def separability(
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
     elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
+    elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
+        not_local = "it draws random numbers, which are those of the whole batch"
     elif local:
         not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
@@ -91,19 +99,22 @@ def separability(
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
-    return Separability(another_loss=another, not_local=not_local, convolves=convolves)
+    is_plain = axis_size(mesh, axes.model) == 1 and not names & {"sharding_constraint", "shard_map"}
+    return Separability(another_loss=another, not_local=not_local, convolves=convolves, is_plain=is_plain)
 
 
 class _Traces:
     """Traces of a loss function with its weight, on batches of several sizes."""
 
-    def __init__(self, weighted: TracedFunction, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh):
-        self.weighted, self.params, self.batch, self.key = weighted, params, batch, key
+    def __init__(
+        self, weighted: TracedFunction, params: PyTree, batch: PyTree, key: jax.Array, mesh: Mesh, *, has_aux: bool
+    ):
+        self.weighted, self.params, self.batch, self.key, self.has_aux = weighted, params, batch, key, has_aux
         self.sharding = NamedSharding(mesh, PartitionSpec())  # as in the step, which takes the same trace
         self.traced: dict[int, Any] = {}
 
     def of(self, size: int) -> Any:
-        """Returns the closed jaxpr of loss and weight on so many examples."""
+        """Returns the closed jaxpr of loss, weight and (with `has_aux`) the leaves of aux on so many examples."""
 
         def resize(x: Any) -> jax.ShapeDtypeStruct:
             shape = (size, *x.shape[1:]) if np.ndim(x) else ()
@@ -115,8 +126,9 @@ class _Traces:
                     warnings.simplefilter("ignore")
                 closed, out_shape = self.weighted.trace(self.params, jax.tree.map(resize, self.batch), self.key)
             results = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
-            loss, (*_, weight) = results
-            self.traced[size] = jaxprs.with_results(closed, [loss, weight])
+            loss, (aux, _, weight) = results
+            leaves = jax.tree.leaves(aux) if self.has_aux else []
+            self.traced[size] = jaxprs.with_results(closed, [loss, weight, *leaves])
         return self.traced[size]
 
     def why_no_mean(self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False) -> str:
@@ -144,10 +156,24 @@ class _Traces:
         inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
         inputs += [SAME] * len(jax.tree.leaves(self.key))
-        loss, weight = TraceComparison(num_parts).run(*traces, inputs)
+        loss, weight, *aux = TraceComparison(num_parts).run(*traces, inputs)
+        avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[2:]]
+        if not all(_combines(x, weight, aval, size=factor * size) for x, aval in zip(aux, avals, strict=True)):
+            return "its aux is not known to be a sum, a mean or a value of each example"
         return _why_no_mean(
             loss, weight, named=loss_weight not in ("auto", None), trusted=trusted and loss_weight is None
         )
+
+
+def _combines(aux: Relation, weight: Relation, aval: Any, *, size: int) -> bool:
+    """Tells whether a leaf of aux of the whole batch is what a step makes of those of the parts."""
+    if aux.kind is Kind.ROWS:
+        return aux.is_plain and aux.dim == 0
+    if aval.ndim and aval.shape[0] == size:  # it would be taken for values of examples
+        return False
+    if jax.numpy.issubdtype(aval.dtype, np.inexact):
+        return not _why_no_mean(aux, weight, named=False, trusted=False)
+    return aux.kind is Kind.SUM and not aux.power and aux.divisor is None and not aux.bounded and aval.dtype != bool
 
 
 def _why_no_mean(loss: Relation, weight: Relation, *, named: bool, trusted: bool) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
-from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -22,7 +21,7 @@ from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum, weight_alone
+from zero_jax.transforms import DeviceSum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +90,13 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
 class Accumulator:
     """Sums loss, gradients and aux over the microbatches of a batch.
 
-    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing.
+    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing. `mapped` are the
+    axes of the batch that `local` takes apart: all of them, or those along which devices have copies of the params.
     """
 
     mesh: Mesh
     axes: Axes
+    mapped: tuple[str, ...]
     num_microbatches: int
     loss_weight: str | None
     whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
@@ -120,6 +121,41 @@ class Accumulator:
             return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None, self.axes.batch)))
 
         return jax.tree.map(split_leaf, batch)
+
+    def split_mapped(self, batch: PyTree) -> PyTree:
+        """Splits leaves `[batch, ...]` into `[num_microbatches, shards of mapped, examples, ...]`; scalars stay."""
+        batch_axes, rest = self.axes.batch, self.unmapped
+        order = [batch_axes.index(axis) for axis in (*self.mapped, *rest)]
+
+        def regroup(x: jax.Array) -> jax.Array:
+            if not x.ndim or not rest:
+                return x
+            k, _, size, *shape = x.shape
+            x = x.reshape(k, *self.sizes(batch_axes), size, *shape)
+            x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in batch_axes))))
+            x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
+            x = x.reshape(k, axis_size(self.mesh, self.mapped), -1, *shape)
+            return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, rest)))
+
+        return jax.tree.map(regroup, self.split(batch))
+
+    def joined_mapped(self, x: jax.Array) -> jax.Array:
+        """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
+        axes = (*self.mapped, *self.unmapped)
+        order = [axes.index(axis) for axis in self.axes.batch]
+        k, shape, last = x.shape[0], x.shape[3:], 1 + len(axes)
+        x = x.reshape(k, *self.sizes(axes), -1, *shape)
+        x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
+        return x.reshape(-1, *shape)
+
+    def sizes(self, axes: Sequence[str]) -> list[int]:
+        """Returns the sizes of mesh axes."""
+        return [self.mesh.shape[axis] for axis in axes]
+
+    @property
+    def unmapped(self) -> tuple[str, ...]:
+        """The axes of the batch that are not mapped."""
+        return tuple(axis for axis in self.axes.batch if axis not in self.mapped)
 
     def sharded(
         self,
@@ -165,7 +201,7 @@ class Accumulator:
             sums = pin([_add_weighed(s, weight, g) for s, g in zip(sums, grads, strict=True)])
             return (sums, total + weight, model_state), (loss.astype(jnp.float32), weight, aux, squares)
 
-        zeros = pin([jnp.zeros(p.shape, _wide(p.dtype)) for p in params])
+        zeros = pin([jnp.zeros(p.shape, wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
         begun = zeros, jnp.float32(0), model_state
         (sums, total, model_state), (losses, weights, auxes, squares) = lax.scan(body, begun, xs)
@@ -183,37 +219,55 @@ class Accumulator:
         key: jax.Array,
         dims: list[Dims],
         *,
+        rest: PyTree,
         convolves: bool = False,
+        is_plain: bool = False,
     ) -> Any:
         """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
 
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
-        gradients is turned from devices to shards by all-to-alls and summed where it lands. Arguments and results are
-        those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the next.
-        XLA partitions the convolutions of `jax.vmap` wrongly: a loss that has some is mapped by `shard_map`.
+        gradients is turned from devices to shards by all-to-alls and summed where it lands. Where `mapped` are the axes
+        of copies of the params alone, the same is done for the devices of each copy together: only shards of gradients
+        move between copies, and once a step. What `grad_fn` uses of the mesh's arrays it takes as arguments, `rest`
+        the last of them: `jax.shard_map` types what a function closes over as if outside. Other arguments and results
+        are those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the
+        next. XLA partitions the convolutions of `jax.vmap` wrongly: a loss that has some is mapped by `shard_map`, as
+        is one that `is_plain` over copies of the params.
         """
-        k, n = self.num_microbatches, self.num_shards
-        parts = self.split(batch)
-        own_dims = [(self.axes.batch, *without(d, self.axes.batch)) for d in dims]  # axes of the model stay
+        k, n = self.num_microbatches, axis_size(self.mesh, self.mapped)
+        parts = self.split_mapped(batch)
+        own_dims = [(self.mapped, *without(d, self.mapped)) for d in dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
-        in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0)
-        if convolves:
+        in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)
+        if convolves or (self.unmapped and is_plain):
             mapped = self.shard_mapped(grad_fn, in_axes)
         else:
-            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.axes.batch)
+            mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.mapped)
+        if k == 1:
+            part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
+            (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), rest)
+            total = nonzero(weights.sum())
+            grads = [
+                self.reduce(d, c, _weighed_share(g, outer(weights, g), total))
+                for d, c, g in zip(dims, self.codings, grads, strict=True)
+            ]
+            size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
+            auxes = jax.tree.map(lambda x: x[None], auxes)
+            aux = self.combine(auxes, weights[None], size)
+            return (self.mean(losses.astype(jnp.float32), weights), (aux, model_state)), grads, None
 
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, total = carry
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys)
+            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys, rest)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
-            sums = [_add_weighed(s, _outer(weights, g), g) for s, g in zip(sums, grads, strict=True)]
+            sums = [_add_weighed(s, outer(weights, g), g) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
             return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux, squares)
 
         zeros = [
-            lax.with_sharding_constraint(jnp.zeros((n, *p.shape), _wide(p.dtype)), own)
+            lax.with_sharding_constraint(jnp.zeros((n, *p.shape), wide(p.dtype)), own)
             for p, own in zip(params, stacked, strict=True)
         ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
@@ -224,106 +278,37 @@ class Accumulator:
         return out, grads, mean_of_parts(squares, weights)
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns what `jax.vmap` of a function over the devices returns; the mesh has no other axes than the batch's.
+        """Returns what `jax.vmap` of a function over the devices of the mapped axes returns.
 
-        `in_axes` are those of `jax.vmap`, 0 or None.
+        Within it, arrays do not have the mapped dim, not even of size 1: XLA:TPU has no native reduce-scatters of
+        gradients with three dims. `in_axes` are those of `jax.vmap`, 0 or None.
         """
-        over_devices = PartitionSpec(self.axes.batch)
-        specs = jax.tree.map(
-            lambda axis: PartitionSpec() if axis is None else over_devices, in_axes, is_leaf=lambda axis: axis is None
+        is_none = lambda axis: axis is None  # noqa: E731
+        over = PartitionSpec(self.mapped)
+        specs = jax.tree.map(lambda axis: PartitionSpec() if axis is None else over, in_axes, is_leaf=is_none)
+
+        def one_device(*args: PyTree) -> PyTree:
+            args = jax.tree.map(
+                lambda axis, part: part if axis is None else jax.tree.map(lambda x: x[0], part),
+                in_axes,
+                args,
+                is_leaf=is_none,
+            )
+            return jax.tree.map(lambda x: x[None], fn(*args))
+
+        return jax.shard_map(
+            one_device, mesh=self.mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
         )
-        one_device = jax.vmap(fn, in_axes=in_axes, axis_size=1)
-        return jax.shard_map(one_device, mesh=self.mesh, in_specs=specs, out_specs=over_devices, check_vma=False)
-
-    def mapped(
-        self,
-        loss_fn: Callable[..., Any],
-        weigh: Callable[..., Any] | None,
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-    ) -> Any:
-        """Returns loss and gradients of one microbatch by `jax.vmap` over devices, which see their own examples only.
-
-        Args:
-          loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
-            gradients of it are summed at each use of a param (`transforms.summed_on_use`).
-          weigh: the weight of a part of the batch, `weigh(batch, key)`; None if all weigh the same.
-          params: the list of params.
-          model_state: what each device is given; it does not change.
-          batch: the microbatch.
-          key: its key.
-
-        Returns:
-          `((loss, (aux, model_state, weight)), grads)`.
-        """
-
-        @functools.partial(jax.value_and_grad, has_aux=True)
-        def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
-            loss, (aux, *_) = loss_fn(params, model_state, batch, key)
-            return loss * share, (loss, aux)
-
-        n = self.num_shards
-        parts = jax.tree.map(lambda x: x[0] if x.ndim else x, self.split(batch))
-        each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
-        keys = jax.random.split(key, n)
-        over_devices = functools.partial(jax.vmap, spmd_axis_name=self.axes.batch, axis_size=n)
-        weights = jnp.ones(n, jnp.float32)
-        if weigh is not None:
-            weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
-            # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
-            other = jnp.argmax(weights)
-            parts = jax.tree.map(lambda x: jnp.where(_outer(weights == 0, x), x[other], x) if x.ndim else x, parts)
-        total = weights.sum()
-        shares = lax.with_sharding_constraint(
-            weights * n / _nonzero(total), NamedSharding(self.mesh, PartitionSpec(self.axes.batch))
-        )
-        in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
-        (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
-            params, parts, keys, shares
-        )
-        size = next((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim), 0)
-        aux = self.combine(jax.tree.map(lambda x: x[None], auxes), weights[None], size)
-        grads = [(x.astype(_wide(x.dtype)) / n).astype(x.dtype) for x in sums]
-        return (self.mean(losses, weights), (aux, model_state, total)), grads
-
-    def mapped_grads(
-        self, loss_fn: Callable[..., Any], traced: TracedFunction, *weighted: Any, convolves: bool
-    ) -> Callable[..., Any]:
-        """Returns `mapped` as a function of params, model state, a microbatch and a key.
-
-        Args:
-          loss_fn: as of `mapped`.
-          traced: the loss function with its weight.
-          *weighted: its arguments, for a whole batch.
-          convolves: whether it has convolutions.
-        """
-        if convolves:
-            refuse_own("XLA partitions each device's own convolutions wrongly")
-        try:
-            weigh = weight_alone(traced, *weighted)
-        except NotImplementedError as error:
-            refuse_own(str(error))
-
-        def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
-            shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
-            own = dataclasses.replace(self, num_microbatches=1, whole_aux=shapes)
-            try:
-                return own.mapped(loss_fn, weigh, params, model_state, batch, key)
-            except NotImplementedError as error:
-                refuse_own(str(error))
-
-        return grads
 
     def reduce(self, dims: Dims, coding: Blocks | None, stack: jax.Array) -> jax.Array:
-        """Sums a stack `[num_shards, ...]` of per-device gradients to the shards `dims`."""
-        how = DeviceSum(mesh=self.mesh, axes=self.axes, dims=dims, dtype=self.reduce_dtype, coding=coding)
-        return how(stack)
+        """Sums a stack `[devices of the mapped axes, ...]` of gradients to the shards `dims`."""
+        dtype = self.reduce_dtype or stack.dtype
+        how = DeviceSum(mesh=self.mesh, axes=self.axes, over=self.mapped, dims=dims, dtype=dtype, coding=coding)
+        return how(stack).astype(stack.dtype)
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
         """Returns the weighted mean of losses."""
-        return _weigh(weights, losses).sum() / _nonzero(weights.sum())
+        return _weigh(weights, losses).sum() / nonzero(weights.sum())
 
     def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
         """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.
@@ -338,8 +323,9 @@ class Accumulator:
 
         def combine_leaf(name: str, x: jax.Array, whole: Any) -> jax.Array:
             if x.ndim > lead and x.shape[lead] == num_examples and whole.shape[0] == num_examples * weights.size:
-                if lead == 1:
-                    x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
+                if lead == 2:
+                    return self.joined_mapped(x)
+                x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
                 return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
             over = tuple(range(lead))
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -349,18 +335,10 @@ class Accumulator:
                 )
             if name == self.loss_weight or not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x.any(over) if x.dtype == bool else x.sum(over)
-            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / _nonzero(weights.sum())
+            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / nonzero(weights.sum())
             return _weigh(scale, x).sum(over).astype(x.dtype)
 
         return map_named(combine_leaf, auxes, wholes)
-
-
-def refuse_own(why: str) -> NoReturn:
-    """Raises `ValueError` where gradients cannot be sent quantized."""
-    raise ValueError(
-        f"quantize: devices have no gradients of their own to send quantized, because {why}: leave grads out of "
-        "zero.Quantize (gathers may stay)"
-    )
 
 
 def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
@@ -379,7 +357,12 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
-    return x / _nonzero(total)
+    return x / nonzero(total)
+
+
+@functools.partial(jax.jit, inline=True)
+def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
+    return _weigh(weight / total, x.astype(wide(x.dtype))).astype(x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -387,13 +370,16 @@ def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array
     return total + _weigh(weight, x.astype(total.dtype))
 
 
-def _nonzero(total: jax.Array) -> jax.Array:
+def nonzero(total: jax.Array) -> jax.Array:
+    """Returns a sum of weights to divide by: 1 where it is 0."""
     return jnp.where(total == 0, 1, total)
 
 
-def _outer(weights: jax.Array, x: jax.Array) -> jax.Array:
+def outer(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns weights `[n]` so that they broadcast to `x`, `[n, ...]`."""
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
+    """Returns the dtype that gradients of a dtype are summed in."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -1,0 +1,61 @@
+"""Measures what a GPT step sends inside TPU slices or GPU hosts and between them, with replicas or a secondary shard.
+
+python scripts/measure_replicas.py --topology 2xv5p:4x4x4 --replica 2
+python scripts/measure_replicas.py --topology h100:4x8 --secondary --microbatches 4
+"""
+
+import argparse
+import functools
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zero_jax as zero
+from zero_jax.models import gpt
+
+CONFIG = gpt.GPTConfig(vocab_size=4096, seq_len=128, num_layers=2, d_model=1024, num_heads=16, position="learned")
+
+
+def measure(topology: str, *, stage: int = 3, replica: int = 1, secondary: bool = False, microbatches: int = 1) -> dict:
+    """Compiles a step; returns bytes by network, `(measured, formula)`, and the memory estimate."""
+    mesh = zero.make_mesh(topology=topology, replica=replica)
+    config = zero.ZeroConfig(
+        stage=stage, precision="bf16", num_microbatches=microbatches, secondary=secondary, overlap=False
+    )
+    tx = optax.adamw(3e-4)
+    state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
+    tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
+    compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
+    measured = zero.comms.measure(compiled, mesh=mesh).by_network
+    formula = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).by_network
+    networks = {name: (measured.get(name, 0.0), formula.get(name, 0.0)) for name in {**measured, **formula}}
+    return {"networks": networks, "memory": zero.memory.estimate(state, mesh=mesh, config=config, tx=tx)}
+
+
+def main() -> None:
+    """Prints bytes by network, measured and by formula."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="2xv5p:4x4x4")
+    parser.add_argument("--stage", type=int, default=3)
+    parser.add_argument("--replica", type=int, default=1)
+    parser.add_argument("--secondary", action="store_true")
+    parser.add_argument("--microbatches", type=int, default=1)
+    found = measure(**vars(parser.parse_args()))
+    for network, (sent, ideal) in found["networks"].items():
+        ratio = f", {sent / ideal:.3f} x" if ideal else ""
+        print(f"{network}: {sent / 1e6:.3f} MB a device and step, formula {ideal / 1e6:.3f} MB{ratio}")
+    memory = found["memory"]
+    print(f"state {memory.state_bytes / 1e6:.2f} MB a device, secondary shard {memory.secondary_bytes / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""How many processes a launch starts again after it has lost some, and whether it starts any.
+
+A lost process is left out for a while: real machines take a while to come back, and on one machine fewer processes need
+less memory. Then its place is tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable, Collection
+
+from zero_jax.cluster.preemption import EXIT_CODE as SAVED
+from zero_jax.cluster.processes import Round
+from zero_jax.cluster.watchdog import EXIT_CODE as HUNG
+
+STARTED_AFTER = "ZERO_JAX_STARTED_AFTER_FILE"
+_REFUSED, _DIVERGED = 2, 3
+_LONGEST_WAIT_SECONDS = 86_400.0
+
+
+def report_start(step: int) -> None:
+    """Tells `zero-jax launch --min-processes` that a program is beyond its start; otherwise does nothing.
+
+    The launcher gives up after some restarts in a row from the same step, and asks for a save to try a lost process
+    again only where the program can save. `zero.Trainer` and `zero-jax train` call this; in a script of your own
+    process 0 calls it once, after the first step.
+
+    Args:
+      step: the step of the checkpoint that it went on from; 0 at the beginning.
+
+    Raises:
+      ValueError: a step that is no integer from 0 on.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"report_start: step={step!r}: give the number of steps done, an integer from 0 on")
+    if path := os.environ.get(STARTED_AFTER):
+        pathlib.Path(path).write_text(str(step), encoding="utf-8")
+
+
+class Elastic:
+    """The numbers of processes that a launch starts, one after another.
+
+    Attributes:
+      num_restarts: restarts so far.
+      has_step: whether the program reports steps.
+      reason: why there is another restart, or why there is none after failures; '' where nothing is to be said.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_processes: int,
+        min_processes: int,
+        max_restarts: int,
+        rejoin_seconds: float,
+        refused: Collection[int] = (),
+        clock: Callable[[], float],
+    ):
+        """Takes the settings of `LaunchConfig`, numbers that are not to be tried, and a clock in seconds."""
+        self._num_processes, self._min_processes = num_processes, min_processes
+        self._max_restarts, self._rejoin_seconds, self._clock = max_restarts, rejoin_seconds, clock
+        self._back_at: list[float] = []  # when each lost process is tried again
+        self._refused = set(refused)
+        self._wait_seconds = rejoin_seconds
+        self._size, self._has_grown = num_processes, False
+        self._step = self._num_in_a_row = 0
+        self.num_restarts, self.has_step, self.reason = 0, False, ""
+
+    @property
+    def seconds_to_larger(self) -> float | None:
+        """Seconds that the next processes run until more are started, or None; enough for them to get somewhere."""
+        for k, back_at in enumerate(sorted(self._back_at)):
+            size = self._num_processes - len(self._back_at) + k + 1
+            if size > self._size and size not in self._refused:
+                return max(self._wait_seconds, back_at - self._clock())
+        return None
+
+    def next_size(self, ended: Round, *, step: int | None) -> int | None:
+        """Returns the number of processes to start after others have ended, or None for none.
+
+        Args:
+          ended: the processes that ended.
+          step: the step that they had gone on after, if they reported it.
+        """
+        first = ended.first_failure
+        self.has_step = self.has_step or step is not None
+        self.reason = ""
+        if first is None or ended.is_stopped or first.status == _DIVERGED:
+            return None
+        if ended.is_interrupted:
+            self.reason = "a lost process is tried again"
+        elif first.status == _REFUSED:
+            if not self.num_restarts:
+                return None
+            self._refused.add(self._size)
+            self.reason = f"{self._size} processes were refused (status {_REFUSED}, see above)"
+        else:
+            self.reason = f"process {first.process_index} of {ended.num_processes} {first}"
+            if self._is_stuck(step):
+                self.reason = f"{self._max_restarts} restarts in a row did not get beyond step {self._step}"
+                return None
+            self._lose(ended, first.status)
+        size = self._choose()
+        if size is None:
+            self.reason = f"no number of processes from {self._min_processes} to {self._num_processes} is accepted"
+            return None
+        skipped = ", ".join(str(more) for more in range(self._num_processes - len(self._back_at), size, -1))
+        self.reason += f"; not with {skipped}, which the run refuses" if skipped else ""
+        self._has_grown, self._size = size > self._size, size
+        self.num_restarts += 1
+        return size
+
+    def _is_stuck(self, step: int | None) -> bool:
+        """Counts the ends in a row without a step gained; returns whether there are too many."""
+        has_progress = step is not None and step > self._step
+        self._step = max(self._step, step or 0)
+        self._num_in_a_row = 1 if has_progress else self._num_in_a_row + 1
+        return self._num_in_a_row > self._max_restarts
+
+    def _lose(self, ended: Round, status: int) -> None:
+        """Leaves lost processes out for a while; one that is lost again as soon as it is back, for longer."""
+        if status in (SAVED, HUNG):  # which does not say whose fault it is: all are started again
+            return
+        is_early = self._has_grown and ended.seconds < self._wait_seconds
+        self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else self._rejoin_seconds
+        self._back_at += [self._clock() + self._wait_seconds] * ended.num_lost
+
+    def _choose(self) -> int | None:
+        now = self._clock()
+        self._back_at = [back_at for back_at in self._back_at if back_at > now]
+        num_here = self._num_processes - len(self._back_at)
+        sizes = [size for size in range(self._num_processes, self._min_processes - 1, -1) if size not in self._refused]
+        here = next((size for size in sizes if size <= num_here), None)
+        if here is not None or not sizes:
+            return here
+        size = sizes[-1]  # too few are left: the first lost ones are tried again at once
+        self._back_at = sorted(self._back_at)[size - num_here :]
+        return size

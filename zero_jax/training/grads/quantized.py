@@ -1,0 +1,103 @@
+"""Gradients that each device has of its own examples, to be sent quantized: summed at each use of a param."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax.core.evaluation import TracedFunction
+from zero_jax.core.tree import PyTree
+from zero_jax.training.grads.accumulator import Accumulator, nonzero, outer, wide
+from zero_jax.transforms import weight_alone
+
+
+def quantized_grads(
+    accumulator: Accumulator, loss_fn: Callable[..., Any], traced: TracedFunction, *weighted: Any, convolves: bool
+) -> Callable[..., Any]:
+    """Returns the loss and gradients of a microbatch, as a function of params, model state, the microbatch and a key.
+
+    It is `jax.vmap` over devices, which see their own examples only, and returns
+    `((loss, (aux, model_state, weight)), grads)`.
+
+    Args:
+      accumulator: that of the step.
+      loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
+        gradients of it are summed at each use of a param (`transforms.summed_on_use`).
+      traced: the loss function with its weight.
+      *weighted: its arguments, for a whole batch.
+      convolves: whether it has convolutions.
+
+    Raises:
+      ValueError: devices cannot have gradients of their own.
+    """
+    if convolves:
+        refuse_own("XLA partitions each device's own convolutions wrongly")
+    try:
+        weigh = weight_alone(traced, *weighted)
+    except NotImplementedError as error:
+        refuse_own(str(error))
+
+    def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
+        shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
+        own = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=shapes)
+        try:
+            return _mapped(own, loss_fn, weigh, params, model_state, batch, key)
+        except NotImplementedError as error:
+            refuse_own(str(error))
+
+    return grads
+
+
+def refuse_own(why: str) -> NoReturn:
+    """Raises `ValueError` where gradients cannot be sent quantized."""
+    raise ValueError(
+        f"quantize: devices have no gradients of their own to send quantized, because {why}: leave grads out of "
+        "zero.Quantize (gathers may stay)"
+    )
+
+
+def _mapped(
+    accumulator: Accumulator,
+    loss_fn: Callable[..., Any],
+    weigh: Callable[..., Any] | None,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+) -> Any:
+    """Returns loss and gradients of one microbatch; `weigh` is the weight of a part, None if all weigh the same."""
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
+        loss, (aux, *_) = loss_fn(params, model_state, batch, key)
+        return loss * share, (loss, aux)
+
+    n, batch_axes = accumulator.num_shards, accumulator.axes.batch
+    parts = jax.tree.map(lambda x: x[0] if x.ndim else x, accumulator.split(batch))
+    each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
+    keys = jax.random.split(key, n)
+    over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
+    weights = jnp.ones(n, jnp.float32)
+    if weigh is not None:
+        weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
+        # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
+        other = jnp.argmax(weights)
+        parts = jax.tree.map(lambda x: jnp.where(outer(weights == 0, x), x[other], x) if x.ndim else x, parts)
+    total = weights.sum()
+    shares = weights * n / nonzero(total)
+    shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
+    in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
+    (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
+        params, parts, keys, shares
+    )
+    size = next((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim), 0)
+    aux = accumulator.combine(jax.tree.map(lambda x: x[None], auxes), weights[None], size)
+    grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
+    return (accumulator.mean(losses, weights), (aux, model_state, total)), grads

@@ -1,0 +1,249 @@
+"""Computes elementwise results of arrays that are partly in host memory, a chunk of each device's shard at a time.
+
+While a chunk is computed and written back, the next one is fetched. XLA lets nothing be read from an array while a part
+of it is replaced. So the last array is written before it is fetched, the others are fetched before they are written:
+one is on its way in while another is on its way out, and both directions of the link are busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax.core import jaxprs
+from zero_jax.core.device_put import default_layout
+from zero_jax.core.evaluation import evaluate
+from zero_jax.training.optimizer.rows import Piece, Rows
+from zero_jax.transforms import ELEMENTWISE
+
+_CHUNKED = ELEMENTWISE | {"convert_element_type", "sharding_constraint"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument of a function that is streamed.
+
+    Attributes:
+      array: its value.
+      sharding: how it is sharded on the devices; None for what is not on the host and is not replaced by a result.
+      on_host: whether it is in host memory.
+    """
+
+    array: jax.Array
+    sharding: NamedSharding | None = None
+    on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Results that share arrays of the host: their indices, those of the arrays, and the jaxpr of these results."""
+
+    results: list[int]
+    on_host: list[int]
+    jaxpr: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A jaxpr whose results are elementwise in what they need of the host: any part of them can be computed alone.
+
+    Attributes:
+      shape: the shape of all arrays that are cut into chunks.
+      eqns: the equations to evaluate on chunks.
+      inputs: the variables that they, or the results, read: arrays of that shape and scalars.
+      before: the jaxpr of those of the inputs that are computed before, whole.
+      whole: the variables of its results.
+    """
+
+    shape: tuple[int, ...]
+    eqns: list[Any]
+    inputs: list[Any]
+    before: Any
+    whole: list[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any, on_host: Sequence[bool]) -> Loop | None:
+        """Returns the loop of a jaxpr, or None where a result is not elementwise, or not known to be."""
+        shapes = {var.aval.shape for var in jaxpr.outvars}
+        if len(shapes) != 1 or () in shapes or any(jaxprs.is_literal(var) for var in jaxpr.outvars):
+            return None
+        (shape,) = shapes
+        jaxpr = jaxprs.without_dead_code(jaxpr)
+        needs_host = {var for var, flag in zip(jaxpr.invars, on_host, strict=True) if flag}
+        used = {x for eqn in jaxpr.eqns for x in eqn.invars if not jaxprs.is_literal(x)} | set(jaxpr.outvars)
+        if any(var.aval.shape != shape for var in needs_host & used):
+            return None
+        eqns = []
+        for eqn in jaxpr.eqns:
+            operands = [x for x in eqn.invars if not jaxprs.is_literal(x)]
+            if _is_chunked(eqn, shape) and all(x.aval.shape in (shape, ()) for x in eqn.invars):
+                eqns.append(eqn)
+                needs_host.update(eqn.outvars if needs_host.intersection(operands) else ())
+            elif needs_host.intersection(operands):
+                return None
+        # From the results back: what a chunk needs, down to inputs and to what is computed before.
+        wanted, needed_eqns = dict.fromkeys(jaxpr.outvars), []
+        for eqn in reversed(eqns):
+            if any(var in wanted for var in eqn.outvars):
+                needed_eqns.append(eqn)
+                wanted.update(dict.fromkeys(x for x in eqn.invars if not jaxprs.is_literal(x)))
+        made = {var for eqn in needed_eqns for var in eqn.outvars}
+        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in wanted and var not in made]
+        before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
+        inputs = [var for var in wanted if var not in made]
+        return cls(shape=shape, eqns=needed_eqns[::-1], inputs=inputs, before=before, whole=whole)
+
+    def evaluate(self, values: dict[Any, Any], results: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+        """Returns some of the variables of a chunk of a shape, from the values of the inputs there."""
+        values = dict(values)
+
+        def value_of(atom: Any) -> Any:
+            return atom.val if jaxprs.is_literal(atom) else values[atom]
+
+        for eqn in self.eqns:
+            operands = [value_of(x) for x in eqn.invars]
+            if eqn.primitive.name == "broadcast_in_dim":
+                values[eqn.outvars[0]] = jnp.broadcast_to(operands[0], shape)
+            elif eqn.primitive.name == "sharding_constraint":
+                values[eqn.outvars[0]] = operands[0]
+            else:
+                (values[eqn.outvars[0]],) = jaxprs.bind(eqn, operands)
+        return [value_of(x) for x in results]
+
+
+def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Tells whether each element of an equation's result needs only that element of its operands."""
+    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != shape:
+        return False
+    return eqn.primitive.name in _CHUNKED or (
+        eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == () and len(eqn.invars) == 1
+    )
+
+
+def run_chunks(
+    loop: Loop,
+    window_bytes: int,
+    unit: Unit,
+    arguments: Sequence[Argument],
+    into: Sequence[int],
+    consts: Any,
+    start: Any,
+) -> tuple[list[Any], Any]:
+    """Returns the results of a unit, computed chunk by chunk, and a 0 that is not there before they are.
+
+    Args:
+      loop: the loop of the unit's jaxpr.
+      window_bytes: bytes of a chunk on a device.
+      unit: the results.
+      arguments: the arguments of the whole function; those of the unit are sharded alike.
+      into: for each result of the function the index of the argument that it replaces.
+      consts: the values of the jaxpr's constants.
+      start: a 0, that is there when the first chunk may be fetched.
+    """
+    jaxpr, arrays = unit.jaxpr, [x.array for x in arguments]
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+    env.update(zip(loop.whole, evaluate(loop.before, consts, arrays), strict=True))
+    replaced = {jaxpr.invars[into[i]]: var for i, var in zip(unit.results, jaxpr.outvars, strict=True)}
+    on_host = [jaxpr.invars[i] for i in unit.on_host]
+    sharding = arguments[unit.on_host[0]].sharding
+    assert sharding is not None
+    device = sharding.mesh.devices.flat[0]  # pyright: ignore[reportOptionalMemberAccess]
+    names = list(dict.fromkeys([*replaced, *on_host, *loop.inputs]))
+
+    def run_shard(start: Any, *shard_arrays: Any) -> tuple[list[Any], Any]:
+        state = dict(zip(names, shard_arrays, strict=True))
+        shape = state[on_host[0]].shape
+        rows = Rows.of(shape, [default_layout(device, shape, var.aval.dtype) for var in on_host])
+        state = {var: rows.view(x) if jnp.ndim(x) else x for var, x in state.items()}
+        for piece in rows.pieces([var.aval.dtype.itemsize for var in on_host], window_bytes):
+            pipeline = _Pipeline(rows=piece, loop=loop, on_host=on_host, replaced=replaced)
+            state, start = pipeline.run(state, start)
+        return [rows.unview(state[var]) for var in replaced], start
+
+    spec = [sharding.spec if jnp.ndim(env[var]) else PartitionSpec() for var in names]
+    scalar = PartitionSpec()
+    run = jax.shard_map(
+        run_shard,
+        mesh=sharding.mesh,
+        in_specs=(scalar, *spec),
+        out_specs=([sharding.spec] * len(replaced), scalar),
+        check_vma=False,  # each device knows for itself when its chunks have come
+    )
+    return run(start, *(env[var] for var in names))
+
+
+def zero_after(x: Any) -> Any:
+    """Returns a 0 that is not there before an array is; XLA takes barriers out before it orders instructions."""
+    if not jnp.size(x):
+        return jnp.int32(0)
+    number = lax.convert_element_type(jnp.real(x[(0,) * jnp.ndim(x)]), jnp.int32)
+    return lax.convert_element_type((number | 1) == 0, jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pipeline:
+    """The chunks of some rows, one after another, by the variables of a jaxpr.
+
+    Attributes:
+      rows: the chunks.
+      loop: what is computed of them.
+      on_host: the variables of the arrays in host memory.
+      replaced: from the variables of arrays that are replaced to those of what replaces them.
+    """
+
+    rows: Piece
+    loop: Loop
+    on_host: list[Any]
+    replaced: dict[Any, Any]
+
+    def run(self, state: dict[Any, Any], start: Any) -> tuple[dict[Any, Any], Any]:
+        """Returns the arrays with the rows replaced, and a 0 that is not there before they are."""
+        current = [self.fetch(state[var], start) for var in self.on_host]
+        fixed = {var: x for var, x in state.items() if var not in self.replaced}
+
+        def body(i: Any, carry: Any) -> Any:
+            arrays, current = carry
+            state = {**fixed, **dict(zip(self.replaced, arrays, strict=True))}
+            state, following = self.advance(state, current, i, jnp.minimum(i + 1, self.rows.num_chunks - 1))
+            return [state[var] for var in self.replaced], following
+
+        arrays, current = lax.fori_loop(0, self.rows.num_chunks, body, ([state[var] for var in self.replaced], current))
+        return {**fixed, **dict(zip(self.replaced, arrays, strict=True))}, zero_after(current[-1])
+
+    def advance(
+        self, state: dict[Any, Any], current: Sequence[Any], i: Any, following: Any
+    ) -> tuple[dict[Any, Any], list[Any]]:
+        """Replaces a chunk, and fetches the following one."""
+        state, values = dict(state), dict(zip(self.on_host, current, strict=True))
+        for var in self.loop.inputs:
+            if var not in values:
+                values[var] = state[var] if not jnp.ndim(state[var]) else self.cut(state[var], i)
+        new = self.loop.evaluate(values, list(self.replaced.values()), current[0].shape)
+        made, fetched = dict(zip(self.replaced, new, strict=True)), []
+
+        def write(var: Any) -> None:
+            if var in made:
+                x = made.pop(var)
+                x = jax.device_put(x, jax.memory.Space.Host) if var in self.on_host else x
+                state[var] = lax.dynamic_update_slice_in_dim(state[var], x, self.rows.offset(i), 0)
+
+        for var in self.on_host:
+            if var is self.on_host[-1] and len(self.on_host) > 1:
+                write(var)
+            fetched.append(self.fetch(state[var], following))
+            write(var)
+        for var in list(made):
+            write(var)
+        return state, fetched
+
+    def cut(self, x: Any, i: Any) -> Any:
+        return lax.dynamic_slice_in_dim(x, self.rows.offset(i), self.rows.size, 0)
+
+    def fetch(self, x: Any, i: Any) -> Any:
+        return jax.device_put(self.cut(x, i), jax.memory.Space.Device)

@@ -1,0 +1,101 @@
+"""Arrays in host memory as rows that XLA:TPU can fetch and replace by themselves.
+
+Its copies between the memories move slices along one dim, which is not the one in the lanes of the layout, and in
+numbers of sublanes that divide a tile or are a multiple of it. So an array is looked at in the order of its layout,
+in which the dims that pad least are last, with the first dims merged: that moves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Rows of a tile of XLA:TPU's layouts.
+_TILE = 8
+# Larger arrays are cut into some chunks at least: the first fetch and the last write of a loop overlap with nothing.
+_NUM_CHUNKS, _SMALL_BYTES = 16, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Rows of an array that are cut into chunks of one size.
+
+    Attributes:
+      start: the first of them.
+      size: the rows of a chunk.
+      num_chunks: the chunks.
+    """
+
+    start: int
+    size: int
+    num_chunks: int
+
+    def offset(self, i: Any) -> Any:
+        """Returns the first row of a chunk."""
+        return self.start + i * self.size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """An array as rows.
+
+    Attributes:
+      order: the dims, those that are last in memory last.
+      physical: the shape in that order.
+      shape: `[rows, ...]`, of the same elements in the same order.
+      tile: what the number of rows of a chunk is a multiple of; 0 where the array cannot be cut.
+    """
+
+    order: tuple[int, ...]
+    physical: tuple[int, ...]
+    shape: tuple[int, ...]
+    tile: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], layouts: Sequence[Sequence[int]]) -> Rows:
+        """Returns the rows of arrays of one shape, by the order of dims of each one's layout."""
+        order = tuple(layouts[0])
+        physical = tuple(shape[i] for i in order)
+        rows, tile = physical, 0
+        if len(shape) > 1 and math.prod(shape) and all(tuple(layout) == order for layout in layouts):
+            num_slabs = math.prod(physical[:-2])
+            if physical[-2] % _TILE == 0 or num_slabs == 1:
+                rows, tile = (num_slabs * physical[-2], physical[-1]), _TILE
+            else:
+                rows, tile = (num_slabs, *physical[-2:]), 1
+        return cls(order=order, physical=physical, shape=rows, tile=tile)
+
+    def view(self, x: Any) -> Any:
+        """Returns an array as rows."""
+        return x.transpose(self.order).reshape(self.shape)
+
+    def unview(self, rows: Any) -> Any:
+        """Returns rows as the array."""
+        return rows.reshape(self.physical).transpose(tuple(int(i) for i in np.argsort(self.order)))
+
+    def pieces(self, itemsizes: Sequence[int], window_bytes: int) -> list[Piece]:
+        """Cuts all rows into chunks of a number of bytes at most, or of a tile, of arrays of these itemsizes."""
+        num_rows, row_bytes = self.shape[0], sum(itemsizes) * math.prod(self.shape[1:])
+        most_bytes = min(window_bytes, max(num_rows * row_bytes // _NUM_CHUNKS, _SMALL_BYTES))
+        rest, strips = num_rows % self.tile if self.tile else 0, []
+        for size in (4, 2, 1):  # sublanes are packed: two of 16 bits, four of 8
+            if rest >= size and size * min(itemsizes) >= 4:
+                strips.append(Piece(start=num_rows - rest, size=size, num_chunks=1))
+                rest -= size
+        if not self.tile or rest or num_rows * row_bytes <= most_bytes:
+            return [Piece(start=0, size=num_rows, num_chunks=1)]
+        return [*_chunks(num_rows - num_rows % self.tile, self.tile, most_bytes // row_bytes), *strips]
+
+
+def _chunks(num_rows: int, tile: int, most: int) -> list[Piece]:
+    """Cuts rows into chunks of a multiple of a tile, in equal ones where that makes less than twice as many."""
+    most = max(most // tile, 1) * tile
+    dividing = [n for n in range(tile, most + 1, tile) if num_rows % n == 0]
+    size = dividing[-1] if dividing and 2 * dividing[-1] > most else most
+    whole, rest = divmod(num_rows, size)
+    found = [Piece(start=0, size=size, num_chunks=whole)] if whole else []
+    return found + ([Piece(start=whole * size, size=rest, num_chunks=1)] if rest else [])

@@ -1,0 +1,174 @@
+"""Makes train states that are born sharded, from a function of a key or from given params; and their shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.device_put import put_global, reshard_array
+from zero_jax.core.signatures import check_takes
+from zero_jax.core.tree import PyTree, check_arrays, shown
+from zero_jax.core.variables import MODEL_STATE, as_variables, joined
+from zero_jax.sharding.precision import cast_floating, init_loss_scale
+from zero_jax.training.optimizer.update import init_opt_state
+from zero_jax.training.state.train_state import (
+    Placement,
+    TrainState,
+    make_placement,
+    strongly_typed,
+    train_state_shardings,
+    trainable,
+)
+from zero_jax.training.zero_config import ZeroConfig
+
+
+def _build_state(
+    variables: PyTree, tx: optax.GradientTransformation, key: jax.Array, placement: Placement
+) -> TrainState:
+    """Makes a train state from params, each leaf constrained to its sharding; params are not yet gathered."""
+    variables = as_variables(variables)
+    sharded = jax.tree.map(
+        lax.with_sharding_constraint,
+        cast_floating(strongly_typed(variables.params), placement.precision.master),
+        placement.param_shardings("master"),
+    )
+    precision = placement.precision
+    return TrainState(
+        step=jnp.int32(0),
+        params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
+        master=sharded if placement.keeps_copy else None,
+        opt_state=strongly_typed(init_opt_state(tx, trainable(sharded))),
+        key=key,
+        loss_scale=init_loss_scale(precision.loss_scale),
+        num_skipped_steps=jnp.int32(0),
+        model_state=jax.tree.map(
+            lax.with_sharding_constraint, strongly_typed(variables.model_state), placement.model_state_shardings()
+        ),
+    )
+
+
+def abstract_state(
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    key: jax.Array | None = None,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+) -> TrainState:
+    """Returns the `ShapeDtypeStruct`s of `init_state`, with shardings, for compiling ahead of time.
+
+    Args:
+      init_fn: `init_fn(key)` returns the params, or `Variables`.
+      tx: the optimizer.
+      key: a key; only its type matters. None stands for `jax.random.key(0)`.
+      mesh: the mesh, of real or of compile-only devices.
+      config: stage, precision and rules.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
+    check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
+    variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
+    check_optimizer(tx)
+    placement = make_placement(variables, mesh=mesh, config=config)
+    state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
+    shardings = train_state_shardings(state, placement)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def check_optimizer(tx: Any) -> optax.GradientTransformation:
+    """Returns the optimizer; raises `ValueError` for anything that is none."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
+    return tx
+
+
+def _checked_key(key: Any) -> Any:
+    """Returns a key, old or new; raises `ValueError` for anything that is none."""
+    if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+        is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
+        if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
+            return key
+    raise ValueError(f"key={shown(key)} is no key: give jax.random.key({key if isinstance(key, int) else 0})")
+
+
+def _checked(variables: PyTree) -> PyTree:
+    params, model_state = as_variables(variables).params, as_variables(variables).model_state
+    if not jax.tree.leaves(params):
+        raise ValueError(f"the params {params!r} hold no arrays: give params, or a function of a key that makes them")
+    remedy = "keep what is no array out of the params, as equinox.partition(model, equinox.is_array) does"
+    check_arrays("params", params, remedy=remedy)
+    check_arrays(MODEL_STATE, model_state, remedy=remedy.replace("params", MODEL_STATE))
+    return variables
+
+
+def init_state(
+    init_fn: Callable[[jax.Array], PyTree] | PyTree,
+    tx: optax.GradientTransformation,
+    key: jax.Array,
+    *,
+    mesh: Mesh,
+    config: ZeroConfig,
+) -> TrainState:
+    """Makes a train state that is born sharded: no device and no host ever holds a whole sharded tree.
+
+    Args:
+      init_fn: `init_fn(key)` returns the params, or `Variables` of params and model state; it is compiled, so that
+        each device makes its share only. The values are those of `init_fn(key)` on one device. Or what it would return
+        (a pytree of host or device arrays, a pretrained model): it is placed leaf by leaf.
+      tx: any optax transformation.
+      key: passed to `init_fn`; the keys of the steps are derived from it.
+      mesh: the mesh.
+      config: stage, precision and rules.
+    """
+    # Params may be callable too: an Equinox module is a pytree of arrays, a function is a leaf of its own.
+    has_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init_fn))
+    is_function = callable(init_fn) and (not has_arrays or isinstance(init_fn, jax.tree_util.Partial))
+    make = init_fn if is_function else None
+    if not make and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(init_fn)):
+        raise ValueError("the params are shapes, without values: give arrays, or a function of a key that makes them")
+    shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
+    placement = make_placement(shapes.variables, mesh=mesh, config=config)
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    build, given = _init_program(make, init_fn, tx, shapes, placement)
+    state = build(given, put_global(key, NamedSharding(mesh, PartitionSpec())))
+    # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
+    params = jax.tree.map(reshard_array, state.params, shardings.params)
+    return dataclasses.replace(state, params=params)
+
+
+def _init_program(
+    make: Callable[[jax.Array], PyTree] | None,
+    variables: PyTree,
+    tx: optax.GradientTransformation,
+    shapes: TrainState,
+    placement: Placement,
+) -> tuple[Any, PyTree]:
+    """Returns the jitted `program(given, key)` that makes a state whose params are still sharded, and `given`.
+
+    `make` is the function that makes the variables from a key, or None where `variables` are given.
+    """
+
+    def build(variables: PyTree, key: jax.Array) -> TrainState:
+        variables = make(key) if make else variables
+        return _build_state(variables, tx, jax.random.fold_in(key, 0x2E60), placement)
+
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    if not placement.params_are_masters:  # these are gathered after
+        shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
+    given, donated = None, False
+    if make is None:
+        variables = joined(as_variables(variables).params, as_variables(variables).model_state)
+        given = jax.tree.map(put_global, variables, placement.variable_shardings())
+        made = joined(shapes.masters, shapes.model_state)
+        # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
+        # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
+        donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
+        donated &= [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(made)]
+    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given

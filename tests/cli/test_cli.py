@@ -35,7 +35,8 @@ PLAN_OPTIONS = """
 --no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
 --num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer
 --overlap --paper-config --param-specs --position --precision --quantize-block-size --quantize-gathers --quantize-grads
---remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology
+--remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
+--topology
 --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.

@@ -305,6 +305,13 @@ def test_offloading(keys, expected, tmp_path):
         assert row(translation, f"zero_optimization.{next(iter(keys))}").status == "not translated"
 
 
+@pytest.mark.parametrize(("stage", "expected"), [(3, ("int8", "int8")), (2, (None, None))])
+def test_quantized_collectives(stage, expected, tmp_path):
+    keys = {"stage": stage, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    zero = loaded(translate({"zero_optimization": keys}), tmp_path / "a.toml")[1]["zero"]
+    assert (zero.quantize_gathers, zero.quantize_grads) == expected
+
+
 def test_a_part_of_the_state_is_offloaded(tmp_path):
     keys = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     zero = loaded(translate({"zero_optimization": {"stage": 2} | keys}), tmp_path / "a.toml")[1]["zero"]

@@ -214,6 +214,8 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "remat",
         "offload",
         "offload_paths",
+        "quantize_gathers",
+        "quantize_grads",
         "loss_weight",
         "optimizer",
     }

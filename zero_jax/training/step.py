@@ -289,7 +289,7 @@ class _Program(UpdateProgram):
           frozen.
         """
         config, k = self.config, self.config.num_microbatches
-        specs, blocks = placement.loss_shardings(), grad_blocks(config.quantize, placement.params, mesh=self.mesh)
+        specs, blocks = placement.loss_shardings(), grad_blocks(placement.quantize, placement.params, mesh=self.mesh)
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
         sends_own, is_local = config.sends_own_grads, k > 1 and "grads" not in placement.groups
         mapped: tuple[str, ...] = placement.axes.batch if is_local else ()

@@ -46,6 +46,10 @@ class ZeroConfig:
       combine_bytes: size up to which collectives are combined into one (the paper's C_B); None leaves it to XLA.
       quantize: a `Quantize`: params are gathered in int8 or fp8, and gradients sent in int8 or int4, block by block
         (docs/quantized.md); None sends both in the dtypes of the precision.
+      quantize_gathers: the format that params are gathered in, `int8` or `fp8`; None takes what `quantize` says, as do
+        the next two.
+      quantize_grads: the format that gradients are sent in, `int8` or `int4`.
+      quantize_block_size: elements of a shard that share a scale.
       overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
@@ -84,6 +88,9 @@ class ZeroConfig:
     attention: Literal["own", "fused"] = "own"
     combine_bytes: int | None = None
     quantize: Quantize | None = None
+    quantize_gathers: str | None = None
+    quantize_grads: str | None = None
+    quantize_block_size: int | None = None
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
@@ -111,13 +118,14 @@ class ZeroConfig:
         compiled_patterns(self.keep_batch_dtype)
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
-        _check_quantize(self.quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
-        if self.quantize is not None and self.quantize.grads is not None:
+        quantize = self.resolved_quantize()
+        _check_quantize(quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
+        if quantize is not None and quantize.grads is not None:
             others = {"secondary": bool(self.secondary), "offload='all'": getattr(offload, "what", None) == "all"}
             other = next((name for name, is_given in others.items() if is_given), None)
             if other:
                 raise ValueError(
-                    f"quantize: grads={self.quantize.grads!r} does not go with {other} yet: leave one of them out "
+                    f"quantize: grads={quantize.grads!r} does not go with {other} yet: leave one of them out "
                     "(gathers may stay quantized)"
                 )
         if self.num_microbatches < 1:
@@ -132,7 +140,28 @@ class ZeroConfig:
     @property
     def sends_own_grads(self) -> bool:
         """Whether each device has gradients of its own, which it sends quantized."""
-        return self.quantize is not None and self.quantize.grads is not None
+        quantize = self.resolved_quantize()
+        return quantize is not None and quantize.grads is not None
+
+    def resolved_quantize(self) -> Quantize | None:
+        """Returns what is sent quantized.
+
+        Raises:
+          ValueError: a value that is no such setting, or a block size without anything to quantize.
+        """
+        quantize = check_quantize(self.quantize)
+        fields = {
+            "gathers": self.quantize_gathers,
+            "grads": self.quantize_grads,
+            "block_size": self.quantize_block_size,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        if given.keys() == {"block_size"} and quantize is None:
+            raise ValueError(
+                f"quantize_block_size={self.quantize_block_size} without anything to quantize: give quantize_gathers "
+                "or quantize_grads too"
+            )
+        return dataclasses.replace(quantize or Quantize(), **given) if given else quantize
 
     def resolved_offload(self) -> Offload | None:
         """Returns what is kept in host memory.
@@ -157,9 +186,8 @@ class ZeroConfig:
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
 
-def _check_quantize(quantize: Any, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
+def _check_quantize(found: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
     """Raises `ValueError` for anything to quantize that a stage does not send."""
-    found = check_quantize(quantize)
     if found is None:
         return
     if found.grads is not None and "master" not in groups:

@@ -201,7 +201,7 @@ def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) ->
     stored = precision.master or leaf.dtype
     compute = precision.compute or (stored if placement.params_are_masters else precision.param or leaf.dtype)
     of_params, of_grads = (
-        blocks_of_leaf(config.quantize, what, leaf, mesh=placement.mesh) for what in ("gathers", "grads")
+        blocks_of_leaf(placement.quantize, what, leaf, mesh=placement.mesh) for what in ("gathers", "grads")
     )
     held = placement.axes_of_group("params")
     if held:

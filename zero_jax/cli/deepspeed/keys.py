@@ -57,7 +57,6 @@ _NO_OFFLOAD = (
     "zero.offload = 'all' keeps the params in host memory at stage 3, with the optimizer's state: set it by hand if "
     "`zero-jax plan` says that they do not fit"
 )
-_NO_QUANTIZED = "zero_jax sends no quantized {}: they are sent in the precision's dtype"
 _CHECKPOINTS = "checkpoints are sharded, and restore on any mesh, stage and number of processes (`[checkpoint]`)"
 _PROFILES = "`zero-jax train --profile-steps` records a profile; `metrics.jsonl` has step times and MFU"
 
@@ -112,10 +111,14 @@ _ZERO: dict[str, Key] = {
         "zero.secondary = true keeps a secondary shard of the params inside each node, of any number of devices",
         off=(0, 1),
     ),
-    **_differs("bool", "zero_quantized_weights", _NO_QUANTIZED.format("params"), off=(False,)),
-    **_differs("bool", "zero_quantized_nontrainable_weights", _NO_QUANTIZED.format("params"), off=(False,)),
-    **_differs("bool", "zero_quantized_gradients", _NO_QUANTIZED.format("gradients"), off=(False,)),
-    **_block("zeropp_loco_param", _NO_QUANTIZED.format("gradients"), switch=None),
+    **_read("bool", "zero_quantized_weights zero_quantized_gradients"),
+    **_differs(
+        "bool",
+        "zero_quantized_nontrainable_weights",
+        "zero.Quantize(gathers={...}) names what is quantized by path, in a loop of your own",
+        off=(False,),
+    ),
+    **_block("zeropp_loco_param", "zero_jax has no error feedback for quantized gradients", switch=None),
 }
 _LOSS_SCALE = (
     "zero-jax train scales the loss by its own defaults; which steps are skipped may differ, gradients do not. In "

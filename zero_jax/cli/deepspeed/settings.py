@@ -38,6 +38,7 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
     for translator in (
         _stage,
         _offload,
+        _quantize,
         _precision,
         _clipping,
         _mesh_rows(devices),
@@ -122,6 +123,21 @@ def _offload(given: Given) -> Iterator[Row]:
         yield given.row(key, "translated", note, zero__offload="state", zero__offload_fraction=ratio)
     else:
         yield given.row(key, "translated", note, zero__offload="state")
+
+
+def _quantize(given: Given) -> Iterator[Row]:
+    """Translates quantized gathers and gradients (ZeRO++), which DeepSpeed has at stage 3."""
+    fields = {"zero_quantized_weights": "quantize_gathers", "zero_quantized_gradients": "quantize_grads"}
+    for name, field in fields.items():
+        key = f"zero_optimization.{name}"
+        if key not in given:
+            continue
+        if given.get(key) is not True:
+            yield given.row(key, "off")
+        elif given.get("zero_optimization.stage") != 3:
+            yield given.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
+        else:
+            yield given.row(key, "translated", "in blocks of int8 (docs/quantized.md)", **{f"zero__{field}": "int8"})
 
 
 def _precision(given: Given) -> Iterator[Row]:

@@ -217,7 +217,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     if model_state is not None:
         placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
     leaves = jax.tree.leaves((placed, placed_state), is_leaf=_is_placement)
-    check_leaves(config.quantize, leaves, mesh=mesh, axes=axes)
+    quantize = config.resolved_quantize()
+    check_leaves(quantize, leaves, mesh=mesh, axes=axes)
     return Placement(
         mesh=mesh,
         axes=axes,
@@ -227,7 +228,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         params=placed,
         model_state=placed_state,
         offload=offload,
-        quantize=config.quantize,
+        quantize=quantize,
     )
 
 

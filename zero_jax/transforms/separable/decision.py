@@ -93,7 +93,7 @@ def separability(
     elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
         not_local = "it draws random numbers, which are those of the whole batch"
     elif local:
-        not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight)
+        not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight, with_aux=exact)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
         another = traces.why_no_mean(size, num_microbatches, loss_weight, trusted=True)
     if another:
@@ -131,7 +131,9 @@ class _Traces:
             self.traced[size] = jaxprs.with_results(closed, [loss, weight, *leaves])
         return self.traced[size]
 
-    def why_no_mean(self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False) -> str:
+    def why_no_mean(
+        self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False, with_aux: bool = False
+    ) -> str:
         """Says why the loss is not the mean over so many parts of a batch; empty if it is.
 
         Args:
@@ -139,6 +141,7 @@ class _Traces:
           num_parts: the number of its parts.
           loss_weight: as in `ZeroConfig`.
           trusted: whether None as a weight says that parts are averaged as if they weighed the same.
+          with_aux: whether aux, too, has to be what the step combines that of the parts to.
         """
         if num_parts == 1:
             return ""
@@ -158,7 +161,9 @@ class _Traces:
         inputs += [SAME] * len(jax.tree.leaves(self.key))
         loss, weight, *aux = TraceComparison(num_parts).run(*traces, inputs)
         avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[2:]]
-        if not all(_combines(x, weight, aval, size=factor * size) for x, aval in zip(aux, avals, strict=True)):
+        if with_aux and not all(
+            _combines(x, weight, aval, size=factor * size) for x, aval in zip(aux, avals, strict=True)
+        ):
             return "its aux is not known to be a sum, a mean or a value of each example"
         return _why_no_mean(
             loss, weight, named=loss_weight not in ("auto", None), trusted=trusted and loss_weight is None

@@ -59,7 +59,7 @@ def largest_loss(params, batch):
     return loss_fn(params, batch), {"largest": batch["targets"].max()}
 
 
-LOSSES = [(loss_fn, 2), (aux_loss, 1), (aux_loss, 2), (largest_loss, 1), (mixing_loss, 1), (drawing_loss, 1)]
+LOSSES = [(loss_fn, 2), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (mixing_loss, 1), (drawing_loss, 1)]
 
 
 @pytest.mark.parametrize(("loss", "num_microbatches"), LOSSES)

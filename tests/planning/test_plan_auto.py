@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
 from zero_jax.cli import commands as cli
+from zero_jax.cli import plan as cli_plan
+from zero_jax.models import gpt
 from zero_jax.planning import estimates, plans, ranking
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
@@ -315,3 +318,15 @@ def test_the_command_writes_a_config_that_train_takes(tmp_path, capsys):
     assert cli.main([*train, *run]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["stage"], result["num_params"]) == (best["stage"], best["num_params"])
+
+
+def test_a_written_config_keeps_every_setting_of_the_plan(tmp_path):
+    written = tmp_path / "plan.toml"
+    options = cli.parse(["plan", "--model", "gpt-tiny", "--topology", TOPOLOGY, "--write-config", str(written)])
+    chosen = zero.ZeroConfig(stage=3, precision="bf16", offload="state", offload_fraction=0.5, quantize_gathers="fp8")
+    request = types.SimpleNamespace(model=types.SimpleNamespace(config=gpt.PRESETS["gpt-tiny"]), zero=chosen)
+    report = types.SimpleNamespace(batch_size=8, topology=TOPOLOGY, mesh={"data": 4})
+    cli_plan._write_config(options, request, report)
+    read = cli.parse(["train", "--config", str(written)])
+    fields = ("stage", "precision", "offload", "offload_fraction", "quantize_gathers")
+    assert {name: getattr(read, f"ZeroConfig.{name}") for name in fields} == {n: getattr(chosen, n) for n in fields}

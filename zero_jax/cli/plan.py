@@ -204,24 +204,11 @@ def _write_config(
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
-    fields = (
-        "stage",
-        "precision",
-        "num_microbatches",
-        "clip_norm",
-        "skip_nonfinite",
-        "keep_gathered",
-        "secondary",
-        "min_shard_size",
-        "combine_bytes",
-        "attention",
-        "overlap",
-        "compiler_options",
-    )
+    zero = {name: getattr(chosen, name) for name in option_fields(ZeroConfig)}
     sections = {
         "model": _written_model(options, request.model.config),
         "activations": field_values(ActivationConfig, options),
-        "zero": {name: getattr(chosen, name) for name in fields} | {"remat": resolve_remat(chosen.remat).name},
+        "zero": zero | {"remat": resolve_remat(chosen.remat).name},
         "optimizer": field_values(OptimizerConfig, options),
         "run": {
             "batch_size": report.batch_size,

@@ -4,14 +4,8 @@ python scripts/measure_adapters.py --topology v5p:2x2x4 --stage 0 3 --base none 
 """
 
 import argparse
-import os
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import compile_only  # noqa: F401 - before JAX
 import jax
 import jax.numpy as jnp
 import optax

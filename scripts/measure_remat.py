@@ -9,15 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Without these libtpu queries the machine for its TPU, and locks it for one process.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
+import compile_only  # noqa: F401 - before JAX
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding

@@ -6,14 +6,8 @@ python scripts/measure_replicas.py --topology h100:4x8 --secondary --microbatche
 
 import argparse
 import functools
-import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
+import compile_only  # noqa: F401 - before JAX
 import jax
 import jax.numpy as jnp
 import optax

@@ -12,19 +12,12 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Without these libtpu queries the machine for its TPU, and locks it for one process.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-16")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
+import compile_only  # noqa: F401 - before JAX
 import optax
 import paper_views
 from largest_fit import LargestFit, largest_fit

@@ -41,9 +41,7 @@ class Axes:
     @property
     def copies(self) -> tuple[str, ...]:
         """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
-        return self.replica + (
-            tuple(axis for axis in self.data if axis not in self.secondary) if self.secondary else ()
-        )
+        return self.replica + tuple(axis for axis in self.data if self.secondary and axis not in self.secondary)
 
     def of_params(self, *, with_copies: bool = True) -> Axes:
         """Returns the roles as they are for the use of params: `data` is what they are gathered over."""

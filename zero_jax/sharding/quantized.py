@@ -73,16 +73,16 @@ class Quantize:
         value = getattr(self, what)
         return value if isinstance(value, Mapping) else {}
 
-    def format_of(self, what: str, path: str, *, is_param: bool = True) -> str | None:
+    def format_of(self, what: str, path: str) -> str | None:
         """Returns the format of a leaf in `gathers` or `grads`, or None."""
         value = getattr(self, what)
         if isinstance(value, Mapping):
             return next((each for pattern, each in value.items() if re.fullmatch(pattern, path)), None)
-        return value if is_param else None
+        return None if path.startswith(f"{MODEL_STATE}/") else value
 
-    def formats(self, path: str, *, is_param: bool = True) -> Formats:
+    def formats(self, path: str) -> Formats:
         """Returns the formats of a leaf."""
-        gather, grad = (self.format_of(what, path, is_param=is_param) for what in ("gathers", "grads"))
+        gather, grad = (self.format_of(what, path) for what in ("gathers", "grads"))
         return Formats(gather=gather, grad=grad, block_size=self.block_size)
 
 
@@ -227,7 +227,7 @@ def blocks_of_leaf(
     """
     if quantize is None or _not_sent(leaf, mesh):
         return None
-    format = quantize.format_of(what, leaf.path, is_param=not leaf.path.startswith(f"{MODEL_STATE}/"))
+    format = quantize.format_of(what, leaf.path)
     return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
 
 

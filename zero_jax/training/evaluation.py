@@ -14,19 +14,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import to_device
-from zero_jax.core.jaxprs import is_on_host, is_traced
+from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
-from zero_jax.core.variables import Variables, as_variables, joined
+from zero_jax.core.variables import Variables, as_variables
 from zero_jax.sharding.mesh import Axes, axes_of
-from zero_jax.sharding.precision import cast_floating
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import HostParam, fuse_attention, gather_on_use, scatter_grads, summed_on_use, used_shapes
+from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads, summed_on_use, used_shapes
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +84,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         # An average of params may be on the host, as part of the optimizer's state.
         if "params" not in placement.groups:
             variables = jax.tree.map(to_device, variables)
-        cast, key = placed_variables(variables, placement), jax.random.key(0)
+        cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, used_shapes(cast), batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
         loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
@@ -188,17 +187,6 @@ def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable
         return loss_fn(variables, batch, key)
 
     return call
-
-
-def placed_variables(variables: PyTree, placement: Placement) -> PyTree:
-    """Returns what the placed loss function is given: params in the compute dtype, or in host memory."""
-    dtype = placement.precision.compute
-
-    def place(x: jax.Array) -> Any:
-        return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
-
-    found = as_variables(variables)
-    return joined(jax.tree.map(place, found.params), found.model_state)
 
 
 def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:

@@ -21,7 +21,7 @@ from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.quantized import grad_blocks
 from zero_jax.sharding.spec import dims_of
-from zero_jax.training.evaluation import Metrics, placed_loss, placed_variables, replicated, shard_batch
+from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.training.grads.accumulator import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.grads.choice import accumulated
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
@@ -178,7 +178,7 @@ class _Program(UpdateProgram):
         masters = offloaded.masters()
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(masters), state.opt_state)
-        variables = placed_variables(state.variables, placement)
+        variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts = self.grads(
             placement, variables, batch, key, state.loss_scale, needed
@@ -228,7 +228,7 @@ class _Program(UpdateProgram):
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
         needed = needed_grads(self.tx, trainable(state.masters), state.opt_state)
-        variables = placed_variables(state.variables, placement)
+        variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
@@ -255,7 +255,7 @@ class _Program(UpdateProgram):
             masters = merge(state.masters, at)
             masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
-            variables = placed_variables(joined(params, state.model_state), placement)
+            variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return loss.astype(jnp.float32) / scale, grads

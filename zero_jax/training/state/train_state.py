@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.gather_names import gather_scope
-from zero_jax.core.jaxprs import Chain, reshard
+from zero_jax.core.jaxprs import Chain, is_on_host, reshard
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
 from zero_jax.sharding.mesh import Axes
@@ -31,6 +31,7 @@ from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.zero_config import ZeroConfig, check_config
+from zero_jax.transforms import HostParam
 
 
 @jax.tree_util.register_dataclass
@@ -122,9 +123,14 @@ class Placement:
         return joined(self.param_shardings(group), self.model_state_shardings())
 
     def cast(self, variables: PyTree) -> PyTree:
-        """Casts params to the compute dtype, and model state to none: what the loss function is given."""
+        """Returns what the placed loss function is given: params in the compute dtype, or in host memory."""
+        dtype = self.precision.compute
+
+        def place(x: jax.Array) -> Any:
+            return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
+
         found = as_variables(variables)
-        return joined(cast_floating(found.params, self.precision.compute), found.model_state)
+        return joined(jax.tree.map(place, found.params), found.model_state)
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""

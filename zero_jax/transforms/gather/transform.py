@@ -23,7 +23,7 @@ from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
-from zero_jax.core.variables import MODEL_STATE, variable_names
+from zero_jax.core.variables import variable_names
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
@@ -194,7 +194,7 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     for name, leaf, dims in zip(variable_names(params), jax.tree.leaves(params), each, strict=True):
         formats = PLAIN
         if options.quantize is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
-            formats = options.quantize.formats(name, is_param=not name.startswith(f"{MODEL_STATE}/"))
+            formats = options.quantize.formats(name)
         if isinstance(leaf, HostParam):
             marked.append(_fetched(leaf, name, dims, formats, options))
             continue

@@ -5,7 +5,6 @@ divides a gradient by its own size, and would turn the rounding noise into whole
 """
 
 import functools
-import socket
 import types
 
 import chex
@@ -214,10 +213,3 @@ def assert_placed_alike(actual, expected):
 def num_shards(x):
     """Returns the number of different shards that an array is cut into."""
     return len({str(shard.index) for shard in x.addressable_shards})
-
-
-def free_address():
-    """Returns an address of this machine that no server has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,12 +1,11 @@
 """One process of several: trains, saves, and goes on from what was saved; see test_reload_processes.py.
 
-Usage: reload_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES STAGE FOLDER ACTION; prints a line of JSON. The action
+Usage: reload_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES STAGE FOLDER ACTION; reports its result. The action
 is `save` (two steps, a checkpoint, two more steps), `load` (two steps from the checkpoint on), or `fail` (as `save`,
 but the files that the last process writes may not grow: its disk is full).
 """
 # ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
-import json
 import os
 import sys
 
@@ -23,6 +22,7 @@ if int(NUM_PROCESSES) > 1:
 
 import optax
 import reference
+from processes import report
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError, restore
@@ -55,10 +55,12 @@ else:
     state = zero.init_state(reference.init_params, TX, jax.random.PRNGKey(0), mesh=mesh, config=config)
     state, _ = run(state, batches[:2])
     with Checkpointer(FOLDER, log=told.append) as checkpointer:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         if ACTION == "fail" and int(INDEX) == int(NUM_PROCESSES) - 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, limit[1]))
         checkpointer.save(2, state)
         _, result["losses"] = run(state, batches[2:])
         checkpointer.wait()
         result |= {"failed": checkpointer.num_failed, "steps": checkpointer.steps()}
-print(json.dumps({**result, "told": told}), flush=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+report({**result, "told": told})

@@ -1,37 +1,17 @@
 """Checkpoints of several processes: each writes its own shards, and any number of processes reads them."""
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
-from reference import free_address
+from processes import results_of
 
 WORKER = pathlib.Path(__file__).with_name("reload_worker.py")
 pytestmark = pytest.mark.slow
 
 
 def start(num_processes, num_devices, stage, folder, action):
-    """Runs processes of so many devices each; returns what each of them prints."""
-    address = free_address()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, address, *map(str, (num_processes, i, num_devices, stage, folder, action))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(num_processes)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    """Runs processes of so many devices each; returns what each of them reports."""
+    return results_of(WORKER, [(num_processes, i, num_devices, stage, folder, action) for i in range(num_processes)])
 
 
 def assert_close(actual, expected, tolerance):

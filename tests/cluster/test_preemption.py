@@ -2,13 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 
 import jax
 import pytest
+from processes import free_address
 
 from zero_jax.cluster.preemption import Preemption
 
@@ -116,9 +116,7 @@ sys.exit(EXIT_CODE if step < 399 else 1)
     ],
 )
 def test_two_processes_stop_at_one_step(signalled, name):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     children = [
         subprocess.Popen(

@@ -1,7 +1,6 @@
 """One process of two that agree on things; see test_agreement.py. Usage: agreement_worker.py ADDRESS INDEX FOLDER."""
 # ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
-import json
 import os
 import sys
 
@@ -16,6 +15,7 @@ jax.distributed.initialize(ADDRESS, 2, INDEX, initialization_timeout=60)
 import optax
 import reference
 from etils import epath
+from processes import report
 
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer
@@ -90,4 +90,4 @@ os.makedirs(FOLDER + "/taken", exist_ok=True)
 with FolderLock(epath.Path(FOLDER) / "taken" / "zero_jax.lock", run="other") if INDEX == 0 else jax.disable_jit(False):
     attempt("taken", save_where_another_run_is)
 from_first_process("the lock is held until here")
-print(json.dumps(result))
+report(result)

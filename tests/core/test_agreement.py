@@ -1,12 +1,9 @@
 """Two real processes: what one learns or fails at is learned, or failed at, by both."""
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
-from reference import free_address
+from processes import results_of
 
 from zero_jax.core.agreement import from_first_process
 
@@ -15,22 +12,9 @@ WORKER = pathlib.Path(__file__).with_name("agreement_worker.py")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each of two processes has printed."""
-    address, folder = free_address(), tmp_path_factory.mktemp("agreement")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, address, str(i), folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:].decode()
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    """What each of two processes has reported."""
+    folder = tmp_path_factory.mktemp("agreement")
+    return results_of(WORKER, [(i, folder) for i in range(2)])
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """One process of several: loads a folder of the hub and saves it; see test_hub_processes.py.
 
-Usage: hub_worker.py ADDRESS NUM_PROCESSES INDEX FOLDER OUT; prints a line of JSON.
+Usage: hub_worker.py ADDRESS NUM_PROCESSES INDEX FOLDER OUT; reports its result.
 """
 # ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
-import json
 import os
 import sys
 
@@ -15,6 +14,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 import jax
 
 jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(INDEX), initialization_timeout=60)
+
+from processes import report
 
 import zero_jax as zero
 from zero_jax.pretrained import mapping
@@ -38,4 +39,4 @@ try:
     result["saved"] = str(zero.save_hf(OUT, loaded.params, loaded, max_file_bytes=9000))
 except ValueError as error:
     result["error"] = str(error)
-print(json.dumps(result), flush=True)
+report(result)

@@ -1,38 +1,18 @@
 """Folders of the hub with several processes: each reads its own shards, and together they write one folder."""
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 from hub_folders import FOLDERS, assert_same_bits, read, tensors_of, write
-from reference import free_address
+from processes import results_of
 
 WORKER = pathlib.Path(__file__).with_name("hub_worker.py")
 pytestmark = pytest.mark.slow
 
 
 def start(folders, out):
-    """Runs two processes, each with a folder of its own to read from; returns what each of them prints."""
-    address = free_address()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, address, "2", str(i), folder, out],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i, folder in enumerate(folders)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [json.loads(printed.splitlines()[-1]) for printed, _ in outputs]
+    """Runs two processes, each with a folder of its own to read from; returns what each of them reports."""
+    return results_of(WORKER, [(2, i, folder, out) for i, folder in enumerate(folders)])
 
 
 def test_two_processes_read_their_shards_and_write_one_folder(tmp_path):

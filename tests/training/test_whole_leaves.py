@@ -1,9 +1,6 @@
 """Whole leaves of a sharded state are read and written by path, and a step goes on from what was written."""
 
-import json
 import pathlib
-import subprocess
-import sys
 
 import chex
 import jax
@@ -12,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from reference import free_address
+from processes import results_of
 
 import zero_jax as zero
 
@@ -166,20 +163,7 @@ def test_the_loss_scale_is_taken_out_of_gradients():
 
 @pytest.mark.slow
 def test_two_processes_read_and_write_together_or_not_at_all():
-    address = free_address()
-    processes = [
-        subprocess.Popen([sys.executable, WORKER, address, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:].decode()
-    for index, (out, _) in enumerate(outputs):
-        result = json.loads(out.splitlines()[-1])
+    for index, result in enumerate(results_of(WORKER, [(i,) for i in range(2)])):
         assert result["read"] == result["written"] == [True, True]
         assert result["sharding"] is True and result["offloaded"] == [True, True]
         assert "give all of it" in result["shape"] if index == 1 else "process 1 could not write" in result["shape"]

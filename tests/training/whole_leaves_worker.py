@@ -1,7 +1,6 @@
 """One process of two that read and write leaves; see test_whole_leaves.py. Usage: whole_leaves_worker.py ADDRESS INDEX."""
 # ruff: noqa: E402, E501 (what JAX runs on is settled before it is imported)
 
-import json
 import os
 import sys
 
@@ -16,6 +15,7 @@ jax.distributed.initialize(ADDRESS, 2, INDEX, initialization_timeout=60)
 import jax.numpy as jnp
 import numpy as np
 import optax
+from processes import report
 
 import zero_jax as zero
 
@@ -52,4 +52,4 @@ result["offloaded"] = [
 result["shape"] = failure(lambda: zero.write_leaf(state, "params/a", value[: 8 - INDEX]))
 result["value"] = failure(lambda: zero.write_leaf(state, "params/a", value + INDEX))
 result["path"] = failure(lambda: zero.read_leaf(state, ["params/a", "params/b"][INDEX]))
-print(json.dumps(result))
+report(result)

@@ -91,6 +91,20 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "draw_losses", lambda *_, **__: None)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles for TPUs with the least effort, unless a test is marked `full_effort`.
+
+    It takes a seventh of the time. Collectives, their bytes and the memory of arguments are those of a program of full
+    effort, temporaries within some percent; the schedule and the kernels are slow ones, so times mean nothing.
+    """
+    import jax
+
+    is_light = "tpu_compiler" in item.keywords and "full_effort" not in item.keywords
+    effort = -1.0 if is_light else 0.0
+    jax.config.update("jax_exec_time_optimization_effort", effort)
+    os.environ["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = str(effort)  # for processes that a test starts
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes the longest comes first, so that processes that share the tests end together.
     long = {item.path for item in items if "tpu_compiler" in item.keywords}

@@ -8,6 +8,7 @@ which takes a third of the time to compile; the rest with the large one, of whic
 
 import math
 
+import jax
 import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
@@ -33,6 +34,14 @@ def test_traffic_is_at_the_ideal(topology, stage, bound):
     program = compile_step(topology, stage, gpt_config=GPT_271M if topology == V5P_16 or stage == 3 else GPT_21M)
     assert program.ratio_to_ideal(PSI_MOVED[stage]) <= bound
     assert_moves_params_well(program)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_program_compiled_as_for_a_run_sends_the_same(stage):
+    """The other programs of this file are compiled with less effort (`conftest.py`)."""
+    program = compile_step(V5P_16, stage, gpt_config=GPT_21M)
+    jax.config.update("jax_exec_time_optimization_effort", 0.0)
+    assert compile_step.__wrapped__(V5P_16, stage, gpt_config=GPT_21M).sent_bytes == program.sent_bytes
 
 
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])

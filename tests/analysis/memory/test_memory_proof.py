@@ -18,7 +18,7 @@ import zero_jax as zero
 from zero_jax import memory
 from zero_jax.models import gpt
 
-pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.full_effort, pytest.mark.slow]
 V5P_16, V5E_16 = "v5p:2x2x4", "v5e:4x4"
 NUM_DEVICES = 16
 MIB = 2**20

@@ -253,7 +253,7 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
     def fix(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
+        return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
     return jax.tree.map(fix, tree)
 

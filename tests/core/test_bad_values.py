@@ -314,7 +314,7 @@ def test_what_is_too_large_is_told_before_it_is_made(arguments, message, capsys)
     [
         (["--devices", "100000"], "devices=100000: a CPU stands in for 1 to 1,024; `zero-jax plan` compiles for more"),
         (["--seed", HUGE], f"argument --seed: {HUGE} is out of range"),
-        (["--config", "/dev/zero"], "it is no regular file"),
+        (["--config", "/dev/zero"], "it is a device, not a file"),
     ],
 )
 def test_as_a_program(arguments, message, tmp_path):

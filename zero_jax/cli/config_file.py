@@ -12,6 +12,7 @@ from typing import Any
 from zero_jax.cli.options import OptionKind, check_value, limits_of, option_fields
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.json_lines import write_text
+from zero_jax.core.files.untrusted import read_text
 
 _MAX_BYTES = 1 << 16
 
@@ -66,25 +67,14 @@ def _checked(what: str, value: Any, kind: OptionKind, destination: str) -> Any:
 
 
 def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
-    file, what = pathlib.Path(path), f"cannot read the config file {path}"
-    try:
-        if file.exists() and not file.is_file():
-            kind = "a folder" if file.is_dir() else "no regular file"
-            raise ValueError(f"{what} (it is {kind}): give a TOML file")
-        if file.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"{what} (it has {file.stat().st_size:,} bytes): a config has a few thousand at most")
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the config file {path} is no TOML: it is no text in UTF-8 ({error})") from error
+    text = read_text(path, "the config file", remedy="give a TOML file", limit_bytes=_MAX_BYTES)
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError(f"the config file {path} is nested too deeply: write sections of values") from error
     except ValueError as error:  # an integer of too many digits raises no TOMLDecodeError
-        other = file.with_suffix(".toml")
-        hint = f"; did you mean {other}?" if other != file and other.is_file() else ""
+        other = pathlib.Path(path).with_suffix(".toml")
+        hint = f"; did you mean {other}?" if other != pathlib.Path(path) and other.is_file() else ""
         raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}{hint}") from error
 
 

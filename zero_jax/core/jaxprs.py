@@ -194,7 +194,7 @@ def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
 
 def _jvp(primals: Any, tangents: Any, *, forward: Chain, backward: Chain) -> tuple[Any, Any]:
     (x,), (dot,) = primals, tangents
-    out = reshard_p.bind(x, forward=forward, backward=backward)
+    out = x if forward == Chain() else reshard_p.bind(x, forward=forward, backward=backward)
     exact = dataclasses.replace(forward, coding=None)  # codes are steps, without a slope: straight through
     return out, dot if isinstance(dot, ad.Zero) else reshard_p.bind(dot, forward=exact, backward=backward)
 
@@ -368,7 +368,15 @@ order_p.multiple_results = True
 
 def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> list[jax.Array]:
     """Returns the arrays as they are, none before all are there; their cotangents likewise, if `backward`."""
-    return order_p.bind(*arrays, forward=forward, backward=backward) if len(arrays) > 1 else list(arrays)
+    if len(arrays) < 2 or not (forward or backward):
+        return list(arrays)
+    return _bind_order(*arrays, forward=forward, backward=backward)
+
+
+# Of the orders of equal layers, JAX differentiates one: it keeps the derivative of a nested `jit`.
+@functools.partial(jax.jit, static_argnames=("forward", "backward"), inline=True)
+def _bind_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
+    return order_p.bind(*arrays, forward=forward, backward=backward)
 
 
 def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
@@ -383,7 +391,7 @@ def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
 
 
 def _order_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, forward: bool, backward: bool) -> Any:
-    primals_out = order(*primals, forward=forward, backward=backward)
+    primals_out = order(*primals, forward=True, backward=backward) if forward else list(primals)
     return primals_out, _order_present(tangents, forward=False, backward=backward)
 
 

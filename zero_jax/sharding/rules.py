@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import re
@@ -279,10 +280,12 @@ def to_shardings(placements: PyTree, *, mesh: Mesh, axes: Axes, over: Sequence[s
     """Converts placements to `NamedSharding`s; of the axes of `data`, with those of `over` alone."""
     left_out = [axis for axis in axes.data if axis not in over]
 
-    def sharding(placement: LeafPlacement) -> NamedSharding:
-        return named(mesh, without(placement.dims, left_out))
+    @functools.cache
+    def sharding(dims: Dims) -> NamedSharding:
+        return named(mesh, without(dims, left_out))
 
-    return jax.tree.map(sharding, placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    is_leaf = lambda x: isinstance(x, LeafPlacement)  # noqa: E731
+    return jax.tree.map(lambda placement: sharding(placement.dims), placements, is_leaf=is_leaf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

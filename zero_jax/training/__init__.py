@@ -15,6 +15,7 @@ from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.offload import Offload
+from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
@@ -67,6 +68,7 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
     "state_shardings",
     "step_options",
+    "trace_update",
     "trainable",
     "unchanged",
     "write_leaf",

@@ -29,10 +29,17 @@ from zero_jax.training.grads.quantized import quantized_grads, refuse_own
 from zero_jax.training.loss_function import changes_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.state.checks import check_made_for, check_no_leaf_twice, check_not_donated, place_state
+from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.making import check_optimizer
-from zero_jax.training.state.shardings import state_shardings
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable
+from zero_jax.training.state.train_state import (
+    Placement,
+    TrainState,
+    make_placement,
+    merge,
+    train_state_shardings,
+    trainable,
+)
 from zero_jax.training.state_update import OffloadedState, UpdateProgram
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -98,9 +105,9 @@ class TrainStep:
             leaves = jax.tree.leaves(state)
         structure = (tree, tuple(x.shape for x in leaves), is_nested)
         if structure not in self.compiled_for:
-            check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
-            shardings = state_shardings(state, mesh=self.program.mesh, config=self.program.config)
             program = self.program
+            placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
+            shardings = train_state_shardings(state, placement)
             options = {} if is_nested else step_options(program.mesh, program.config).values
             jitted = jax.jit(
                 program.step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options or None
@@ -119,7 +126,7 @@ class TrainStep:
         """
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
         check_not_donated(state)
-        check_made_for(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
+        checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
         return self._grads(state, batch)
 
     @functools.cached_property
@@ -177,7 +184,8 @@ class _Program(UpdateProgram):
         offloaded = OffloadedState.of(state, placement)
         masters = offloaded.masters()
         key = jax.random.fold_in(state.key, state.step)
-        needed = needed_grads(self.tx, trainable(masters), state.opt_state)
+        traced = trace_update(self.tx, trainable(masters), state.opt_state)
+        needed = needed_grads(traced)
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts = self.grads(
@@ -187,13 +195,11 @@ class _Program(UpdateProgram):
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss.astype(jnp.float32) / scale
-        offers = {
-            "value": loss,
-            "full_grads": fill_zeros(grads, masters),
-            **self.objective(state, placement, batch, key, needed),
-        }
+        offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
+        if traced.calls_functions:
+            offers |= self.objective(state, placement, batch, key, needed)
         finite = bad_grad < 0
-        same = unchanged(self.tx, trainable(masters), state.opt_state, needed=needed)
+        same = unchanged(traced, needed=needed)
         if offloaded.any:
             scalars = norm, finite, loss, state.loss_scale
             new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars)
@@ -201,7 +207,7 @@ class _Program(UpdateProgram):
             clipped = fill_zeros(self.clip(grads, norm), masters)
             new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers)
             new_masters = keep_same(masters, new_masters, same)
-            new_masters = jax.tree.map(lax.with_sharding_constraint, new_masters, placement.param_shardings("master"))
+            new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             low = new_masters
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
         kept = keep_same(state.params, placement.params_of(low, into=state.params), same)
@@ -227,7 +233,7 @@ class _Program(UpdateProgram):
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
-        needed = needed_grads(self.tx, trainable(state.masters), state.opt_state)
+        needed = needed_grads(trace_update(self.tx, trainable(state.masters), state.opt_state))
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
@@ -253,7 +259,7 @@ class _Program(UpdateProgram):
 
         def evaluate(at: PyTree, needed: list[bool]) -> tuple[jax.Array, PyTree]:
             masters = merge(state.masters, at)
-            masters = jax.tree.map(lax.with_sharding_constraint, masters, placement.param_shardings("master"))
+            masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
@@ -321,7 +327,7 @@ class _Program(UpdateProgram):
             ]
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
-            pinned = jax.tree.map(lax.with_sharding_constraint, model_state, placement.model_state_shardings())
+            pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
             weight = [lax.stop_gradient(x.astype(jnp.float32)) for x in map(jnp.asarray, weight)]
             return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 

@@ -149,13 +149,7 @@ class ZeroConfig:
         Raises:
           ValueError: a value that is no such setting, or a block size without anything to quantize.
         """
-        quantize = check_quantize(self.quantize)
-        fields = {
-            "gathers": self.quantize_gathers,
-            "grads": self.quantize_grads,
-            "block_size": self.quantize_block_size,
-        }
-        given = {name: value for name, value in fields.items() if value is not None}
+        quantize, given = check_quantize(self.quantize), self._given("quantize_")
         if given.keys() == {"block_size"} and quantize is None:
             raise ValueError(
                 f"quantize_block_size={self.quantize_block_size} without anything to quantize: give quantize_gathers "
@@ -169,16 +163,20 @@ class ZeroConfig:
         Raises:
           ValueError: a field that is no such setting, or one of the settings without `offload`.
         """
-        offload = resolve_offload(self.offload)
-        paths = None if self.offload_paths is None else [self.offload_paths]
-        fields = {"fraction": self.offload_fraction, "paths": paths, "window_bytes": self.offload_window_bytes}
-        given = {name: value for name, value in fields.items() if value is not None}
+        offload, given = resolve_offload(self.offload), self._given("offload_")
         if given and offload is None:
             name = f"offload_{next(iter(given))}"
             raise ValueError(
                 f"{name}={getattr(self, name)!r} without offload: say what is kept in host memory, as offload='state'"
             )
+        if "paths" in given:
+            given["paths"] = [given["paths"]]
         return offload if offload is None else dataclasses.replace(offload, **given)
+
+    def _given(self, prefix: str) -> dict[str, Any]:
+        """Returns the fields of a prefix that are not None, by the rest of their names."""
+        names = [field.name for field in dataclasses.fields(self) if field.name.startswith(prefix)]
+        return {name.removeprefix(prefix): value for name in names if (value := getattr(self, name)) is not None}
 
     def axes_of(self, mesh: Mesh) -> Axes:
         """Returns the roles of a mesh's axes."""

@@ -11,6 +11,7 @@ from reference import mesh_of
 import zero_jax as zero
 from zero_jax import comms
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.update import trace_update
 
 PARAMS = {"base": normal(16, 64), "head": normal(64, 16)}
 LABELS = {"base": "frozen", "head": "trained"}
@@ -41,10 +42,10 @@ OPTIMIZERS = {  # the optimizer, whether it reads the gradient of `base`, whethe
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_frozen_is_read_from_the_update(name):
     tx, reads, alone = OPTIMIZERS[name]
-    opt_state = tx.init(PARAMS)
-    needed = needed_grads(tx, PARAMS, opt_state)
+    traced = trace_update(tx, PARAMS, tx.init(PARAMS))
+    needed = needed_grads(traced)
     assert needed == [reads, True]
-    assert unchanged(tx, PARAMS, opt_state, needed=needed) == [alone, False]
+    assert unchanged(traced, needed=needed) == [alone, False]
 
 
 def loss(params, x):

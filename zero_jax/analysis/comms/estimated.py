@@ -31,6 +31,7 @@ from zero_jax.training import (
     check_is_state,
     make_placement,
     needed_grads,
+    trace_update,
     trainable,
     unchanged,
 )
@@ -130,9 +131,11 @@ def estimate(
     num_params = 0
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
     floats = [leaf for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
-    params = trainable(state.masters)
-    needed = [True] * len(floats) if tx is None else needed_grads(tx, params, state.opt_state)
-    same = [False] * len(floats) if tx is None else unchanged(tx, params, state.opt_state, needed=needed)
+    needed, same = [True] * len(floats), [False] * len(floats)
+    if tx is not None:
+        update = trace_update(tx, trainable(state.masters), state.opt_state)
+        needed = needed_grads(update)
+        same = unchanged(update, needed=needed)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         num_params += _num_elements(leaf, placement)
         for row in _leaf_rows(leaf, placement, config):

@@ -15,7 +15,15 @@ from jax.sharding import Mesh
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import to_shardings
-from zero_jax.training import Placement, TrainState, ZeroConfig, make_placement, state_shardings, trainable
+from zero_jax.training import (
+    Placement,
+    TrainState,
+    ZeroConfig,
+    make_placement,
+    state_shardings,
+    trace_update,
+    trainable,
+)
 from zero_jax.training import needed_grads as grads_read_by_optimizer
 
 _FIELDS = dataclasses.fields(TrainState)
@@ -135,7 +143,7 @@ def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> 
     params = trainable(state.masters)
     if tx is None:
         return [True] * len(jax.tree.leaves(params))
-    return grads_read_by_optimizer(tx, params, state.opt_state)
+    return grads_read_by_optimizer(trace_update(tx, params, state.opt_state))
 
 
 def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS, Kind
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.tree import shown
 
 _MAX_BYTES = 1 << 20
@@ -30,17 +31,8 @@ def read_json(path: str | pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: it cannot be read, or is no JSON object with each key once.
     """
-    file, what = pathlib.Path(path), f"cannot read the DeepSpeed config {path}"
-    try:
-        if file.exists() and not file.is_file():
-            raise ValueError(f"{what} (it is no regular file): give a JSON file")
-        if file.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"{what} (it has {file.stat().st_size:,} bytes): a config has a few thousand")
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{what} ({error.strerror}): give a JSON file") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: it is no text in UTF-8 ({error})") from error
+    text = read_text(path, "the DeepSpeed config", remedy="give a JSON file", limit_bytes=_MAX_BYTES)
+    what = f"cannot read the DeepSpeed config {path}"
     try:
         config = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
     except RecursionError as error:

@@ -55,6 +55,19 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
     return content
 
 
+def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> str:
+    """Reads a file that a user named, text in UTF-8; raises `ValueError` with `what` it is and the `remedy`."""
+    try:
+        return read_file(epath.Path(path), limit_bytes=limit_bytes).decode()
+    except OSError as error:
+        why = error.strerror
+    except UnicodeDecodeError as error:
+        why = f"it is no text in UTF-8: {error}"
+    except ValueError as error:
+        why = str(error)
+    raise ValueError(f"cannot read {what} {path} ({why}): {remedy}")
+
+
 def _check_kind(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")

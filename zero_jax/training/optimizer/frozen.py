@@ -10,47 +10,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 
 from zero_jax.core.jaxprs import is_literal, open_jaxpr, used_inputs
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
-from zero_jax.core.tree import PyTree
-from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.optimizer.update import TracedUpdate
 
 # Zeros stay zeros in these.
 _MOVES = frozenset("broadcast_in_dim convert_element_type copy neg reshape slice squeeze transpose".split())
 
 
-def needed_grads(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> list[bool]:
-    """Tells which gradients the optimizer reads: those of frozen params need not even be computed.
-
-    Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
-      opt_state: the optimizer's state, or its shapes.
-    """
-    traced = trace_update(tx, params, opt_state)
+def needed_grads(traced: TracedUpdate) -> list[bool]:
+    """Tells which gradients the optimizer reads: those of frozen params need not even be computed."""
     used = used_inputs(traced.jaxpr)
     clipped, unclipped = used[: traced.num_grads], used[len(used) - traced.num_grads :]
     return [a or b for a, b in zip(clipped, unclipped, strict=True)]
 
 
-def unchanged(
-    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, *, needed: Sequence[bool]
-) -> list[bool]:
+def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:
     """Tells which params an update leaves as they are, whatever they and the gradients are.
 
     Args:
-      tx: the optimizer.
-      params: the params that have gradients, or their shapes.
-      opt_state: the optimizer's state, or its shapes.
+      traced: the trace of the update.
       needed: what `needed_grads` returned: of params whose gradients are read, none is unchanged.
     """
     if all(needed):
         return [False] * len(needed)
-    jaxpr = trace_update(tx, params, opt_state).jaxpr
-    zeros = _Zeros().run(jaxpr, [False] * len(open_jaxpr(jaxpr)[0].invars))[: len(needed)]
+    zeros = _Zeros().run(traced.jaxpr, [False] * len(open_jaxpr(traced.jaxpr)[0].invars))[: len(needed)]
     return [zero and not read for zero, read in zip(zeros, needed, strict=True)]
 
 

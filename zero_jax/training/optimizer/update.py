@@ -204,8 +204,8 @@ def _without_memory(x: Any) -> Any:
 def apply_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *, value: Any, full_grads: PyTree, **functions: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns what `call_update` does, from the trace of the update if that calls no function of the params."""
-    if trace_update(tx, params, opt_state).calls_functions:
+    """Returns what `call_update` does, from the trace of the update if there are no `functions` for it to call."""
+    if functions:
         return call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
     return _traced_update(_Optimizer(tx), grads, opt_state, params, value, full_grads)[:2]
 

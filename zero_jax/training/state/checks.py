@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training.optimizer.update import first_opt_state
-from zero_jax.training.state.train_state import TrainState, make_placement, trainable
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
@@ -104,11 +104,13 @@ def check_is_state(state: Any, *, who: str) -> TrainState:
     return state
 
 
-def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig) -> None:
-    """Raises `ValueError` if a state was made with another optimizer or config than a step."""
+def checked_placement(
+    state: TrainState, tx: optax.GradientTransformation, *, mesh: Mesh, config: ZeroConfig
+) -> Placement:
+    """Returns the placement of a step's state; raises `ValueError` if it was made with another optimizer or config."""
     if not isinstance(state, TrainState):
         raise ValueError(f"a step takes the TrainState that zero.init_state returns, not a {type(state).__name__}")
-    placement = make_placement(state.params, mesh=mesh, config=config)
+    placement = make_placement(state.variables, mesh=mesh, config=config)
     if placement.keeps_copy != (state.master is not None):
         raise ValueError(
             "the state was made for another stage or precision "
@@ -140,3 +142,4 @@ def check_made_for(state: TrainState, tx: optax.GradientTransformation, *, mesh:
             f"and the optimizer's own state has {lacks}. "
             "Make the state with the optimizer that the step was made with"
         )
+    return placement

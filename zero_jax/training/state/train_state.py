@@ -211,8 +211,8 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     variables = as_variables(variables)
     params = with_shapes("params", variables.params, remedy=ARRAYS)
     model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
-    groups = sharded_groups(config.stage) - ({"params"} if axes.secondary else set())
-    offload = check_offload(config.resolved_offload(), mesh, groups)
+    groups = sharded_groups(config.stage)
+    offload = check_offload(config.resolved_offload(), mesh, groups - ({"params"} if axes.secondary else set()))
     rules = ShardingRules(
         min_shard_size=config.min_shard_size,
         param_specs=config.param_specs,
@@ -229,7 +229,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         mesh=mesh,
         axes=axes,
         rules=rules,
-        groups=sharded_groups(config.stage),
+        groups=groups,
         precision=resolve_precision(config.precision),
         params=placed,
         model_state=placed_state,
@@ -253,7 +253,7 @@ def strongly_typed(tree: PyTree) -> PyTree:
 
     def fix(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
+        return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
     return jax.tree.map(fix, tree)
 

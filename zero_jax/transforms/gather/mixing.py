@@ -40,6 +40,16 @@ class _Mixing(Pass[State]):
 
     enters = CALLS | {"scan"}
 
+    def __init__(self):
+        super().__init__()
+        self.results: dict[Any, list[State]] = {}
+
+    def run(self, jaxpr: Any, inputs: Sequence[State], env: dict[Any, State] | None = None) -> list[State]:
+        key = id(jaxpr), tuple(inputs)  # equal layers run one jaxpr
+        if key not in self.results:
+            self.results[key] = super().run(jaxpr, inputs, env)
+        return self.results[key]
+
     def constant(self, atom: Any) -> State:
         return FREE if is_literal(atom) or not atom.aval.ndim else UNKNOWN
 

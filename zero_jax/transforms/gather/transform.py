@@ -33,9 +33,8 @@ from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, 
 from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
 from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
 from zero_jax.transforms.gather.per_device import summed_use
-from zero_jax.transforms.gather.regions import GatherFrame, Options
-from zero_jax.transforms.gather.uses import device_sum
-from zero_jax.transforms.gather.walk import GatherWalk
+from zero_jax.transforms.gather.uses import Options, device_sum
+from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
 from zero_jax.transforms.passthrough import is_float
 
 # A param used in every iteration of a loop is gathered once before it while all such params of the loop fit in this.

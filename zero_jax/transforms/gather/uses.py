@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain, reshard
-from zero_jax.sharding.quantized import Blocks, blocks_of
+from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.quantized import Blocks, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_array
 from zero_jax.transforms.gather.per_device import DeviceSum, summed_use
-from zero_jax.transforms.gather.regions import Options
 from zero_jax.transforms.passthrough import is_float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a walk is to do; `stored_whole` params are only to have their gradients scattered.
+
+    A function that is `mapped` is one of a device's own examples, under `jax.vmap` over devices: gradients are summed
+    across devices at each use.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    stored_whole: bool
+    regather: bool
+    reduce_dtype: Any
+    max_hoisted_bytes: int
+    quantize: Quantize | None = None
+    mapped: bool = False
+
+    @property
+    def product_dtype(self) -> Any:
+        """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
+        return None if self.mapped else self.reduce_dtype
 
 
 def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:

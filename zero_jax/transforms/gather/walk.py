@@ -41,13 +41,30 @@ from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.ordinary import OrdinaryRuns
 from zero_jax.transforms.gather.param_uses import last_use
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
-from zero_jax.transforms.gather.regions import GatherFrame, Options, SharedRegion
-from zero_jax.transforms.gather.uses import array_of, gathering, whole
+from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
 from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherFrame:
+    """How uses are kept for the backward pass in the region being walked."""
+
+    regather: bool  # gather again in the backward pass, instead of keeping the gathered param as a residual
+    prevent_cse: bool  # off in scan bodies, where forward and backward pass are different loops
+    ends_forward: bool = False  # its last use is the first that the backward pass needs: not worth gathering twice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedRegion:
+    """A `jax.checkpoint` that is walked: its jaxpr (so that its id stays its own), and which results are pure."""
+
+    jaxpr: Any
+    function: Callable[..., list[Any]]
+    pure: list[bool]
 
 
 class GatherWalk:

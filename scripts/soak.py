@@ -145,7 +145,9 @@ def run_elastic(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, d
                 continue
             tries += 1
             number = dice.choice((signal.SIGKILL,) * 5 + (signal.SIGSTOP,))
-            chosen = dice.sample(processes, min(len(processes), dice.choice((1, 1, 1, 2))))
+            # Where all are stopped, nobody is left to notice it.
+            most = len(processes) - (number == signal.SIGSTOP)
+            chosen = dice.sample(processes, min(most, dice.choice((1, 1, 1, 2))))
             for pid in chosen:
                 counts[number.name] += 1
                 try:

@@ -138,7 +138,7 @@ def rounds():
         if how < 0:
             os.kill(os.getpid(), -how)
         sys.exit(how)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if who == "deaf" else lambda *_: sys.exit(75))
     time.sleep(60)
 
 

@@ -185,6 +185,13 @@ def test_a_lost_process_comes_back_while_the_others_run():
     assert "a lost process is tried again: restart 2, with 2 of 2" in launched.err
 
 
+def test_a_run_that_hangs_when_it_is_asked_to_save_is_killed():
+    launched = Launched([1, KILLED, None], ["deaf", 0, None], num_processes=2, rejoin_seconds=1, grace_seconds=0)
+    assert launched.result.status == 0, launched.err
+    assert launched.sizes == [2, 1, 2]
+    assert re.search(r"still running [\d.]+ s after SIGTERM: killed", launched.err)
+
+
 def test_a_failure_that_stays_ends_the_launch_with_its_status():
     launched = Launched(*[["all", 7, 5]] * 9, num_processes=2, min_processes=2, max_restarts=2)
     assert launched.result.status == 7

@@ -8,6 +8,7 @@ import threading
 
 import jax
 import pytest
+from jax.experimental import multihost_utils
 from processes import free_address
 
 from zero_jax.cluster.preemption import Preemption
@@ -73,6 +74,29 @@ def test_outside_the_main_thread_it_says_so_and_works():
     assert lines == ["signals cannot be handled outside the main thread: SIGTERM will not save the run"]
 
 
+def test_a_notice_before_the_first_step_of_a_resumed_run_stops_it(monkeypatch):
+    """JAX agrees on the count after the largest one, which is 0 for a process that has not asked yet."""
+    asked = [0]
+    notice_at = {0}  # the count at which the notice comes
+
+    def reached(count):
+        asked.append(count)
+        return count - 1 in notice_at
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", reached)
+    monkeypatch.setattr(Preemption, "_count", 0)
+    with Preemption(log=lambda _: None) as preemption:
+        assert preemption.should_stop(40) and preemption.should_stop(41)
+    notice_at.clear()
+    with Preemption(log=lambda _: None) as preemption:
+        assert not any(map(preemption.should_stop, (7, 8, 8, 9)))
+    notice_at.add(asked[-1])  # between two runs of one process
+    with Preemption(log=lambda _: None) as preemption:
+        assert preemption.should_stop(0)
+    assert asked == [0, 1, 2, 3, 3, 4, 5]
+
+
 def test_processes_that_cannot_agree_are_an_error(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     jax.config.update("jax_enable_preemption_service", False)
@@ -88,13 +112,15 @@ import signal, sys, time
 import jax
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
 
-index, signalled, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+index, signalled, name, first = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[5])
 jax.distributed.initialize(sys.argv[4], 2, index)
 with Preemption(log=lambda line: print(line, flush=True)) as preemption:
-    for step in range(1, 400):
+    for step in range(41, 440):
         time.sleep(0.01 if index else 0.015)
-        if (index, step) == (signalled, 10):
+        if (index, step) == (signalled, first):
             signal.raise_signal(getattr(signal, name))
+        if step == first == 41:
+            time.sleep(3)  # the notice comes before any process has asked
         if preemption.should_stop(step):
             break
     # Saving takes its time, in which the signal may well come again.
@@ -102,25 +128,25 @@ with Preemption(log=lambda line: print(line, flush=True)) as preemption:
         signal.raise_signal(getattr(signal, name))
 assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 jax.distributed.shutdown()
-sys.exit(EXIT_CODE if step < 399 else 1)
+sys.exit(EXIT_CODE if step < 439 else 1)
 """
 
 
 @pytest.mark.parametrize(
-    ("signalled", "name"),
+    ("signalled", "name", "step"),
     [
-        (1, "SIGUSR1"),
-        pytest.param(0, "SIGTERM", marks=pytest.mark.slow),
-        pytest.param(1, "SIGTERM", marks=pytest.mark.slow),
-        pytest.param(0, "SIGINT", marks=pytest.mark.slow),
+        (1, "SIGUSR1", 50),
+        pytest.param(0, "SIGTERM", 41, marks=pytest.mark.slow),
+        pytest.param(1, "SIGTERM", 50, marks=pytest.mark.slow),
+        pytest.param(0, "SIGINT", 50, marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_stop_at_one_step(signalled, name):
+def test_two_processes_stop_at_one_step(signalled, name, step):
     address = free_address()
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(index), str(signalled), name, address],
+            [sys.executable, "-c", CHILD, str(index), str(signalled), name, address, str(step)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

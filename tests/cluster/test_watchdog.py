@@ -115,6 +115,22 @@ def test_some_phases_may_take_longer(tmp_path):
     assert not watched.exits
 
 
+def test_a_process_may_wait_for_another_that_compiles(tmp_path):
+    watched = Watched(tmp_path, num_processes=2)
+    watched.dog.beat("step", 1)
+    now = time.time()
+    other = {"phase": "compile", "step": 1, "beat_time": now, "alive_time": now, "every_seconds": 100}
+    (tmp_path / "process-1.json").write_text(json.dumps(other))
+    watched.passes(50)
+    assert not watched.hangs and not watched.exits
+    for phase, seconds in (("compile", 101), ("step", 0)):
+        changed = {**other, "phase": phase, "beat_time": now - seconds}
+        (tmp_path / "process-1.json").write_text(json.dumps(changed))
+        watched.exits.clear()
+        watched.passes(1)
+        assert watched.hangs and watched.exits == [EXIT_CODE]
+
+
 def test_time_in_which_nothing_ran_does_not_count(tmp_path):
     watched = Watched(tmp_path)
     watched.dog.beat("step", 1)

@@ -38,8 +38,9 @@ class LaunchConfig:
         none starts nothing again.
       max_restarts: restarts in a row from the same step, after which the launch ends; all restarts count where the
         program reports no step. Used with min_processes.
-      rejoin_seconds: time after which a lost process is tried again: the run saves, and starts again with it; 0 tries
-        it in the next start. Used with min_processes.
+      rejoin_seconds: time after which a lost process is tried again: the run saves, and starts again with it; it is
+        killed where it has not ended after as long again, or the grace if that is longer. 0 tries a lost process in the
+        next start. Used with min_processes.
     """
 
     num_processes: int = 2
@@ -161,6 +162,7 @@ def launch(
                 environment={**variables, _RESTARTS: str(elastic.num_restarts)},
                 grace_seconds=config.grace_seconds,
                 seconds=elastic.seconds_to_larger,
+                save_seconds=max(config.grace_seconds, config.rejoin_seconds),
                 has_started=lambda: not elastic.has_step or reported.exists(),
                 is_restart=elastic.num_restarts > 0,
                 events=events,

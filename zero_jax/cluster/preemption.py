@@ -27,17 +27,21 @@ class Preemption:
 
     With `jax.distributed` any process may get the signal. JAX's notifier, which `initialize` installs, handles SIGTERM:
     it notifies the other processes and agrees with them on the step after the furthest one. The other signals are
-    passed on to it as a SIGTERM. It polls once a second. A run that ends before the agreed step ends normally.
+    passed on to it as a SIGTERM. It polls once a second. A run that ends before the agreed step ends normally. A notice
+    that comes before `should_stop` is first asked, as while a checkpoint is restored, stops the run there.
 
     Entering the context replaces the handlers, and leaving it restores them. Ignored signals (`nohup`) stay ignored.
     Python has signal handlers in the main thread only: in other threads signals are left to JAX's notifier.
     """
+
+    _count = 0  # steps of all runs of this process so far; JAX has one notifier for them
 
     def __init__(self, *, log: Callable[[str], None] = print):
         """Installs nothing yet; `log` is called with a line when the run stops, or signals cannot be handled."""
         self._log = log
         self._signal: str | None = None
         self._is_stopping = self._is_shared = False
+        self._ahead: int | None = None  # how far the count is ahead of the steps
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
@@ -76,10 +80,18 @@ class Preemption:
         return self._signal is not None and not self._is_shared
 
     def should_stop(self, step: int) -> bool:
-        """Returns whether to save and stop after a step; the same in all processes, which all ask after each step."""
+        """Returns whether to save and stop after a step.
+
+        It is the same in all processes, which all ask first about the same step, and then after each step.
+        """
         if not self._is_stopping:
             if self._is_shared:
-                self._is_stopping = multihost_utils.reached_preemption_sync_point(step)
+                # JAX takes 0 for a process that has not asked yet. With the step itself, a notice before the first one
+                # of a run resumed at step 40 would stop it after step 1, which never comes.
+                if self._ahead is None:
+                    self._ahead = Preemption._count + 1 - step
+                Preemption._count = step + self._ahead
+                self._is_stopping = multihost_utils.reached_preemption_sync_point(Preemption._count)
             else:
                 self._is_stopping = self._signal is not None
             if self._is_stopping:

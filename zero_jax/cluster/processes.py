@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import queue
 import signal
@@ -109,6 +110,7 @@ def run_round(
     environment: Mapping[str, str],
     grace_seconds: float,
     seconds: float | None,
+    save_seconds: float,
     has_started: Callable[[], bool],
     is_restart: bool,
     events: queue.SimpleQueue,
@@ -123,6 +125,7 @@ def run_round(
       environment: their environment, to which the variables of `join` are added.
       grace_seconds: time to save and end, once one has failed, before all are killed.
       seconds: time after which they are asked to save and end, if `has_started` is true; None lets them run.
+      save_seconds: time to save and end, once they are asked to, before all are killed.
       has_started: whether they are beyond their start.
       is_restart: whether the program was started before: a process that cannot be started has failed then.
       events: signals to the launcher; ends of processes are added.
@@ -133,7 +136,7 @@ def run_round(
     """
     started_at = time.monotonic()
     with _reserved_port() as port, _guarded_group() as group:
-        processes = _Processes(grace_seconds=grace_seconds, events=events, merger=merger)
+        processes = _Processes(grace_seconds=grace_seconds, save_seconds=save_seconds, events=events, merger=merger)
         for index in range(num_processes):
             variables = _environment(environment, index, num_processes, devices_per_process, port)
             try:
@@ -157,8 +160,8 @@ def run_round(
 class _Processes:
     """Processes from the start of the first to the end of the last."""
 
-    def __init__(self, *, grace_seconds: float, events: queue.SimpleQueue, merger: Merger):
-        self._grace_seconds = grace_seconds
+    def __init__(self, *, grace_seconds: float, save_seconds: float, events: queue.SimpleQueue, merger: Merger):
+        self._grace_seconds, self._save_seconds = grace_seconds, save_seconds
         self._events: queue.SimpleQueue[Ending | signal.Signals] = events
         self._merger = merger
         self._started_at = time.monotonic()
@@ -218,19 +221,21 @@ class _Processes:
         """Waits until all have ended, and ends them once one has failed; at `interrupt_at` they are asked to end."""
         endings: list[Ending] = []
         kill_at: float | None = None
+        has_failed = False
         while len(endings) < self._num_expected:
             due = kill_at if interrupt_at is None else min(interrupt_at, kill_at or interrupt_at)
             try:
                 event = self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
             except queue.Empty:
                 if kill_at is not None and due == kill_at:
-                    self._merger.say(f"still running {self._grace_seconds:g} s after SIGTERM: killed")
+                    seconds = time.monotonic() - (self._signalled_at or kill_at)
+                    self._merger.say(f"still running {seconds:.1f} s after SIGTERM: killed")
                     self._signal(signal.SIGKILL)
-                    kill_at = interrupt_at = None
+                    kill_at, interrupt_at, has_failed = None, None, True
                 elif has_started():
                     self.is_interrupted = True
                     self._signal(signal.SIGTERM)
-                    interrupt_at = None
+                    kill_at, interrupt_at = time.monotonic() + self._save_seconds, None
                 else:
                     interrupt_at = time.monotonic() + 1
                 continue
@@ -239,9 +244,9 @@ class _Processes:
                 if event.returncode != 0 and self._signalled_at is None and len(endings) < self._num_expected:
                     self._merger.say(f"process {event.process_index} {event}: the others get SIGTERM")
                     self._signal(signal.SIGTERM)
-                if event.returncode != 0 and kill_at is None:
-                    kill_at = time.monotonic() + self._grace_seconds
-                interrupt_at = None if event.returncode != 0 else interrupt_at
+                if event.returncode != 0 and not has_failed:
+                    has_failed, interrupt_at = True, None
+                    kill_at = min(kill_at or math.inf, time.monotonic() + self._grace_seconds)
             else:
                 again, self.is_stopped = self.is_stopped, True
                 self._merger.say("killed" if again else f"{event.name} is passed on; once more kills")

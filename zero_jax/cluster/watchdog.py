@@ -99,7 +99,8 @@ class Watchdog:
     The loop calls `beat` at each phase. If no beat comes for as long as the phase may take, the watchdog writes the
     stacks of all threads and the last known state of each process to stderr and to `hang-<k>.txt`. After as long again
     it ends the process with exit code 76, so that a supervisor can restart it. A second thread writes the last beat to
-    `process-<k>.json`, the heartbeat file that the other processes read.
+    `process-<k>.json`, the heartbeat file that the other processes read: one that waits for another that compiles may
+    wait as long as compiling may take.
 
     Time in which the process did not run at all (stopped by a signal, a machine asleep) does not count: the watchdog's
     thread did not run either. A thread that holds Python's global lock in foreign code stops the watchdog too.
@@ -198,6 +199,8 @@ class Watchdog:
         if self._is_reported and self._reported_beat is not beat:
             self._is_reported = False
             _within(5, self._log, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
+        if age > allowed and self._waits_for_another(beat.phase):
+            return
         if age > allowed and not self._is_reported:
             self._report(beat, age, allowed)
         if age > 2 * allowed:
@@ -205,6 +208,14 @@ class Watchdog:
             _within(5, self._log, message)
             _within(2, _flush)
             self._exit(EXIT_CODE)
+
+    def _waits_for_another(self, phase: str) -> bool:
+        """Tells whether another process is in a phase that may take longer than this one's, and still may."""
+        states: list[ProcessPlace] = []
+        _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
+        own, usual = self._allowances.get(phase, 1), self._seconds
+        others = [(self._allowances.get(place.phase or "", 1), place) for place in states if not place.is_silent]
+        return any(allowance > own and place.age_seconds <= usual * allowance for allowance, place in others)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):

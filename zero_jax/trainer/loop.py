@@ -242,15 +242,15 @@ class _Training:
 
     def _beat(self, phase: str, step: int | None = None) -> None:
         """Reports a phase to the watchdog; the first execution of a phase compiles, and autotunes kernels."""
-        is_new = phase in ("step", "evaluation", "sample", "save") and phase not in self.executed
+        is_new = phase in ("step", "evaluation", "sample") and phase not in self.executed
         self.watchdog.beat("compile" if is_new else phase, self.step if step is None else step)
 
     def _read_back(self, dispatched: Dispatched) -> None:
         """Waits for a step and records its metrics."""
+        is_start = not self.progress.train
         self.progress.add_step(dispatched)
-        if self.is_first and "step" not in self.executed:
+        if self.is_first and is_start:
             report_start(self.first_step)
-        self.executed.add("step")
 
     def _run_steps(self) -> str:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
@@ -325,6 +325,8 @@ class _Training:
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
         self.step += 1
+        self.executed.add("step")
+        self._beat("step")  # it is compiled: what is left is a step's time
         shows_norm = self.step % self.config.log_every == 0
         return Dispatched(
             step=self.step,
@@ -370,7 +372,6 @@ class _Training:
             num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,
             is_last=is_last,
         )
-        self.executed.add("save")
         return goes_on
 
     def _log_sample(self) -> str:

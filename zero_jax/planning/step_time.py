@@ -118,13 +118,13 @@ def estimate_time(
         hlo.collectives(program),
         seconds_of=compute.seconds,
         link_seconds=links.seconds,
+        is_kernel=compute.is_kernel,
         links_of=links.taken,
         transfers=transfers,
         network_seconds=links.network_seconds,
         copies=copies,
         host_seconds=lambda copy: copy.num_bytes / HOST_BYTES_PER_SECOND,
     )
-    kernels = play(program, (), seconds_of=compute.kernel_seconds, link_seconds=links.seconds)
     step = max(timeline.total_seconds, 1e-12)
     model_flops, causal_flops = 3 * forward_flops, 3 * (forward_flops - attention_flops / 2)
     peak = mesh.size * hardware.flops_per_second
@@ -141,7 +141,7 @@ def estimate_time(
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
         device_flops_per_second=model_flops / (step * mesh.size),
-        kernel_seconds=kernels.compute_seconds,
+        kernel_seconds=timeline.kernel_seconds,
         network_seconds=timeline.network_seconds,
         host_seconds=timeline.host_seconds,
         host_bytes=host_bytes,
@@ -179,10 +179,9 @@ class _Compute:
             self.inexact.add(instruction.name)
         return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
 
-    def kernel_seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
-        """Returns the time of an instruction that is a kernel, else 0."""
-        is_kernel = instruction.opcode == "custom-call" and self.work(program, computation, instruction).engine
-        return self.seconds(program, computation, instruction) if is_kernel else 0.0
+    def is_kernel(self, program: Program, computation: str, instruction: Instruction) -> bool:
+        """Returns whether a custom call is a kernel that the compiler has no cycles of."""
+        return bool(self.work(program, computation, instruction).engine)
 
     def work(self, program: Program, computation: str, instruction: Instruction) -> hlo.Work:
         """Returns the flops and bytes of an instruction."""

@@ -196,7 +196,8 @@ class Placement:
             ]
             return [lax.dynamic_update_slice_in_dim(whole, row, i, 0) for whole, row in zip(wholes, rows, strict=True)]
 
-        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds)
+        # Two rows at a time: while one is written, the other is gathered.
+        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds, unroll=2)
 
 
 def _is_placement(x: Any) -> bool:

@@ -33,8 +33,8 @@ def main(name: str, settings: list[str]) -> None:
         Program(program_text(compiled)),
         mesh=mesh,
         topology=topology.parse(name),
-        forward_flops=per_device * mesh.size / 3,
-        attention_flops=attention_per_device * mesh.size / 3,
+        model_flops=per_device * mesh.size,
+        attention_flops=attention_per_device * mesh.size,
         num_tokens=config.global_batch_size_to_train_on * config.max_target_length,
     )
     print(f"{per_device / 1e12:,.1f} TFLOP a device and step, of which attention {attention_per_device / 1e12:,.1f}")

@@ -25,6 +25,7 @@ def play(body, seconds, links, *, links_of=None, **options):
         seconds_of=lambda program, computation, instruction: seconds.get(instruction.name, 0.0),
         link_seconds=lambda one: links[one.name],
         links_of=links_of,
+        is_kernel=lambda program, computation, instruction: 'target="kernel"' in instruction.line,
         **options,
     )
 
@@ -149,7 +150,11 @@ def test_a_loop_repeats_its_body():
     assert timeline.total_seconds == 6
     assert timeline.exposed_seconds == 1.5
     assert timeline.collective_seconds == 12
+    assert timeline.kernel_seconds == 0
     assert timeline.overlaps["body", "start.1"].instructions == ("work",)
+    kernel = LOOP.replace("BACKEND", KNOWN).replace("add(%x, %x)", 'custom-call(%x), custom_call_target="kernel"')
+    timeline = play(kernel, {"work": 1.5}, {"start.1": 2.0, "start.2": 2.0})
+    assert (timeline.total_seconds, timeline.kernel_seconds) == (6, 4.5)
 
 
 def test_an_unknown_trip_count_is_asked_for():

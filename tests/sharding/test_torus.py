@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from reference import mesh_of, torus_mesh
 
@@ -86,6 +87,27 @@ def test_gradients_are_reduce_scattered_natively(topology, replica):
     assert sent.pop("reduce-scatter") == pytest.approx(full * (num_data - 1) / num_data)
     assert sent.pop("all-reduce", 0) == pytest.approx(2 * full / num_data * (replica - 1) / replica)
     assert not sent
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_copies_of_params_have_axes_that_are_split_along_the_torus(stage, kernel):
+    """The gradient is mapped over `replica`; within it `data`, over three dims, is gathered and scattered in steps."""
+    pytest.importorskip("libtpu")
+    mesh, tx = zero.make_mesh(topology="v5p:4x4x4", replica=2), optax.sgd(0.1)
+    assert torus.split_axes(mesh, ("data",))[0].shape["data.2"] > 1
+    config = zero.ZeroConfig(stage=stage, min_shard_size=0)
+    attend = zero.dot_product_attention if kernel else jax.nn.dot_product_attention
+
+    def loss_fn(params, batch):
+        heads = (batch @ params).reshape(*batch.shape[:2], 2, 128)
+        return jnp.square(attend(heads, heads, heads, is_causal=True)).mean()
+
+    state = zero.abstract_state(lambda key: jnp.ones((256, 256)), tx, mesh=mesh, config=config)
+    batch = jax.ShapeDtypeStruct((64, 128, 256), jnp.float32)
+    text = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config).lower(state, batch).as_text()
+    assert ("tpu_custom_call" in text) == kernel
 
 
 @pytest.mark.tpu_compiler

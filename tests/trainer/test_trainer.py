@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from zero_jax.checkpoint import restore
@@ -22,7 +23,7 @@ from zero_jax.trainer import run as training_run
 from zero_jax.trainer.checkpoints import ResumeError
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.reporting import metrics
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig, abstract_state
 
 GPT = gpt.GPTConfig(vocab_size=128, seq_len=16, num_layers=2, d_model=32, num_heads=2)
 MODEL = training_run.Model(
@@ -129,6 +130,25 @@ def test_speed_and_utilization_are_per_second():
     meter = metrics.Speedometer(batch_size=4, num_tokens=100, flops=2_000, peak_flops_per_second=10_000.0)
     assert (meter.units_per_second(0.5), meter.mfu(0.5)) == (200, 0.4)
     assert dataclasses.replace(meter, peak_flops_per_second=None).mfu(0.5) is None
+
+
+def test_operations_of_a_step_are_those_of_the_gradients_that_the_optimizer_reads():
+    mesh, config = make_mesh(), ZeroConfig(stage=3)
+    batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+
+    def flops(tx):
+        init = lambda key: {"first": jnp.ones((4, 4)), "last": jnp.ones((4, 4))}  # noqa: E731
+        state = abstract_state(init, tx, mesh=mesh, config=config)
+        loss_fn = lambda params, x: (x @ params["first"] @ params["last"]).sum()  # noqa: E731
+        return metrics.make_speedometer(loss_fn, tx, state, batch, batch_size=8, num_tokens=None, mesh=mesh).flops
+
+    product, both = 2 * 8 * 4 * 4, {"first": "train", "last": "train"}
+    frozen = lambda **labels: optax.multi_transform(  # noqa: E731
+        {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, both | labels
+    )
+    assert flops(frozen()) == 5 * product  # the data have no gradient
+    assert flops(frozen(first="freeze")) == 3 * product
+    assert flops(frozen(last="freeze")) == 4 * product
 
 
 @pytest.mark.slow

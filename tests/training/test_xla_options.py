@@ -46,6 +46,15 @@ def test_overlap_is_one_switch():
         assert wanted(device(name), **OFF) == {}
 
 
+def test_collectives_queue_up_for_sparse_cores_where_params_are_gathered_after_the_update():
+    for name in ("v5p", "v6e"):
+        by_stage = [set(wanted(device(name), stage=stage)) for stage in range(4)]
+        assert by_stage[0] == by_stage[3] < by_stage[1] == by_stage[2]
+        assert by_stage[2] - by_stage[3] == {"xla_tpu_enable_sparse_core_offload_queuing_in_lhs"}
+    assert wanted(device("v5e"), stage=2) == {}
+    assert wanted(device("h100"), stage=2) == wanted(device("h100"), stage=3)
+
+
 def test_gpus_of_one_host_have_double_buffered_loops():
     one, several = (
         {option.name for option in wanted_options(device("h100"), zero.ZeroConfig(), {}, is_one_host=is_one_host)}
@@ -184,9 +193,9 @@ def test_a_cpu_program_compiles_with_combine_bytes():
 def test_the_compiler_knows_the_defaults(topology):
     mesh, unknown = zero.make_mesh(topology=topology), "xla_nonsense_of_a_tpu"
     with pytest.warns(UserWarning, match=unknown):
-        options = step_options(mesh, zero.ZeroConfig(compiler_options={unknown: 1}))
+        options = step_options(mesh, zero.ZeroConfig(stage=2, compiler_options={unknown: 1}))
     assert options.unknown == (unknown,)
-    assert options.values == wanted(device(topology.partition(":")[0])) != {}
+    assert options.values == wanted(device(topology.partition(":")[0]), stage=2) != {}
 
 
 @pytest.mark.tpu_compiler

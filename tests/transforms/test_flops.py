@@ -11,8 +11,9 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 import zero_jax as zero
+from zero_jax.core.tree import leaf_names
 from zero_jax.models import gpt
-from zero_jax.transforms.flops import attention_flops, forward_flops
+from zero_jax.transforms.flops import forward_flops, training_flops
 
 X = jax.ShapeDtypeStruct((3, 4), jnp.float32)
 W = jax.ShapeDtypeStruct((4, 5), jnp.float32)
@@ -92,8 +93,55 @@ def test_a_transformer(scan):
     assert attention(gpt.loss_fn(config), params, batch) == 3 * 2 * (2 * 8 * 8 * 16) * 2
 
 
+def training(fn, trained, *args):
+    """The operations of a training step over those of the forward pass."""
+    flags = [*trained, *[False] * (len(jax.tree.leaves(args)) - len(trained))]
+    return training_flops(jax.make_jaxpr(fn)(*args), flags) / forward_flops(fn, *args)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_step_counts_the_gradients_that_it_computes(scan):
+    config = gpt.GPTConfig(vocab_size=32, seq_len=8, num_layers=3, d_model=16, num_heads=2, scan=scan, remat=True)
+    params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    batch, loss = {"inputs": tokens, "targets": tokens}, gpt.loss_fn(config)
+    names = leaf_names(params)
+    share = lambda chosen: training(loss, [chosen(name) for name in names], params, batch)  # noqa: E731
+    assert share(lambda name: True) == 3
+    assert share(lambda name: False) == 1
+    # Of the tied embedding alone: the weights of the blocks have no gradient.
+    weights, scores, head = 3 * 12 * 16 * 16, 3 * 2 * 8 * 16, 16 * 32
+    found = share(lambda name: name == "embed") * (weights + scores + head)
+    assert found == pytest.approx(2 * weights + 3 * scores + 3 * head)
+    found = share(lambda name: name == "final_norm") * (weights + scores + head)
+    assert found == pytest.approx(weights + scores + 2 * head)
+
+
+def test_products_of_what_is_not_trained_have_no_gradient():
+    down, up = jax.ShapeDtypeStruct((4, 2), jnp.float32), jax.ShapeDtypeStruct((2, 5), jnp.float32)
+    own = lambda trained: training(lambda w, x: x @ w, [trained], W, X)  # noqa: E731
+    assert (own(False), own(True)) == (1, 2)  # the data have no gradient
+    adapted = training(lambda down, up, w, x: x @ w + (x @ down) @ up, [True, True], down, up, W, X)
+    assert adapted * (20 + 8 + 10) == 20 + 2 * 8 + 3 * 10
+    stopped = lambda w, x: (x @ lax.stop_gradient(w)).sum() * (w.T @ w).sum()  # noqa: E731
+    assert training(stopped, [True], W, X) * (3 + 5) == pytest.approx(3 + 3 * 5)
+
+
+def test_a_loop_and_branches_count_what_every_iteration_and_the_costliest_computes():
+    def loop(w, x):
+        # In the first iteration x depends on no param.
+        return lax.scan(lambda carry, _: (carry @ w, None), x, length=6)[0]
+
+    def either(w, x):
+        return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
+
+    assert training(loop, [True], SQUARE, X) == 3
+    assert training(either, [True], SQUARE, X) == 5 / 2
+    assert training(jax.jit(jax.checkpoint(loop)), [True], SQUARE, X) == 3
+
+
 def attention(fn, *args):
-    return attention_flops(jax.make_jaxpr(fn)(*args))
+    return training_flops(jax.make_jaxpr(fn)(*args), [False] * len(jax.tree.leaves(args)), attention_only=True)
 
 
 Q = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
@@ -132,6 +180,8 @@ def test_attention_of_cudnn_counts_by_its_shapes(wrapper):
 
         assert forward_flops(call, Q, key) == 2 * 2 * (2 * 4 * 64 * 16 * 32)
         assert attention(call, Q, key) == forward_flops(call, Q, key)
+        # The scores have a cotangent for the trained keys, and so has their product, with the scores and the values.
+        assert training(call, [False, True], Q, key) == 1 + 3 / 2
 
 
 def scores_times_values(q_ref, k_ref, out_ref):

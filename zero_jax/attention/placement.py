@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+from zero_jax.sharding.torus import split_axes
 
 # The dim of heads by the number of dims: of `[B, T, N, H]` and `[B, N, T]`; segments and lengths have none.
 _HEADS = {4: 2, 3: 1}
@@ -105,9 +106,13 @@ def on_shards(
     mesh = placement.mesh
     if mesh is None or manual >= set(mesh.axis_names):
         return list(function(*operands))
-    free = frozenset(mesh.axis_names) - manual
     query, key, *_ = operands
-    axes = placement.axes_of(query.shape[0], [query.shape[2], key.shape[2]], free)
+    axes = placement.axes_of(query.shape[0], [query.shape[2], key.shape[2]], frozenset(mesh.axis_names) - manual)
+    if manual:  # the mesh of an outer `shard_map` may have axes split along the torus
+        _, parts = split_axes(mesh, mesh.axis_names)
+        mesh = jax.sharding.get_abstract_mesh()
+        names = {axis: (axis,) if axis in mesh.axis_names else parts[axis] for axis in parts}
+        axes = {role: tuple(name for axis in own for name in names[axis]) for role, own in axes.items()}
 
     def spec(x: Any) -> PartitionSpec:
         head_dim = _HEADS.get(x.ndim)
@@ -118,10 +123,10 @@ def on_shards(
     results = jax.eval_shape(function, *operands)
     mapped = jax.shard_map(
         lambda *xs: list(function(*xs)),
-        mesh=jax.sharding.get_abstract_mesh() if manual else mesh,
+        mesh=mesh,
         in_specs=tuple(map(spec, operands)),
         out_specs=[*map(spec, results)],
-        axis_names=free,
+        axis_names=frozenset(mesh.axis_names) - manual,
         check_vma=False,
     )
     return mapped(*operands)

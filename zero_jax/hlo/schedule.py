@@ -60,6 +60,7 @@ class Timeline:
       overlaps: One execution of each of those that are asynchronous, by (computation, name).
       network_seconds: Of `collective_seconds`, the transfers between slices.
       host_seconds: Copies between the device and its host, hidden or not: the longer of the two directions.
+      kernel_seconds: Of `compute_seconds`, the instructions that `is_kernel` chose.
     """
 
     total_seconds: float
@@ -69,6 +70,7 @@ class Timeline:
     overlaps: Mapping[Key, Overlap] = dataclasses.field(repr=False)
     network_seconds: float = 0.0
     host_seconds: float = 0.0
+    kernel_seconds: float = 0.0
 
     def __str__(self) -> str:
         hidden = 1 - self.exposed_seconds / self.collective_seconds if self.collective_seconds else 1.0
@@ -84,6 +86,7 @@ def play(
     *,
     seconds_of: Callable[[Program, str, Instruction], float],
     link_seconds: Callable[[Collective], float],
+    is_kernel: Callable[[Program, str, Instruction], bool] = lambda program, computation, instruction: False,
     transfers: Sequence[NetworkTransfer] = (),
     network_seconds: Callable[[NetworkTransfer], float] = lambda transfer: 0.0,
     copies: Sequence[HostTransfer] = (),
@@ -112,6 +115,7 @@ def play(
       seconds_of: The time of an instruction in a computation that is no collective; it is asked about fusions,
         never about what is inside them.
       link_seconds: The time of one execution of a collective with its links to itself.
+      is_kernel: Whether an instruction counts in `kernel_seconds`; it is asked about custom calls.
       transfers: What it exchanges with other slices, of `network_transfers`: from a `send` to the `recv-done`.
       network_seconds: The time of one execution of a transfer with the network to itself.
       copies: What it copies from and to its host, of `host_transfers`. The two directions run side by side.
@@ -123,7 +127,7 @@ def play(
     Raises:
       ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
     """
-    player = _Player(program, listed, seconds_of, link_seconds, links_of or own_links, unknown_trip_count)
+    player = _Player(program, listed, seconds_of, link_seconds, links_of or own_links, is_kernel, unknown_trip_count)
     player.network = {(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers}
     player.copies = {(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies}
     run = player.computation(program.entry)
@@ -135,6 +139,7 @@ def play(
         collective_seconds=run.collective_seconds - sum(host),
         network_seconds=run.busy_seconds[_NETWORK],
         host_seconds=max(host),
+        kernel_seconds=run.kernel_seconds,
         overlaps={key: overlap for key, overlap in player.overlaps.items() if key not in player.copies},
     )
 
@@ -163,6 +168,7 @@ class _Run:
 
     now: float = 0.0
     compute_seconds: float = 0.0
+    kernel_seconds: float = 0.0
     exposed_seconds: float = 0.0
     collective_seconds: float = 0.0
     busy_seconds: dict[Hashable, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -192,6 +198,7 @@ class _Run:
     def repeat(self, body: "_Run", times: int, computation: str, loop: Instruction) -> None:
         """Runs another computation some number of times."""
         self.collective_seconds += times * body.collective_seconds
+        self.kernel_seconds += times * body.kernel_seconds
         for flight in self.in_flight:
             if flight.finish > self.now:
                 flight.finish += times * max(body.busy_seconds.get(link, 0.0) for link in flight.links)
@@ -214,10 +221,11 @@ class _Player:
         seconds_of: Callable[[Program, str, Instruction], float],
         link_seconds: Callable[[Collective], float],
         links_of: Callable[[Collective], frozenset[Hashable]],
+        is_kernel: Callable[[Program, str, Instruction], bool],
         unknown_trip_count: int | None,
     ):
         self.program, self.seconds_of, self.link_seconds, self.links_of = program, seconds_of, link_seconds, links_of
-        self.unknown_trip_count = unknown_trip_count
+        self.is_kernel, self.unknown_trip_count = is_kernel, unknown_trip_count
         self.by_key = {(collective.computation, collective.name): collective for collective in listed}
         self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
         for collective in listed:
@@ -270,7 +278,10 @@ class _Player:
             elif _DONE.fullmatch(opcode):
                 self.done(run, self.started_by(computation, instruction))
             elif not (_FREE.fullmatch(opcode) or _COLLECTIVE.fullmatch(opcode)):
-                run.compute(self.seconds_of(self.program, computation, instruction), computation, instruction)
+                seconds = self.seconds_of(self.program, computation, instruction)
+                run.compute(seconds, computation, instruction)
+                if opcode == "custom-call" and self.is_kernel(self.program, computation, instruction):
+                    run.kernel_seconds += seconds
 
     def num_trips(self, computation: str, loop: Instruction, body: _Run) -> int:
         trips = self.program.num_trips(computation, loop)

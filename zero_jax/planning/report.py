@@ -26,8 +26,9 @@ from zero_jax.training import (
     cast_batch,
     make_placement,
     normalize_loss,
+    trained_params,
 )
-from zero_jax.transforms import AttentionReport, attention_flops, attention_report, count_flops, resolve_remat
+from zero_jax.transforms import AttentionReport, attention_report, resolve_remat, training_flops
 
 # JAX gives a GPU program this share of the memory by default.
 _DEFAULT_GPU_SHARE = 0.75
@@ -284,7 +285,7 @@ def make_report(
     on_phase("reading the program")
     measured = memory.measure(program, layout=getattr(program, "layout", None))
     num_tokens, unit = _tokens(job.batch, batch_size)
-    forward = _forward_jaxpr(job, state, mesh)
+    loss, trained = _loss_jaxpr(job, state, mesh)
     needed = measured.total_bytes
     return PlanReport(
         fits=needed <= usable,
@@ -295,8 +296,8 @@ def make_report(
             program.program,
             mesh=mesh,
             topology=topology,
-            forward_flops=count_flops(forward),
-            attention_flops=attention_flops(forward),
+            model_flops=training_flops(loss, trained),
+            attention_flops=training_flops(loss, trained, attention_only=True),
             num_tokens=num_tokens,
             unit=unit,
         ),
@@ -314,10 +315,11 @@ def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
     return attention_report(*_loss_and_arguments(job, state, mesh), mesh=mesh, axes=axes)
 
 
-def _forward_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> Any:
-    """Traces the forward pass on the variables as the loss function sees them."""
-    forward, *arguments = _loss_and_arguments(job, state, mesh)
-    return jax.make_jaxpr(forward)(*arguments)
+def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
+    """Traces the loss on the variables as its function sees them; tells of which inputs a step computes gradients."""
+    loss, *arguments = _loss_and_arguments(job, state, mesh)
+    rest = jax.tree.leaves((state.model_state, arguments[1:]))
+    return jax.make_jaxpr(loss)(*arguments), trained_params(job.tx, state) + [False] * len(rest)
 
 
 def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:

@@ -37,8 +37,8 @@ class TimeEstimate:
       collective_seconds: all collectives, hidden or not, over links and network.
       tokens_per_second: over all devices; examples where the batch has no tokens.
       unit: `tokens` or `examples`.
-      mfu: model FLOPs utilization, forward and backward pass without what is computed again, over the peak; attention
-        counts whole (Chowdhery et al. 2022, appendix B).
+      mfu: model FLOPs utilization, the loss and the gradients that are trained, without what is computed again, over
+        the peak; attention counts whole (Chowdhery et al. 2022, appendix B).
       model_flops: operations of those, over all devices.
       assumptions: what the figures rest on.
       mfu_causal: the same with half of attention's products, which is what causal attention needs.
@@ -93,7 +93,7 @@ def estimate_time(
     *,
     mesh: Mesh,
     topology: Topology,
-    forward_flops: float,
+    model_flops: float,
     num_tokens: int,
     unit: str = "tokens",
     attention_flops: float = 0.0,
@@ -104,10 +104,10 @@ def estimate_time(
       program: the compiled program.
       mesh: the mesh that it was compiled for.
       topology: the hardware.
-      forward_flops: operations of the forward pass, over all devices.
+      model_flops: operations of the loss and of its gradients, over all devices.
       num_tokens: tokens (or examples) of a step, over all devices.
       unit: what those are.
-      attention_flops: of `forward_flops`, the products of attention with its scores.
+      attention_flops: of `model_flops`, those of attention's scores and of their use.
     """
     hardware = topology.hardware
     compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
@@ -118,15 +118,15 @@ def estimate_time(
         hlo.collectives(program),
         seconds_of=compute.seconds,
         link_seconds=links.seconds,
+        is_kernel=compute.is_kernel,
         links_of=links.taken,
         transfers=transfers,
         network_seconds=links.network_seconds,
         copies=copies,
         host_seconds=lambda copy: copy.num_bytes / HOST_BYTES_PER_SECOND,
     )
-    kernels = play(program, (), seconds_of=compute.kernel_seconds, link_seconds=links.seconds)
     step = max(timeline.total_seconds, 1e-12)
-    model_flops, causal_flops = 3 * forward_flops, 3 * (forward_flops - attention_flops / 2)
+    causal_flops = model_flops - attention_flops / 2
     peak = mesh.size * hardware.flops_per_second
     return TimeEstimate(
         step_seconds=timeline.total_seconds,
@@ -141,7 +141,7 @@ def estimate_time(
         mfu_causal=causal_flops / (step * peak),
         causal_model_flops=causal_flops,
         device_flops_per_second=model_flops / (step * mesh.size),
-        kernel_seconds=kernels.compute_seconds,
+        kernel_seconds=timeline.kernel_seconds,
         network_seconds=timeline.network_seconds,
         host_seconds=timeline.host_seconds,
         host_bytes=host_bytes,
@@ -179,10 +179,9 @@ class _Compute:
             self.inexact.add(instruction.name)
         return busy + (KERNEL_SECONDS if busy and self.hardware.platform == "cuda" else 0)
 
-    def kernel_seconds(self, program: Program, computation: str, instruction: Instruction) -> float:
-        """Returns the time of an instruction that is a kernel, else 0."""
-        is_kernel = instruction.opcode == "custom-call" and self.work(program, computation, instruction).engine
-        return self.seconds(program, computation, instruction) if is_kernel else 0.0
+    def is_kernel(self, program: Program, computation: str, instruction: Instruction) -> bool:
+        """Returns whether a custom call is a kernel that the compiler has no cycles of."""
+        return bool(self.work(program, computation, instruction).engine)
 
     def work(self, program: Program, computation: str, instruction: Instruction) -> hlo.Work:
         """Returns the flops and bytes of an instruction."""
@@ -215,7 +214,7 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, ho
         busy,
         f"{link}, {network}, 1 us a hop",
         "collectives overlap with computation where, and only where, the compiled program schedules them so",
-        f"MFU: 3 x the forward pass's matrix products over {peak} a device; no input, no host, no stragglers",
+        f"MFU: matrix products of the loss and of its gradients over {peak} a device; no input, no host, no stragglers",
     ]
     for engine in sorted(compute.engines):
         assumptions.append(

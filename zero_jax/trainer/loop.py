@@ -132,7 +132,8 @@ class _Training:
             sinks=[self._open_writers(start, stack).write, self.console.step] if self.is_first else [],
             speedometer=make_speedometer(
                 model.loss_fn,
-                self.state.variables,
+                run.tx,
+                self.state,
                 run.input.batch_shapes(),
                 batch_size=run.input.batch_size,
                 num_tokens=run.input.num_tokens,

@@ -1,7 +1,7 @@
 """Compiler options of a step: collectives that run beside computation, and how many bytes of them are combined.
 
 By default XLA:TPU and XLA:GPU make most collectives of a step synchronous: nothing is computed while they run. The
-table has the options that change this, by hardware (docs/overlap.md has what each is worth). The ZeRO paper, section
+tables have the options that change this, by hardware (docs/overlap.md has what each is worth). The ZeRO paper, section
 6.2 (C_B): small messages are slow, so they are combined, but into buffers of a constant size and not into one buffer
 for the entire model.
 """
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.zero_config import ZeroConfig, check_config
 
@@ -111,6 +112,11 @@ _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "gpu": _GPU,
     "one gpu host": _GPU_HOST,
 }
+# The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
+# within the layers, is slower with it (docs/overlap.md).
+_QUEUING = _option("xla_tpu_enable_sparse_core_offload_queuing_in_lhs", True,
+                   "several collectives wait for the SparseCores while the TensorCore computes")  # fmt: skip
+_OVERLAP_AFTER_UPDATE: Mapping[str, tuple[CompilerOption, ...]] = {"v5p": (_QUEUING,), "v6e": (_QUEUING,)}
 # The options of `ZeroConfig.combine_bytes` by platform. XLA:TPU combines all-reduces (libtpu: cross-replica sums). It
 # combines reduce-scatters of one layer whatever the options are, all-gathers never. XLA:CPU combines nothing.
 _COMBINE_GPU = tuple(
@@ -136,7 +142,7 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
     Args:
       mesh: the mesh, of real or compile-only devices.
-      config: `overlap`, `compiler_options` and `combine_bytes` are read.
+      config: `overlap`, `stage`, `compiler_options` and `combine_bytes` are read.
 
     Returns:
       The values by the options' names; none on a CPU. An option that the compiler does not know is left out, with a
@@ -167,7 +173,8 @@ def wanted_options(
 
     Flags of the environment replace defaults, and what the config names replaces both.
     """
-    options = {option.name: option for option in _defaults(device, is_one_host)} if config.overlap else {}
+    groups = sharded_groups(config.stage)
+    options = {option.name: option for option in _defaults(device, groups, is_one_host)} if config.overlap else {}
     for name in set(options).intersection(_flag_names(environment)):
         del options[name]
     options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
@@ -178,12 +185,16 @@ def wanted_options(
     return tuple(options.values())
 
 
-def _defaults(device: Any, is_one_host: bool) -> tuple[CompilerOption, ...]:
+def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:
     if device.platform in ("gpu", "cuda"):
         is_rocm = "rocm" in str(getattr(device.client, "platform_version", "")).lower()
         return () if is_rocm else _OVERLAP["one gpu host" if is_one_host else "gpu"]
     hardware = hardware_of(device)
-    return _OVERLAP.get(hardware.name, ()) if hardware else ()
+    if hardware is None:
+        return ()
+    gathers_after_update = "master" in groups and "params" not in groups
+    more = _OVERLAP_AFTER_UPDATE.get(hardware.name, ()) if gathers_after_update else ()
+    return _OVERLAP.get(hardware.name, ()) + more
 
 
 def _combining(platform: str, combine_bytes: int | None) -> Iterator[CompilerOption]:

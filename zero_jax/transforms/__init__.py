@@ -9,7 +9,7 @@ value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zer
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.flops import attention_flops, count_flops, forward_flops
+from zero_jax.transforms.flops import count_flops, forward_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import (
@@ -49,7 +49,6 @@ __all__ = [
     "Weight",
     "WeightUse",
     "as_stored",
-    "attention_flops",
     "attention_report",
     "count_flops",
     "differentiated",
@@ -68,6 +67,7 @@ __all__ = [
     "separability",
     "sources",
     "summed_on_use",
+    "training_flops",
     "used_shapes",
     "weight_alone",
     "with_gradient",

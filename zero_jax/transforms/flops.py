@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
 from zero_jax.core.passes import Pass
-from zero_jax.core.subcalls import KINDS, equations, subcall
+from zero_jax.core.subcalls import CALLS, KINDS, equations, subcall
 
 _EXPONENTIALS = ("exp", "exp2")
 
@@ -18,10 +19,9 @@ _EXPONENTIALS = ("exp", "exp2")
 def forward_flops(fn: Callable[..., Any], *args: Any) -> int:
     """Counts the operations of a function's matrix products and convolutions, two for each multiply-add.
 
-    Nothing else is counted, as is the custom for MFU (Chowdhery et al., "PaLM", appendix B). A training step has three
-    times as many (twice the forward pass's in the backward pass); what rematerialization repeats is no progress.
-    Kernels count by their own cost estimate, else by the products of their body at each step of the grid, whether a
-    mask skips it or not; so attention counts whole, by a kernel as without.
+    Nothing else is counted, as is the custom for MFU (Chowdhery et al., "PaLM", appendix B); `training_flops` counts
+    those of a step. Kernels count by their own cost estimate, else by the products of their body at each step of the
+    grid, whether a mask skips it or not; so attention counts whole, by a kernel as without.
 
     Args:
       fn: the function.
@@ -38,30 +38,47 @@ def count_flops(jaxpr: Any) -> int:
     return _count(jaxpr, None)
 
 
-def attention_flops(jaxpr: Any) -> int:
-    """Counts those of the operations of a jaxpr that are attention's: the scores, and their use.
+def _attention_equations(jaxpr: Any) -> Collection[int]:
+    """Returns the `id`s of the equations that are products of attention: the scores, and their use.
 
     These are batched products whose result, through an exponential, is an operand of another batched product, and
-    kernels of both. Causal attention needs half of them.
+    kernels of both.
     """
     scores = _Scores()
     scores.run(jaxpr, [_NOTHING] * len(open_jaxpr(jaxpr)[0].invars))
-    return _count(jaxpr, scores.notes.keys())
+    return scores.notes.keys()
 
 
 def _count(jaxpr: Any, wanted: Collection[int] | None) -> int:
     """Counts the operations of all equations, or of those whose `id` is wanted."""
-    total = 0
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        sub = subcall(eqn)
-        if rule := _RULES.get(eqn.primitive.name):
-            total += rule(eqn) if wanted is None or id(eqn) in wanted else 0
-        elif sub is not None and sub.branches:
-            total += max(_count(branch, wanted) for branch in sub.branches)
-        else:
-            times = 1 if sub is None else sub.length * _num_shards(eqn)
-            total += times * sum(_count(inner, wanted) for inner in inner_jaxprs(eqn))
-    return total
+    return sum(_count_equation(eqn, wanted) for eqn in open_jaxpr(jaxpr)[0].eqns)
+
+
+def _count_equation(eqn: Any, wanted: Collection[int] | None) -> int:
+    sub = subcall(eqn)
+    if rule := _RULES.get(eqn.primitive.name):
+        return rule(eqn) if wanted is None or id(eqn) in wanted else 0
+    if sub is not None and sub.branches:
+        return max(_count(branch, wanted) for branch in sub.branches)
+    times = 1 if sub is None else sub.length * _num_shards(eqn)
+    return times * sum(_count(inner, wanted) for inner in inner_jaxprs(eqn))
+
+
+def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool = False) -> int:
+    """Counts the operations of a loss and of its gradients, from the loss's jaxpr.
+
+    A product counts once, and once more for each operand that depends on a trained input: its cotangent is a product,
+    too. Where all params are trained, that is three times the forward pass. What rematerialization repeats is no
+    progress, and is not counted.
+
+    Args:
+      jaxpr: the loss.
+      trained: for each of its inputs, whether its gradient is computed.
+      attention_only: count the products of attention alone, of which causal attention needs half.
+    """
+    counted = _Training(_attention_equations(jaxpr) if attention_only else None)
+    counted.run(jaxpr, trained)
+    return counted.flops
 
 
 def equation_flops(eqn: Any) -> int:
@@ -146,6 +163,66 @@ _RULES: dict[str, Callable[[Any], int]] = {
     **_ATTENTION,
 }
 
+_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+_ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
+
+
+class _Training(Pass[bool]):
+    """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
+
+    enters = _ENTERED
+
+    def __init__(self, wanted: Collection[int] | None):
+        super().__init__()
+        self.wanted = wanted
+
+    @property
+    def flops(self) -> int:
+        """Operations so far: a note, since of the rounds of a loop only the last counts."""
+        return self.notes.get("flops", 0)
+
+    def constant(self, atom: Any) -> bool:
+        return False
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
+
+    def equation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
+        sub, before = subcall(eqn), self.flops
+        if sub is None or sub.kind not in self.enters:
+            return self.operation(eqn, operands)
+        if sub.kind == "cond":
+            costliest = before
+            results = [False] * len(eqn.outvars)
+            for branch in sub.branches:
+                self.notes["flops"] = before
+                results = list(map(self.join, results, self.run(branch, operands[1:])))
+                costliest = max(costliest, self.flops)
+            self.notes["flops"] = costliest
+            return results
+        results = super().equation(eqn, operands)
+        self.notes["flops"] = before + sub.length * _num_shards(eqn) * (self.flops - before)
+        return results
+
+    def operation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
+        # Of a `while_loop`, whose gradient is the model's own affair, the products count as those of a kernel.
+        forward = _count_equation(eqn, self.wanted)
+        if forward:
+            self.notes["flops"] = self.flops + forward + round(forward * _num_cotangents(eqn, operands))
+        depends = any(operands) and eqn.primitive.name != "stop_gradient"
+        return [depends and jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in eqn.outvars]
+
+
+def _num_cotangents(eqn: Any, depends: Sequence[bool]) -> float:
+    """Returns how many times its own operations the backward pass of an equation takes."""
+    if eqn.primitive.name in _PRODUCTS:
+        return sum(depends[:2])
+    if eqn.primitive.name in _ATTENTION:
+        query, key, value = depends[:3]
+        return (query + key + (query or key) + value) / 2  # of the scores, and of their product with the values
+    return 2.0 if any(depends) else 0.0
+
+
 # The batched products that a value is computed from, and those that went through an exponential.
 Origins = tuple[frozenset[int], frozenset[int]]
 _NOTHING: Origins = (frozenset(), frozenset())
@@ -154,7 +231,7 @@ _NOTHING: Origins = (frozenset(), frozenset())
 class _Scores(Pass[Origins]):
     """Finds the products of attention; `notes` has the `id`s of their equations."""
 
-    enters = frozenset(KINDS.values()) - {"while"}
+    enters = _ENTERED
 
     def constant(self, atom: Any) -> Origins:
         return _NOTHING

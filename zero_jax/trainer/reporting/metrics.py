@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.topology import hardware_of
-from zero_jax.training import MeshLoss, Metrics, NoiseScale, normalize_loss
-from zero_jax.transforms import forward_flops
+from zero_jax.training import MeshLoss, Metrics, NoiseScale, TrainState, normalize_loss, trained_params
+from zero_jax.transforms import training_flops
 
 Log = Callable[[str], None]
 
@@ -83,7 +84,8 @@ class Speedometer:
 
 def make_speedometer(
     loss_fn: Callable[..., Any] | MeshLoss,
-    params: Any,
+    tx: optax.GradientTransformation,
+    state: TrainState,
     batch: Any,
     *,
     batch_size: int,
@@ -91,12 +93,14 @@ def make_speedometer(
     mesh: Mesh,
 ) -> Speedometer:
     """Counts the operations of a step on batches of these shapes."""
-    params, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.variables, batch))
+    loss = jax.make_jaxpr(normalize_loss(loss_fn, mesh))(*arguments, jax.random.key(0))
+    trained = trained_params(tx, state)
     hardware = hardware_of(mesh.devices.flat[0])
     return Speedometer(
         batch_size=batch_size,
         num_tokens=num_tokens,
-        flops=3 * forward_flops(normalize_loss(loss_fn, mesh), params, batch, jax.random.key(0)),
+        flops=training_flops(loss, trained + [False] * (len(loss.in_avals) - len(trained))),
         peak_flops_per_second=None if hardware is None else mesh.size * hardware.flops_per_second,
     )
 

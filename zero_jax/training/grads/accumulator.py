@@ -19,6 +19,7 @@ from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named, without
+from zero_jax.sharding.torus import split_axes
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
 from zero_jax.transforms import DeviceSum
@@ -296,8 +297,10 @@ class Accumulator:
             )
             return jax.tree.map(lambda x: x[None], fn(*args))
 
+        # Within it, JAX takes constraints on this mesh alone: those of gathers split the axes along the torus.
+        mesh, _ = split_axes(self.mesh, tuple(self.axes.data))
         return jax.shard_map(
-            one_device, mesh=self.mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
+            one_device, mesh=mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
         )
 
     def reduce(self, dims: Dims, coding: Blocks | None, stack: jax.Array) -> jax.Array:

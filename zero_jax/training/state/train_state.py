@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,6 +30,7 @@ from zero_jax.sharding.rules import (
 )
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
+from zero_jax.training.optimizer.frozen import needed_grads
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import HostParam
@@ -196,7 +198,8 @@ class Placement:
             ]
             return [lax.dynamic_update_slice_in_dim(whole, row, i, 0) for whole, row in zip(wholes, rows, strict=True)]
 
-        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds)
+        # Two rows at a time: while one is written, the other is gathered.
+        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds, unroll=2)
 
 
 def _is_placement(x: Any) -> bool:
@@ -246,6 +249,12 @@ def trainable(params: PyTree) -> PyTree:
 def merge(params: PyTree, updated: PyTree) -> PyTree:
     """Puts the leaves of `trainable` back among the others."""
     return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
+
+
+def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
+    """Tells of which leaves of a state's params a step computes gradients."""
+    needed = iter(needed_grads(tx, trainable(state.masters), state.opt_state))
+    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 
 
 def strongly_typed(tree: PyTree) -> PyTree:

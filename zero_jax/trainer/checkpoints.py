@@ -26,8 +26,9 @@ from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
-# The entries of a checkpoint's record that are the position in the data; the others say which data it is.
-_POSITION = ("position", "states", "num_processes", "batch_size")
+# The entries of a checkpoint's record that are the position in the data, or that the data compare themselves; the
+# others say which data it is.
+_POSITION = ("position", "states", "num_processes", "batch_size", "fingerprints")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -300,7 +300,7 @@ def _fingerprint(batch: PyTree) -> str:
         is_whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
         for shard in map(np.ascontiguousarray, [leaf] if is_whole else [x.data for x in leaf.addressable_shards]):
             digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
-            digest.update(shard.reshape(-1).view(np.uint8))
+            digest.update(shard.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 

@@ -242,7 +242,7 @@ def test_a_model_without_blocks_is_refused():
 
 
 def test_a_loss_in_chunks_keeps_its_own_region():
-    """A scan over chunks of tokens uses the head whole in each turn: it is not over layers. Positions have no inputs."""
+    """A scan over chunks uses the head whole in each turn: it is not over layers. Positions have no inputs."""
     positions = functools.partial(jax.lax.iota, jnp.float32, WIDTH)
 
     def loss_fn(params, x):

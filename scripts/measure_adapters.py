@@ -41,7 +41,7 @@ def main():
     parser.add_argument("--topology", default="v5p:2x2x4")
     parser.add_argument("--stage", type=int, nargs="+", default=[0, 3])
     parser.add_argument(
-        "--base", nargs="+", default=["none", "nf4"], choices=["none", "own", "bfloat16", "int8", "nf4"]
+        "--base", nargs="+", default=["none", "nf4"], choices=["none", "own", "bfloat16", "int8", "nf4", "nf4_double"]
     )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--num-layers", type=int, default=6)

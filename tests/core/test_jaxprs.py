@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from reference import mesh_of
 
 from zero_jax.core import jaxprs
+from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import Chain
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
@@ -291,3 +292,24 @@ def test_policies_never_save_what_was_gathered():
     assert num_reshards(everything) == 2
     assert num_reshards(jaxprs.refuse_gathered(everything)) == 3
     assert jaxprs.refuse_gathered(None) is None
+
+
+def test_rules_of_custom_derivatives_are_given_arrays_of_jax():
+    """JAX keeps constants in jaxprs as numpy's, which a rule that indexes them by a traced number cannot take."""
+
+    @jax.custom_vjp
+    def weighted(x, table):
+        return x * table.sum()
+
+    def backward(table, cotangent):
+        total = jax.lax.fori_loop(0, 2, lambda i, total: total + table[i], 0.0)
+        return cotangent * total, jnp.zeros(2)
+
+    weighted.defvjp(lambda x, table: (weighted(x, table), table), backward)
+
+    @jax.jit
+    def slope(x):
+        jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(lambda x: weighted(x, jnp.array([1.0, 2.0])))(x))
+        return jax.grad(lambda x: evaluate(jaxpr, consts, [x])[0])(x)
+
+    assert slope(1.0) == 3

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from adapted import largest_difference
+from jax.sharding import PartitionSpec as P
 from reference import mesh_of, run_plain
 
 import zero_jax as zero
@@ -72,13 +73,14 @@ def by_hand(lora, steps=3):
     ("stage", "settings"),
     [
         (0, {"base": "own"}),
-        (3, {"base": "nf4", "dora": True}),
+        (3, {"base": "nf4_double", "dora": True}),
         *(
             pytest.param(s, {"base": b, "dora": d}, marks=pytest.mark.slow)
             for s, b, d in [
                 (1, "int8", False),
                 (2, "bfloat16", False),
                 (2, "nf4", False),
+                (3, "nf4", True),
                 (3, "int8", False),
                 (3, "own", True),
             ]
@@ -95,12 +97,53 @@ def test_every_stage_trains_as_one_device(stage, settings):
     assert len(jax.tree.leaves(state.opt_state)) == 2 * len(jax.tree.leaves(params)) + 1
 
 
+SPECS = {
+    "layers": {"up": P(None, None, "model"), "down": P(None, "model", None), "norm": P()},
+    "head": P(None, "model"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "mesh"),
+    [
+        (3, {"base": "nf4_double", "dora": True}, "model2"),
+        pytest.param(0, {"base": "int8"}, "model2", marks=pytest.mark.slow),
+        pytest.param(1, {"base": "nf4", "dora": True}, "model2", marks=pytest.mark.slow),
+        pytest.param(2, {"base": "own", "train": ("head",)}, "model4", marks=pytest.mark.slow),
+        pytest.param(3, {"base": "int8", "train": ("head",)}, "model4", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_a_tensor_parallel_model_are_sharded_as_it_is(stage, settings, mesh):
+    """Blocks that four devices do not divide stay whole, and the result is that of data parallelism in any case."""
+    lora, size = adapters(**settings), mesh_of(mesh).shape["model"]
+    specs = lora.param_specs(jax.eval_shape(init_fn, jax.random.key(0)), SPECS, mesh=mesh_of(mesh))
+    state, loss = trained(lora, mesh=mesh, stage=stage, param_specs=specs)
+    params, expected = by_hand(lora)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert largest_difference(state.params, params) < 1e-3
+
+    def dims_over_model(x):
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in x.sharding.spec]
+        return [dim for dim, entry in enumerate(entries) if "model" in entry]
+
+    up, down = (state.params[f"layers/{name}"] for name in ("up", "down"))
+    assert [dims_over_model(x) for x in (up["a"], up["b"], down["a"], down["b"])] == [[], [2], [1], []]
+    assert "magnitude" not in up or dims_over_model(up["magnitude"]) == [1]
+    base = state.model_state["base"]["layers"]
+    if settings["base"] == "own":
+        assert (dims_over_model(base["up"]), dims_over_model(base["down"])) == ([2], [1])
+        return
+    row = [1] if size == 2 else []  # two blocks of 64 rows
+    assert [dims_over_model(x) for x in (base["up"].codes, base["up"].scales)] == [[3], [2]]
+    assert [dims_over_model(x) for x in (base["down"].codes, base["down"].scales)] == [row, row]
+
+
 def test_the_base_stays_and_is_sharded_in_the_bytes_it_is_stored_in():
     lora = adapters(base="nf4")
     state, step = begin(lora, mesh_of("8"), stage=3, precision="bf16")
     before = jax.tree.map(np.asarray, state.model_state)
     up = state.model_state["base"]["layers"]["up"]
-    assert (up.codes.dtype, up.codes.shape) == (jnp.uint8, (LAYERS, WIDTH // 2, 2 * WIDTH))
+    assert (up.codes.dtype, up.codes.shape) == (jnp.uint8, (LAYERS, 1, WIDTH // 2, 2 * WIDTH))
     assert up.codes.addressable_shards[0].data.nbytes == up.codes.nbytes // 8
     assert up.scales.addressable_shards[0].data.nbytes == up.scales.nbytes // 8
     assert state.model_state["base"]["head"].dtype == jnp.bfloat16

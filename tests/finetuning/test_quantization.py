@@ -10,21 +10,29 @@ import pytest
 from zero_jax.finetuning import dequantize, quantize
 from zero_jax.finetuning.quantization import NF4_LEVELS
 
-# The largest gap between two levels, halved: 0.1520 for NF4's widest, half a step of 1 / 127 for int8.
-LARGEST_ERROR = {"int8": 0.5 / 127, "nf4": max(np.diff(NF4_LEVELS)) / 2}
+# The largest gap between two levels, halved: 0.1520 for NF4's widest, half a step of 1 / 127 for int8. A scale that is
+# quantized too may be half a step of 1 / 255 of its group's largest below the block's largest element.
+LARGEST_ERROR = {"int8": 0.5 / 127, "nf4": max(np.diff(NF4_LEVELS)) / 2, "nf4_double": max(np.diff(NF4_LEVELS)) / 2}
+FORMATS = list(LARGEST_ERROR)
 
 
 def weight(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_each_element_is_the_nearest_code_of_its_block(format):
     matrix = weight(128, 24)
     found = quantize(matrix, format, block_size=64)
     blocks = matrix.reshape(2, 64, 24)
     scales = np.abs(blocks).max(1)
-    np.testing.assert_array_equal(found.scales, scales)
+    if format == "nf4_double":
+        assert found.scales.dtype == np.uint8 and found.steps.shape == (2, 1)
+        stored = np.asarray(found.scales) * np.asarray(found.steps)
+        assert np.abs(stored - scales).max() <= scales.max() / 255 / 2 * 1.0001
+        scales = stored
+    else:
+        np.testing.assert_array_equal(found.scales, scales)
     levels = np.arange(-127, 128) / 127 if format == "int8" else np.array(NF4_LEVELS)
     unit = blocks / scales[:, None]
     nearest = levels[np.abs(unit[..., None] - levels).argmin(-1)] * scales[:, None]
@@ -32,7 +40,7 @@ def test_each_element_is_the_nearest_code_of_its_block(format):
     assert np.abs(dequantize(found) - matrix).max() <= LARGEST_ERROR[format] * scales.max() * 1.0001
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_what_a_code_stands_for_is_kept_exactly(format):
     levels = np.arange(-127, 128, 2) / 127 if format == "int8" else np.array(NF4_LEVELS)
     matrix = np.resize(levels, (len(levels) * 2, 3)).astype(np.float32)
@@ -40,7 +48,7 @@ def test_what_a_code_stands_for_is_kept_exactly(format):
     np.testing.assert_allclose(found, matrix, rtol=1e-6)
 
 
-@pytest.mark.parametrize("format", ["int8", "nf4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_stacks_and_kernels_of_many_dims(format):
     kernel = weight(2, 8, 16, 4, 6)
     found = quantize(kernel, format, num_stack=1, num_rows_dims=2, block_size=32)
@@ -51,22 +59,25 @@ def test_stacks_and_kernels_of_many_dims(format):
 
 def test_bits_per_element():
     matrix = weight(256, 128)
-    stored = {format: sum(x.nbytes for x in jax.tree.leaves(quantize(matrix, format))) for format in ("int8", "nf4")}
-    assert {name: 8 * size / matrix.size for name, size in stored.items()} == {"int8": 8.5, "nf4": 4.5}
+    stored = {format: sum(x.nbytes for x in jax.tree.leaves(quantize(matrix, format))) for format in FORMATS}
+    bits = {name: 8 * size / matrix.size for name, size in stored.items()}
+    assert bits == {"int8": 8.5, "nf4": 4.5, "nf4_double": 4 + 8 / 64 + 32 / 64 / 128}
 
 
 def test_zeros_and_vmap():
     zeros = jnp.zeros((64, 4))
-    np.testing.assert_array_equal(dequantize(quantize(zeros, "nf4")), zeros)
     stack = weight(3, 64, 4)
-    mapped = jax.vmap(lambda w: dequantize(quantize(w, "int8")))(stack)
-    np.testing.assert_array_equal(mapped, dequantize(quantize(stack, "int8", num_stack=1)))
+    for format in FORMATS:
+        np.testing.assert_array_equal(dequantize(quantize(zeros, format)), zeros)
+        mapped = jax.vmap(lambda w, format=format: dequantize(quantize(w, format)))(stack)
+        np.testing.assert_array_equal(mapped, dequantize(quantize(stack, format, num_stack=1)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "int4"}, "format='int4': choose one of int8, nf4"),
+        ({"format": "int4"}, "format='int4': choose one of int8, nf4, nf4_double"),
+        ({"format": "nf4", "block_size": 1}, "does not divide into blocks of 1 of two halves"),
         ({"format": "int8", "block_size": 48}, "a weight of 64 rows (shape [64, 4]) does not divide into blocks of 48"),
         ({"format": "int8", "block_size": 0}, "does not divide into blocks of 0"),
     ],

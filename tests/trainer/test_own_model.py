@@ -130,12 +130,13 @@ def test_a_resumed_run_is_the_unbroken_one(config, tmp_path):
     assert result.first_validation_loss is None and "validation" not in str(result)
     train(dataclasses.replace(config, steps=3), dataset(), **tx)
     _, log, _ = train(config, dataset(), **tx)
-    assert "resuming after step 3" in log and "reading and dropping" not in log
+    assert "resuming after step 3" in log and "reading and dropping" not in log and "WARNING" not in log
     assert losses(config) == pytest.approx(losses(unbroken), rel=1e-6)
     assert records(config)[-1]["learning_rate"] is None
     # Other batches from there on: a function of the step needs no state.
     _, log, _ = train(dataclasses.replace(config, steps=7), **tx)
     assert "resuming after step 6" in log and "reading and dropping" not in log
+    assert "batches: WARNING: the first batch is not the one of the run before: these are other data, or" in log
 
 
 def test_batches_that_end_end_the_run_with_its_state(config):
@@ -164,6 +165,25 @@ def test_positions_of_other_processes_or_iterators_are_refused(config):
     ]:
         with pytest.raises(ValueError, match=message):
             data.open({"position": 1, "batches": "own", "states": states}, say=print, beat=lambda: None)
+
+
+def test_other_values_shapes_and_names_are_other_batches(config):
+    def record(batches):
+        data = prepare(config, model=OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batches)).input
+        with data.open(None, say=print, beat=lambda: None) as opened:
+            return data, data.record(opened)
+
+    _, saved = record(batch_of)
+    on_devices = lambda step: jax.tree.map(jnp.asarray, batch_of(step))  # noqa: E731
+    with_more = lambda step: batch_of(step) | {"key": jax.random.key(step), "scale": 2.0}  # noqa: E731
+    changed = lambda step: batch_of(step + (step == 0))  # noqa: E731
+    for other, num_lines in [(on_devices, 0), (with_more, 1), (changed, 1), (lambda step: batch_of(0), 0)]:
+        lines = []
+        record(other)[0].open(saved, say=lines.append, beat=lambda: None)
+        assert len(lines) == num_lines
+    # With other processes or another batch size each process's part is another one, and older records have none.
+    for change in ({"num_processes": 2}, {"batch_size": 16}, {"fingerprints": None}):
+        record(changed)[0].open(saved | change, say=pytest.fail, beat=lambda: None)
 
 
 # Sources of batches

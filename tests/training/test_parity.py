@@ -304,3 +304,28 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     assert {placement.path.split("/")[-1] for placement in lowered} >= {"w_in", "w_out"}
     chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))
     reference.assert_placed_alike(in_rows, at_once)
+
+
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(1, 2), (3, 1)])
+def test_params_of_8_bits(stage, num_microbatches):
+    """JAX promotes them to no other dtype."""
+
+    def loss(params, batch):
+        w_in = params["layers"]["w_in"].astype(jnp.float32)
+        return loss_fn({**params, "layers": {**params["layers"], "w_in": w_in}}, batch)
+
+    params = reference.host_params()
+    params = {**params, "layers": {**params["layers"], "w_in": params["layers"]["w_in"].astype(jnp.float8_e4m3fn)}}
+    expected, _, losses = run_plain(loss, optax.sgd(1e-2), make_batches(2), params=params)
+    state, history = run_zero(
+        loss,
+        optax.sgd(1e-2),
+        make_batches(2),
+        mesh=mesh_of("4"),
+        params=params,
+        stage=stage,
+        num_microbatches=num_microbatches,
+    )
+    # The gradient of each microbatch is rounded to 3 bits, as that of the batch is.
+    assert_close([m.loss for m in history], losses, tolerance=FLOAT32 if num_microbatches == 1 else 1e-3)
+    assert state.params["layers"]["w_in"].dtype == expected["layers"]["w_in"].dtype == jnp.float8_e4m3fn

@@ -94,9 +94,10 @@ def bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def bind_primitive(primitive: Any, params: dict[str, Any], *values: Any) -> Any:
     """Applies a primitive to values, with the parameters that its equation has."""
     params = primitive.get_bind_params(params)
-    subfuns: Sequence[Any] = ()
-    if isinstance(params, tuple):  # releases before 0.10.1 returned the subfunctions apart
-        subfuns, params = params
+    # Releases before 0.10.1 returned the subfunctions apart.
+    subfuns, params = params if isinstance(params, tuple) else ((), params)
+    if primitive.name.startswith("custom_"):  # jaxprs keep constants as numpy's, which rules of the user cannot index
+        values = tuple(map(jax.numpy.asarray, values))
     return primitive.bind(*subfuns, *values, **params)
 
 

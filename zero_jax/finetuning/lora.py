@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
-from zero_jax.core.variables import Variables
+from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
+from zero_jax.finetuning.specs import adapter_dims, quantized_dims
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
+from zero_jax.sharding.rules import user_specs
+from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
 from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter, model_state_parameter
 from zero_jax.transforms import AdaptedReport, Weight, WeightUse, as_stored, evaluate_adapted
 
@@ -45,17 +50,17 @@ class Lora:
       rank: the rank of the update, the `r` of LoRA.
       alpha: the update is scaled by `alpha / rank`.
       dora: also learn the norm of each output (weight-decomposed low-rank adaptation).
-      base: how frozen floating leaves are stored: `bfloat16`; `own`, as they come; `int8` or `nf4` for the adapted
-        ones, and bfloat16 for the others.
+      base: how frozen floating leaves are stored: `bfloat16`; `own`, as they come; `int8`, `nf4` or `nf4_double` (NF4
+        whose scales are quantized too) for the adapted ones, and bfloat16 for the others.
       train: patterns of leaves that are trained as they are, such as a new head.
-      block_size: with `int8` and `nf4`, the number of elements along the first side that share a scale.
+      block_size: of quantized leaves, the number of elements along the first side that share a scale.
     """
 
     rules: Sequence[str] | Mapping[str, str]
     rank: int = 8
     alpha: float = 16.0
     dora: bool = False
-    base: Literal["own", "bfloat16", "int8", "nf4"] = "bfloat16"
+    base: Literal["own", "bfloat16", "int8", "nf4", "nf4_double"] = "bfloat16"
     train: Sequence[str] = ()
     block_size: int = DEFAULT_BLOCK_SIZE
 
@@ -148,6 +153,37 @@ class Lora:
             adapter["magnitude"] = jnp.linalg.norm(base, axis=ins, keepdims=False)
         return adapter
 
+    def param_specs(self, params: PyTree, specs: PyTree, *, mesh: Mesh) -> dict[str, PartitionSpec]:
+        """Returns the `ZeroConfig.param_specs` of what `init` makes: adapters and base are sharded as the params are.
+
+        So a tensor-parallel model stays one: where a weight's outputs are sharded over the axis `model`, so is `B`, and
+        where its inputs are, `A`.
+
+        Args:
+          params: the params of the model, or their shapes.
+          specs: their specs, as for `ZeroConfig.param_specs`.
+          mesh: the mesh.
+
+        Raises:
+          ValueError: specs that do not fit the params.
+        """
+        targets, trained = self.targets(params), self.trained(params)
+        variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
+        nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
+        leaves, given = jax.tree.leaves(params), jax.tree.leaves(user_specs(params, specs))
+        found: dict[str, Dims] = {}
+        for path, leaf, node, own in zip(leaf_names(params), leaves, nodes, given, strict=True):
+            dims = checked_dims(f"param {path!r}", own.spec, leaf.shape, mesh)
+            base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
+            if target is not None:
+                arrays = adapter_dims(target, dims)
+                found |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
+            if target is not None and isinstance(node, QuantizedWeight):
+                found |= {f"{base}/{name}": x for name, x in quantized_dims(target, dims, node, mesh).items()}
+            else:
+                found[path if path in trained else base] = dims
+        return {re.escape(path): partition_spec(dims) for path, dims in found.items()}
+
     # --- the loss function -------------------------------------------------------------------------------------------
 
     def loss_fn(self, loss_fn: Callable[..., Any] | MeshLoss) -> Callable[..., Any] | MeshLoss:
@@ -236,7 +272,7 @@ class Lora:
             labels = "s" * node.ndim
             return Weight(path=path, roots=(node,), build=as_stored, labels=labels, shape=node.shape, dtype=dtype)
         if isinstance(node, QuantizedWeight):
-            roots, build = (node.codes, node.scales), functools.partial(built, node.format, node.dims)
+            roots, build = node.arrays, functools.partial(built, node.format, node.dims)
         else:
             roots, build = (node,), as_stored
         factors = tuple(adapter[name] for name in ("a", "b", *(["magnitude"] if self.dora else [])))

@@ -1,7 +1,8 @@
 """Frozen weights in 8 or 4 bits: int8 with a scale per block, and NF4 (QLoRA, arXiv:2305.14314).
 
-A weight is stored as a stack of matrices `[*stack, rows, columns]`. A block is `block_size` rows of one column, with
-one scale, its largest absolute value. Rows are inputs or outputs, whichever come first in the weight.
+A weight is a stack of matrices `[*stack, rows, columns]`, whose rows are inputs or outputs, whichever come first in it.
+A block is `block_size` rows of one column, with one scale, its largest absolute value. Double quantization (QLoRA,
+section 3) stores a scale as 8 bits, and a float32 step for a group of up to 256 blocks beside each other.
 """
 
 from __future__ import annotations
@@ -23,25 +24,30 @@ NF4_LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-FORMATS = ("int8", "nf4")
+FORMATS = ("int8", "nf4", "nf4_double")
 DEFAULT_BLOCK_SIZE = 64
+_LARGEST_GROUP = 256  # blocks that share a step
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["format", "dims"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales", "steps"], meta_fields=["format", "dims"]
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
     """A frozen weight in few bits.
 
     Attributes:
-      codes: `int8[*stack, rows, columns]`; for NF4 `uint8[*stack, rows / 2, columns]`, whose low four bits are the
-        codes of the first half of the rows.
-      scales: `float32[*stack, rows / block_size, columns]`.
-      format: `int8` or `nf4`.
+      codes: `int8[*stack, blocks, block_size, columns]`; of NF4 `uint8[*stack, blocks, block_size / 2, columns]`, whose
+        low four bits are the codes of the first half of a block.
+      scales: `float32[*stack, blocks, columns]`; `uint8` with double quantization.
+      steps: `float32[*stack, blocks, columns / group]` with double quantization, by which a scale is multiplied.
+      format: one of `FORMATS`.
       dims: the shape of one weight of the stack.
     """
 
     codes: Any
     scales: Any
+    steps: Any = None
     format: str
     dims: tuple[int, ...]
 
@@ -49,6 +55,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
         return (*self.scales.shape[:-2], *self.dims)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What it is built from: codes and scales, and steps if there are any."""
+        return tuple(jax.tree.leaves((self.codes, self.scales, self.steps)))
 
 
 def quantize(
@@ -58,7 +69,7 @@ def quantize(
 
     Args:
       weight: the weight, `[*stack, *rows, *columns]`.
-      format: `int8` or `nf4`.
+      format: `int8`, `nf4` or `nf4_double`.
       num_stack: how many dims are a stack of weights.
       num_rows_dims: how many of the dims after it are rows.
       block_size: the number of rows of a column that share a scale.
@@ -70,53 +81,66 @@ def quantize(
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
     stack, dims = weight.shape[:num_stack], tuple(weight.shape[num_stack:])
     rows = math.prod(dims[:num_rows_dims])
-    if not isinstance(block_size, int) or block_size < 1 or rows % block_size or (format == "nf4" and rows % 2):
-        even = " and into two halves" if format == "nf4" else ""
+    has_halves = format != "int8"
+    if not isinstance(block_size, int) or block_size < 1 or rows % block_size or (has_halves and block_size % 2):
+        even = " of two halves" if has_halves else ""
         raise ValueError(
             f"a weight of {rows} rows (shape {list(weight.shape)}) does not divide into blocks of {block_size}{even}: "
             "choose another block_size, or keep it in bfloat16"
         )
-    codes, scales = _quantized(
+    codes, scales, steps = _quantized(
         jnp.reshape(weight, (*stack, rows, math.prod(dims[num_rows_dims:]))), format=format, block_size=block_size
     )
-    return QuantizedWeight(codes=codes, scales=scales, format=format, dims=dims)
+    return QuantizedWeight(codes=codes, scales=scales, steps=steps, format=format, dims=dims)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "block_size"))
-def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.Array, jax.Array]:
+def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     *stack, rows, columns = matrix.shape
     blocks = matrix.astype(jnp.float32).reshape(*stack, rows // block_size, block_size, columns)
-    scales = jnp.abs(blocks).max(-2)
+    scales, steps = jnp.abs(blocks).max(-2), None
+    stored = scales
+    if format == "nf4_double":
+        group = max(n for n in range(1, _LARGEST_GROUP + 1) if columns % n == 0)
+        groups = scales.reshape(*scales.shape[:-1], columns // group, group)
+        steps = groups.max(-1) / 255
+        stored = jnp.round(groups / jnp.where(steps == 0, 1, steps)[..., None]).astype(jnp.uint8).reshape(scales.shape)
+        scales = _scales(stored, steps)
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
     if format == "int8":
-        return jnp.round(unit * 127).astype(jnp.int8).reshape(matrix.shape), scales
+        return jnp.round(unit * 127).astype(jnp.int8), stored, steps
     # The nearest level: how many midpoints between levels lie below.
     levels = np.asarray(NF4_LEVELS, np.float32)
-    codes = sum((unit > middle).astype(jnp.uint8) for middle in (levels[1:] + levels[:-1]) / 2)
-    codes = jnp.asarray(codes).reshape(matrix.shape)
-    return codes[..., : rows // 2, :] | (codes[..., rows // 2 :, :] << 4), scales
+    codes = jnp.asarray(sum((unit > middle).astype(jnp.uint8) for middle in (levels[1:] + levels[:-1]) / 2))
+    half = block_size // 2
+    return codes[..., :half, :] | (codes[..., half:, :] << 4), stored, steps
 
 
 def dequantize(weight: QuantizedWeight) -> jax.Array:
     """Returns a quantized weight in float32."""
-    return built(weight.format, weight.dims, weight.codes, weight.scales)
+    return built(weight.format, weight.dims, *weight.arrays)
 
 
-def built(format: str, dims: tuple[int, ...], codes: Any, scales: Any) -> jax.Array:
-    """Returns the weight of codes and scales, `[*stack, *dims]`, of any part of the stack."""
-    return dequantize_p.bind(codes, scales, format=format).reshape(*scales.shape[:-2], *dims)
+def built(format: str, dims: tuple[int, ...], codes: Any, scales: Any, *steps: Any) -> jax.Array:
+    """Returns the weight of its arrays, `[*stack, *dims]`, of any part of the stack."""
+    return dequantize_p.bind(codes, scales, *steps, format=format).reshape(*scales.shape[:-2], *dims)
 
 
-def _dequantized(codes: jax.Array, scales: jax.Array, *, format: str) -> jax.Array:
+def _scales(stored: jax.Array, steps: jax.Array) -> jax.Array:
+    """Returns the scales of double quantization."""
+    groups = stored.astype(jnp.float32).reshape(*steps.shape, -1)
+    return (groups * steps[..., None]).reshape(stored.shape)
+
+
+def _dequantized(codes: jax.Array, scales: jax.Array, *steps: jax.Array, format: str) -> jax.Array:
+    scales = _scales(scales, *steps) if steps else scales
     if format == "int8":
         unit = codes.astype(jnp.float32) / 127
     else:
         both = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
         unit = jnp.asarray(NF4_LEVELS, jnp.float32)[both.astype(jnp.int32)]
-    *stack, num_blocks, columns = scales.shape
-    rows = unit.shape[-2]
-    unit = unit.reshape(*stack, num_blocks, rows // num_blocks, columns)
-    return (unit * scales[..., None, :]).reshape(*stack, rows, columns)
+    *stack, num_blocks, block_size, columns = unit.shape
+    return (unit * scales[..., None, :]).reshape(*stack, num_blocks * block_size, columns)
 
 
 # A primitive: nothing of it runs on shards, which would unpack the codes before they are gathered, and no remat policy
@@ -125,23 +149,24 @@ def _dequantized(codes: jax.Array, scales: jax.Array, *, format: str) -> jax.Arr
 dequantize_p = jex_core.Primitive("zero_dequantize")
 
 
-def _abstract(codes: Any, scales: Any, *, format: str) -> Any:
-    rows = codes.shape[-2] * (2 if format == "nf4" else 1)
-    return scales.update(shape=(*scales.shape[:-2], rows, scales.shape[-1]))
+def _abstract(codes: Any, scales: Any, *steps: Any, format: str) -> Any:
+    rows = codes.shape[-3] * codes.shape[-2] * (1 if format == "int8" else 2)
+    return scales.update(shape=(*scales.shape[:-2], rows, scales.shape[-1]), dtype=np.dtype(np.float32))
 
 
 def _jvp(primals: Any, tangents: Any, *, format: str) -> tuple[Any, Any]:
-    codes, scales = primals
-    out = dequantize_p.bind(codes, scales, format=format)
-    if isinstance(tangents[1], ad.Zero):
+    """Differentiates by the last array, scales or steps, in which a weight is linear; the others are integers."""
+    out = dequantize_p.bind(*primals, format=format)
+    if isinstance(tangents[-1], ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, dequantize_p.bind(codes, ad.instantiate_zeros(tangents[1]), format=format)
+    return out, dequantize_p.bind(*primals[:-1], ad.instantiate_zeros(tangents[-1]), format=format)
 
 
 def _batch(args: Any, dims: Any, *, format: str) -> tuple[Any, int]:
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    codes, scales = (batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
-    return dequantize_p.bind(codes, scales, format=format), 0
+    return dequantize_p.bind(
+        *(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)), format=format
+    ), 0
 
 
 dequantize_p.def_abstract_eval(_abstract)

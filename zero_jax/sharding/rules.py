@@ -178,12 +178,12 @@ def place_params(params: PyTree, *, mesh: Mesh, axes: Axes, rules: ShardingRules
     placer, specs = _Placer(mesh, axes, rules), rules.param_specs
     if of_model_state := _model_state_patterns(specs):
         specs = {pattern: spec for pattern, spec in specs.items() if pattern not in of_model_state} or None
-    user_specs = _user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
+    of_each = user_specs(params, specs if specs is not None else _carried(params, mesh, axes, rules))
 
     def place(name: str, leaf: Any, spec: Any) -> LeafPlacement:
         return placer.place(name, leaf, None if spec is None else placer.checked(name, tuple(leaf.shape), spec.spec))
 
-    return map_named(place, params, user_specs, is_leaf=None)
+    return map_named(place, params, of_each, is_leaf=None)
 
 
 def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> PyTree:
@@ -198,22 +198,24 @@ def _carried(params: PyTree, mesh: Mesh, axes: Axes, rules: ShardingRules) -> Py
 
 
 @dataclasses.dataclass(frozen=True)
-class _UserSpec:
+class UserSpec:
+    """A user's spec of a param, or None: a leaf of a tree like the params."""
+
     spec: Any
 
 
-def _user_specs(params: PyTree, specs: PyTree) -> PyTree:
-    """Returns a tree like the params with the user's spec for each."""
+def user_specs(params: PyTree, specs: PyTree) -> PyTree:
+    """Returns a tree like the params with the `UserSpec` of each, from `ZeroConfig.param_specs`."""
     if isinstance(specs, Mapping) and specs and all(isinstance(v, PartitionSpec) for v in specs.values()):
         names = set(leaf_names(params))
         if set(specs) != {name.split("/")[0] for name in names}:  # no prefix of the tree: patterns of paths
             check_matched("param_specs", specs, sorted(names))
             patterns = _compile("param_specs", specs)
             return map_named(
-                lambda name, _: _UserSpec(next((s for p, s in patterns if p.fullmatch(name)), None)), params
+                lambda name, _: UserSpec(next((s for p, s in patterns if p.fullmatch(name)), None)), params
             )
     return jax.tree.unflatten(
-        jax.tree.structure(params), [_UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
+        jax.tree.structure(params), [UserSpec(spec) for spec in spec_of_each(params, specs, what="param_specs is")]
     )
 
 

@@ -26,8 +26,9 @@ from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import as_json, differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
-# The entries of a checkpoint's record that are the position in the data; the others say which data it is.
-_POSITION = ("position", "states", "num_processes", "batch_size")
+# The entries of a checkpoint's record that are the position in the data, or that the data compare themselves; the
+# others say which data it is.
+_POSITION = ("position", "states", "num_processes", "batch_size", "fingerprints")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,9 @@ def begin(run: Run) -> Start:
     """
     config, key = run.config, jax.random.key(run.config.seed)
     model = run.model if isinstance(run.model, Model) else None  # the presets'; those of a user's own have less
+    base = run.zero
+    if model is not None and model.adapt_fn is not None:  # what adapters are made on has specs of its own
+        base = dataclasses.replace(base, param_specs=model.base_param_specs)
     lines: list[str] = []
     options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
     has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
@@ -72,7 +76,7 @@ def begin(run: Run) -> Start:
         if config.init_from is not None:
             folder, step = _source(config.init_from)
             if model is not None and model.base_init_fn is not None:
-                options |= {"init_fn": model.base_init_fn, "tx": optax.identity()}
+                options |= {"init_fn": model.base_init_fn, "tx": optax.identity(), "config": base}
             restored = restore(folder, step=step, params_only=True, key=key, **options)
             state = restored.state
             if model is not None and model.adapt_fn is not None:
@@ -83,7 +87,7 @@ def begin(run: Run) -> Start:
         raise ResumeError(str(error)) from error
     params = run.model.init_fn
     if model is not None and model.load_fn is not None:
-        params = model.load_fn(run.mesh, run.zero)
+        params = model.load_fn(run.mesh, base)
         params = params if model.adapt_fn is None else jax.jit(model.adapt_fn)(params, key)
     return Start(state=init_state(params, run.tx, key, mesh=run.mesh, config=run.zero))
 

@@ -55,6 +55,7 @@ class Model:
       load_fn: `load_fn(mesh, zero_config) -> params`, the params that a run begins with, sharded; None makes them by
         `init_fn`, which always says their shapes.
       base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
+      base_param_specs: with adapters, the `param_specs` of these.
       adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
     """
 
@@ -68,6 +69,7 @@ class Model:
     param_specs: Any = None
     load_fn: Callable[[Mesh, ZeroConfig], Any] | None = None
     base_init_fn: Callable[[Array], Any] | None = None
+    base_param_specs: Any = None
     adapt_fn: Callable[[Any, Array], Any] | None = None
 
 

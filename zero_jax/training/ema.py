@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.tree import PyTree
 
 
@@ -83,4 +84,4 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.asarray(x).astype(promoted(x.dtype, jnp.float32))

@@ -14,6 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
@@ -329,7 +330,7 @@ class _Program(UpdateProgram):
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
             weight = [lax.stop_gradient(x.astype(jnp.float32)) for x in map(jnp.asarray, weight)]
-            return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
+            return loss.astype(promoted(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
             mesh=self.mesh,

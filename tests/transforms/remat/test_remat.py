@@ -242,11 +242,12 @@ def test_a_model_without_blocks_is_refused():
 
 
 def test_a_loss_in_chunks_keeps_its_own_region():
-    """A scan over chunks of tokens uses the head whole in each turn: it is not over layers."""
+    """A scan over chunks uses the head whole in each turn: it is not over layers. Positions have no inputs."""
+    positions = functools.partial(jax.lax.iota, jnp.float32, WIDTH)
 
     def loss_fn(params, x):
         x, _ = jax.lax.scan(lambda x, p: (mlp_block(x, p), None), x, params["blocks"])
-        chunk = jax.checkpoint(lambda total, x: (total + jnp.sum((x @ params["head"]) ** 2), None))
+        chunk = jax.checkpoint(lambda total, x: (total + jnp.sum((x @ (params["head"] * positions())) ** 2), None))
         return jax.lax.scan(chunk, 0.0, x.reshape(4, BATCH, -1, WIDTH))[0]
 
     params = {"blocks": stacked_mlp(), "head": jnp.ones((WIDTH, WIDTH))}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import to_shardings
@@ -171,7 +172,7 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)
-        dtype = jnp.promote_types(narrow, jnp.float32) if summed else narrow
+        dtype = promoted(narrow, jnp.float32) if summed else narrow
         leaves.append(
             EstimatedLeaf(
                 path=path,

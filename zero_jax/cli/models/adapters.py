@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import optax
+from jax.sharding import AbstractMesh
 
 from zero_jax.checkpoint import find_checkpoint, restore
 from zero_jax.cli.models.options import preset_config
@@ -32,8 +33,8 @@ class LoraConfig:
       lora_rank: the rank of an update.
       lora_alpha: updates are scaled by lora_alpha / lora_rank.
       lora_dora: also learn the norm of each output (DoRA).
-      lora_base: how the frozen params are stored; int8 and nf4 (QLoRA) are for the adapted ones, the others are then in
-        bfloat16.
+      lora_base: how the frozen params are stored; int8, nf4 (QLoRA) and nf4_double (whose scales are quantized too) are
+        for the adapted ones, the others are then in bfloat16.
       lora_train: patterns of leaves that are trained as they are, separated by commas.
     """
 
@@ -41,7 +42,7 @@ class LoraConfig:
     lora_rank: int = 8
     lora_alpha: float = 16.0
     lora_dora: bool = False
-    lora_base: Literal["own", "bfloat16", "int8", "nf4"] = "bfloat16"
+    lora_base: Literal["own", "bfloat16", "int8", "nf4", "nf4_double"] = "bfloat16"
     lora_train: str | None = None
 
     def __post_init__(self) -> None:
@@ -67,8 +68,6 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         if config != LoraConfig():
             raise ValueError("--lora-rank and its like need --lora: give the patterns of the leaves to adapt")
         return model
-    if getattr(options, "TrainConfig.model_axis") > 1:
-        raise ValueError("--lora with --model-axis is not supported: shard over data, or train all params")
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
     lora = _lora(config, config.lora, model.config)
@@ -81,13 +80,18 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         return lora.init(params, key)
 
     jax.eval_shape(init_adapters, jax.eval_shape(lambda: jax.random.key(0)))
+    specs = model.param_specs
+    if specs is not None:
+        mesh: Any = AbstractMesh((getattr(options, "TrainConfig.model_axis"),), ("model",))
+        specs = lora.param_specs(shapes, specs, mesh=mesh)
     return dataclasses.replace(
         model,
         init_fn=init_adapters,
         loss_fn=lora.loss_fn(model.loss_fn),
         generate_fn=None,
-        param_specs=None,
+        param_specs=specs,
         base_init_fn=init_fn,
+        base_param_specs=model.param_specs,
         adapt_fn=adapt,
     )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -68,6 +70,7 @@ class OwnInput:
       local_batch_size: examples that this process gives to it.
       validation: batches to validate on, or None.
       loss_weight: the entry of the aux that a validation batch is weighted by; None weighs by examples.
+      fingerprints: a hash of the first batch of each process.
       notes: lines for the log.
     """
 
@@ -78,6 +81,7 @@ class OwnInput:
     local_batch_size: int
     validation: Iterable[PyTree] | None
     loss_weight: str | None
+    fingerprints: tuple[str, ...]
     notes: tuple[str, ...] = ()
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
 
@@ -87,7 +91,7 @@ class OwnInput:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """That the batches are the user's own; which they are nobody can say."""
+        """That the batches are the user's own; their hashes do not decide, for the order may be random."""
         return {"batches": "own"}
 
     @property
@@ -115,6 +119,7 @@ class OwnInput:
         position, state = 0, None
         if saved is not None:
             self._check_global_batch(saved)
+            self._compare_first_batch(saved, say)
             position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
         batches = self.source.open(position, state, say=say, beat=beat)
         return OwnBatches(batches, batch_size=self.local_batch_size, position=position)
@@ -122,7 +127,7 @@ class OwnInput:
     def record(self, batches: Any) -> dict[str, Any]:
         """Returns the number of batches read, and the states of the iterators of all processes."""
         sizes = {"num_processes": jax.process_count(), "batch_size": self.batch_size}
-        record = {"position": batches.position, **sizes, **self.identity}
+        record = {"position": batches.position, **sizes, "fingerprints": list(self.fingerprints), **self.identity}
         state = self.source.state()
         return record if state is None else {**record, "states": from_all_processes(state)}
 
@@ -136,6 +141,17 @@ class OwnInput:
                 f"{size_before} by {num_before} processes: give each process its part of the same global "
                 "batch (divide its size by jax.process_count())"
             )
+
+    def _compare_first_batch(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Says so if the first batch, of as many examples and processes, is another one than before."""
+        before = saved.get("fingerprints")  # None: written before there were any
+        sizes = saved.get("num_processes"), saved.get("batch_size")
+        if sizes != (jax.process_count(), self.batch_size) or before in (None, list(self.fingerprints)):
+            return
+        say(
+            "batches: WARNING: the first batch is not the one of the run before: these are other data, or they come in "
+            "another order or with other random numbers each time. The run goes on with them"
+        )
 
     def place(self, batch: PyTree) -> PyTree:
         """Shards a batch over the devices; what comes from the host goes into buffers that are reused."""
@@ -235,6 +251,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         local_batch_size=_num_examples(first),
         validation=validation,
         loss_weight=weight,
+        fingerprints=tuple(from_all_processes(_fingerprint(first))),
         notes=tuple(dict.fromkeys(unshown_leaves(aux) + unshown_leaves(eval_aux))),
     )
 
@@ -272,6 +289,19 @@ def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     _, (aux, _) = jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key)
     return aux
+
+
+def _fingerprint(batch: PyTree) -> str:
+    """Returns a hash of the names, dtypes, shapes and values of this process's part of a batch."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        is_whole = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        for shard in map(np.ascontiguousarray, [leaf] if is_whole else [x.data for x in leaf.addressable_shards]):
+            digest.update(repr((name, str(shard.dtype), np.shape(leaf))).encode())
+            digest.update(shard.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _num_examples(batch: PyTree) -> int:

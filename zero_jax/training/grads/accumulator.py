@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leaf_names, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -385,4 +386,4 @@ def outer(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 def wide(dtype: Any) -> Any:
     """Returns the dtype that gradients of a dtype are summed in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return promoted(dtype, jnp.float32)

@@ -19,6 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.jaxprs import is_on_host, used_inputs
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training.optimizer.offload import HOST
@@ -111,7 +112,7 @@ def update_if(
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*state), state)
 
     def as_wide(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if new.dtype == old.dtype else new.astype(jnp.promote_types(new.dtype, old.dtype))
+        return new if new.dtype == old.dtype else new.astype(promoted(new.dtype, old.dtype))
 
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
@@ -285,7 +286,7 @@ def _widened(old: PyTree, new: PyTree) -> PyTree:
                 f"an update changes leaf {name!r} of the optimizer's state from {list(old_shape)} to {list(shape)}: "
                 "give an optimizer whose state keeps its shapes"
             )
-        return jax.ShapeDtypeStruct(shape, dtype if dtype == old_dtype else jnp.promote_types(dtype, old_dtype))
+        return jax.ShapeDtypeStruct(shape, dtype if dtype == old_dtype else promoted(dtype, old_dtype))
 
     return jax.tree.structure(new).unflatten(widen(*leaf) for leaf in _described(new))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.attention import Choice, attention_choice, dot_product_attention
+from zero_jax.core.dtypes import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.follow import number
 from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
@@ -299,7 +300,7 @@ def _peeled(
         name, is_better = eqn.primitive.name, True
         if name == "convert_element_type" and not exact:
             old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-            if not jnp.issubdtype(old, jnp.floating) or jnp.promote_types(old, new) != new:
+            if not jnp.issubdtype(old, jnp.floating) or promoted(old, new) != new:
                 break
             var = eqn.invars[0]
         elif name in ("mul", "div") and not exact:

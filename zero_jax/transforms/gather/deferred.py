@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.gather_names import RELATIVE
 from zero_jax.sharding.quantized import PLAIN, Formats
 from zero_jax.sharding.spec import Dims
@@ -156,7 +157,7 @@ def put_off(eqn: Any, values: Sequence[Lazy | Value]) -> Lazy | None:
     if narrow == wide:
         return dataclasses.replace(value, cast=None)  # there and back again
     used = value.cast or narrow
-    exact = jnp.promote_types(used, wide) == wide and all(jnp.issubdtype(d, jnp.floating) for d in (narrow, wide))
+    exact = promoted(used, wide) == wide and all(jnp.issubdtype(d, jnp.floating) for d in (narrow, wide))
     return dataclasses.replace(value, cast=wide) if exact else None
 
 

@@ -23,6 +23,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.quantized import Blocks
@@ -140,7 +141,7 @@ class DeviceSum:
         Each all-to-all moves what a reduce-scatter would, and the sum is made locally.
         """
         mesh, dims, left = self.mesh, self.dims, list(self.over)
-        wide = jnp.promote_types(stack.dtype, jnp.float32)
+        wide = promoted(stack.dtype, jnp.float32)
         placed = without(dims, left)
         # Without it XLA may cut what the gradients are made of as it cuts their sum.
         stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))

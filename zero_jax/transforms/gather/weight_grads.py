@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from zero_jax.core.dtypes import promoted
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr
 from zero_jax.transforms.passthrough import is_contraction, is_float
@@ -27,7 +28,7 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
         return False
     dtypes = [eqn.invars[1 - place].aval.dtype, eqn.outvars[0].aval.dtype]
     real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
-    return real and {own, jnp.promote_types(*dtypes)} != {jnp.dtype(dtype)}
+    return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

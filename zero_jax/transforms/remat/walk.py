@@ -282,7 +282,8 @@ def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
     invariant = {
         var for var, mark in zip(jaxpr.invars, marks[: parts.num_consts], strict=False) if mark.kind == "param"
     }
-    return any(narrows(e) and e.invars[0] in invariant for e in equations(jaxpr) if not jaxprs.is_literal(e.invars[0]))
+    taken = (eqn.invars[0] for eqn in equations(jaxpr) if narrows(eqn))
+    return any(not jaxprs.is_literal(atom) and atom in invariant for atom in taken)
 
 
 def _has_blocks(eqn: Any) -> bool:

@@ -9,7 +9,7 @@ pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip ins
 
 from measure_remat import BATCH_SIZE, GPT, compile_grads
 
-pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.full_effort, pytest.mark.slow]
 MODEL, LAYERS = 4, 4
 SMALL = dataclasses.replace(GPT, num_layers=LAYERS, seq_len=512)
 LOOP = dataclasses.replace(SMALL, scan=False)

@@ -32,6 +32,7 @@ from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.optimizer.frozen import needed_grads
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
+from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import HostParam
 
@@ -253,7 +254,7 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 
 def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
     """Tells of which leaves of a state's params a step computes gradients."""
-    needed = iter(needed_grads(tx, trainable(state.masters), state.opt_state))
+    needed = iter(needed_grads(trace_update(tx, trainable(state.masters), state.opt_state)))
     return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 
 

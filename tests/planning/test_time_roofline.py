@@ -44,14 +44,27 @@ def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their
     assert of_gpu([kernel(split_bytes=2765e9, engine="layout")], 1) == 0  # it has no tiles
 
 
-def test_collectives_go_one_axis_at_a_time():
-    # 4 x 4 x 4 chips: a ring of four each, both directions of 90 GB/s. The first axis carries 3/4 of all, the others
-    # 3/4 of a quarter and of a sixteenth.
-    links = roofline.MeshLinks(zero.make_mesh(topology="v5p:4x4x4"), V5P)
-    axes = ("data_0", "data_1", "data_2")
-    expected = 180e9 * (3 / 4 + 3 / 16 + 3 / 64) / 180e9
+@pytest.mark.parametrize(
+    ("name", "axes", "expected"),
+    [
+        # 4 x 4 x 4 chips: a ring of four each, both directions of 90 GB/s. The last axis carries 3/4 of a sixteenth,
+        # the first two, two dims at once, 15/16 of all.
+        ("v5p:4x4x4", ("data_0", "data_1", "data_2"), 180e9 * (3 / 64 / 180e9 + 15 / 16 / 360e9)),
+        ("v5p:4x4x4", ("data_1",), 180e9 * 3 / 4 / 180e9),
+        ("v5p:4x4x4", (), 0.0),
+        # 2-D tori go one axis at a time: of 16 x 16, both closed, 2 x 45 GB/s.
+        ("v5e:16x16", ("data_0", "data_1"), 180e9 * (15 / 256 + 15 / 16) / 90e9),
+    ],
+)
+def test_collectives_go_over_the_dims_of_the_torus_as_the_steps_of_a_gather(name, axes, expected):
+    links = roofline.MeshLinks(zero.make_mesh(topology=name), topology.parse(name))
     assert links.gather_seconds(180e9, axes) == pytest.approx(expected)
-    assert links.gather_seconds(180e9, ()) == 0
+
+
+def test_an_axis_over_several_dims_is_gathered_along_each():
+    """`data` of 16 along 2 x 2 x 4 chips, none of them closed."""
+    links = roofline.MeshLinks(zero.make_mesh(topology="v5p:2x2x4", data_layout=(16,)), topology.parse("v5p:2x2x4"))
+    assert links.gather_seconds(270e9, ("data",)) == pytest.approx(15 / 16)
 
 
 def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zero_jax.attention.case import Band, Case, band_of
-from zero_jax.core.dtypes import promoted
+from zero_jax.sharding.precision import promoted
 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 

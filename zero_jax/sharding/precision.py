@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,3 +156,15 @@ def update_loss_scale(state: LossScale, finite: jax.Array, config: LossScaleConf
         scale=jnp.where(finite, grown, backed_off),
         num_finite_steps=jnp.where(finite & ~grows, count, 0),
     )
+
+
+def promoted(*dtypes: Any) -> Any:
+    """Returns the dtype that JAX promotes to.
+
+    JAX promotes floats of 8 bits and fewer to no other dtype. They stand for bfloat16 here, which has all their values.
+    """
+    if len(set(map(jnp.dtype, dtypes))) == 1:
+        return jnp.dtype(dtypes[0])
+    is_small = [jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 for dtype in dtypes]
+    wide = (jnp.bfloat16 if small else dtype for dtype, small in zip(dtypes, is_small, strict=True))
+    return functools.reduce(jnp.promote_types, wide)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.tree import PyTree
+from zero_jax.sharding.precision import promoted
 
 
 class ParamsEmaState(NamedTuple):

@@ -14,12 +14,12 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import grad_blocks
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch

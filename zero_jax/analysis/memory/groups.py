@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.rules import to_shardings
 from zero_jax.training import Placement, TrainState, ZeroConfig, make_placement, state_shardings, trainable
 from zero_jax.training import needed_grads as grads_read_by_optimizer

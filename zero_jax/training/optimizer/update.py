@@ -19,9 +19,9 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.jaxprs import is_on_host, used_inputs
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
 
 _OFFERED = (

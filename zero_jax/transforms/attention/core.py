@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.attention import Choice, attention_choice, dot_product_attention
-from zero_jax.core.dtypes import promoted
+from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.follow import number
 from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.gather_names import RELATIVE
+from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import PLAIN, Formats
 from zero_jax.sharding.spec import Dims
 

@@ -23,9 +23,9 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, carries, named, without
 from zero_jax.transforms.gather.param_uses import param_uses

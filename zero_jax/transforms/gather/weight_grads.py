@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from zero_jax.core.dtypes import promoted
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr
+from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.passthrough import is_contraction, is_float
 
 

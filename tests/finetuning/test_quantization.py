@@ -77,7 +77,6 @@ def test_zeros_and_vmap():
     ("arguments", "message"),
     [
         ({"format": "int4"}, "format='int4': choose one of int8, nf4, nf4_double"),
-        ({"format": "nf4", "block_size": 1}, "does not divide into blocks of 1 of two halves"),
         ({"format": "int8", "block_size": 48}, "a weight of 64 rows (shape [64, 4]) does not divide into blocks of 48"),
         ({"format": "int8", "block_size": 0}, "does not divide into blocks of 0"),
     ],

@@ -1,8 +1,9 @@
 """Conversations and instructions from JSON Lines: only answers are targets, and rows are packed with whole ones.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. A message
-becomes `<|role|>`, a line break, its content and a line break; an answer (role `assistant`, or a completion) ends with
-the tokenizer's end of document instead. A prompt and its completion stand without markers.
+A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. Messages become
+what the tokenizer's chat template makes of them. Without one, a message becomes `<|role|>`, a line break, its content
+and a line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document instead. A
+prompt and its completion stand without markers.
 """
 
 from __future__ import annotations
@@ -11,29 +12,21 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.data.chat_template import ANSWER, ChatTemplate, Turn
 from zero_jax.data.documents import json_lines
 from zero_jax.data.sources import Source
-from zero_jax.data.tokenizer import Tokenizer
+from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
 from zero_jax.data.train_validation_split import first_that_fit
 
 ROLES = ("system", "user", "assistant", "tool")
-_ANSWER = "assistant"
 # Rows that are kept open while conversations are packed: more fill rows better and take longer.
 _MAX_OPEN_ROWS = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """A part of a conversation's text, which the loss is on if it `is_answer`."""
-
-    text: str
-    is_answer: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,13 +96,14 @@ class Conversations:
 
 
 def load_conversations(
-    source: Source, tokenizer: Tokenizer, *, seq_len: int, validation_fraction: float
+    source: Source, tokenizer: Tokenizer, *, template: ChatTemplate | None, seq_len: int, validation_fraction: float
 ) -> Conversations:
     """Reads and tokenizes conversations, splits them by a hash of their content, and packs them in rows.
 
     Args:
       source: files of JSON Lines.
-      tokenizer: the tokenizer.
+      tokenizer: the tokenizer; one of the `tokenizers` library if there is a template.
+      template: the tokenizer's chat template, or None.
       seq_len: tokens in a row.
       validation_fraction: the share of tokens to validate on, in whole conversations.
 
@@ -117,8 +111,8 @@ def load_conversations(
       ValueError: a line that is no conversation, with file and number; or one part has no conversation with an answer.
     """
     tokens, answers, num_cut = [], [], 0
-    for where, turns in read_conversations(source):
-        conversation, is_answer = _tokenized(turns, tokenizer)
+    for where, record in json_lines(source):
+        conversation, is_answer = _tokenized(record, where, tokenizer, template)
         num_cut += len(conversation) > seq_len + 1
         if not is_answer[1 : seq_len + 1].any():
             raise ValueError(
@@ -144,30 +138,37 @@ def load_conversations(
     )
 
 
-def read_conversations(source: Source) -> Iterator[tuple[str, list[Turn]]]:
-    """Reads the conversations of JSON Lines, each with its place, `line N of FILE`.
+def _tokenized(
+    record: Mapping[str, Any], where: str, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a conversation and which of them are of answers, the end of each included.
 
     Raises:
-      ValueError: a line that is none.
+      ValueError: a record that is no conversation.
     """
-    for where, record in json_lines(source):
-        if "messages" in record:
-            yield where, _of_messages(record["messages"], where)
-        elif "prompt" in record or "completion" in record:
-            prompt, completion = (_text(record, name, where) for name in ("prompt", "completion"))
-            yield where, [Turn(prompt, is_answer=False), Turn(completion, is_answer=True)]
-        else:
-            fields = ", ".join(map(repr, list(record)[:8])) or "none"
-            raise ValueError(
-                f"{where} has neither 'messages' nor 'prompt' and 'completion' (it has {fields}): write one of them, "
-                "or read plain text with --format jsonl"
-            )
+    if "messages" in record:
+        messages = _checked(record["messages"], where)
+        if template is not None:
+            assert isinstance(tokenizer, JsonTokenizer)
+            _check_no_special_token(messages, tokenizer, where)
+            return _of_rendered(template.turns(messages, tools=record.get("tools"), where=where), tokenizer)
+        turns = [turn for message in messages for turn in _marked(message["role"], message["content"])]
+    elif "prompt" in record or "completion" in record:
+        prompt, completion = (_text(record, name, where) for name in ("prompt", "completion"))
+        turns = [Turn(prompt, is_answer=False), Turn(completion, is_answer=True)]
+    else:
+        fields = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise ValueError(
+            f"{where} has neither 'messages' nor 'prompt' and 'completion' (it has {fields}): write one of them, "
+            "or read plain text with --format jsonl"
+        )
+    return _of_pieces(turns, tokenizer)
 
 
-def _of_messages(messages: Any, where: str) -> list[Turn]:
+def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Returns messages; raises `ValueError` for anything else, and where none is an answer."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: 'messages' is {json.dumps(messages)[:40]}: give a list of messages")
-    turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         place = f"{where}: message {number}"
         if not isinstance(message, dict):
@@ -176,12 +177,26 @@ def _of_messages(messages: Any, where: str) -> list[Turn]:
         if role not in ROLES:
             hint = did_you_mean(role, ROLES)
             raise ValueError(f"{place} has the role {role!r}: {hint}the roles are {', '.join(ROLES)}")
-        content = _text(message, "content", place)
-        turns.append(Turn(f"<|{role}|>\n", is_answer=False))
-        turns.append(Turn(content if role == _ANSWER else f"{content}\n", is_answer=role == _ANSWER))
-    if not any(turn.is_answer for turn in turns):
-        raise ValueError(f"{where} has no message of the role {_ANSWER!r}: nothing of it could be learned; remove it")
-    return turns
+        _text(message, "content", place)
+    if not any(message["role"] == ANSWER for message in messages):
+        raise ValueError(f"{where} has no message of the role {ANSWER!r}: nothing of it could be learned; remove it")
+    return messages
+
+
+def _marked(role: str, content: str) -> list[Turn]:
+    is_answer = role == ANSWER
+    return [Turn(f"<|{role}|>\n", is_answer=False), Turn(content if is_answer else f"{content}\n", is_answer=is_answer)]
+
+
+def _check_no_special_token(messages: Sequence[Mapping[str, Any]], tokenizer: JsonTokenizer, where: str) -> None:
+    """Raises `ValueError` for text that would become a special token, as those that a template writes."""
+    for number, message in enumerate(messages, 1):
+        found = next((text for text in tokenizer.special_texts if text in message["content"]), None)
+        if found is not None:
+            raise ValueError(
+                f"{where}: message {number} has the text {found!r}, which the tokenizer {tokenizer.name} takes for a "
+                "special token of the chat template: write it in another way, or remove the line"
+            )
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:
@@ -197,8 +212,8 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
     return text
 
 
-def _tokenized(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a conversation and which of them are of answers, the end of each included."""
+def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes each part by itself; an answer ends with the end of a document."""
     pieces, marks = [], []
     for turn in turns:
         piece = tokenizer.encode(turn.text).astype(np.int32)
@@ -207,6 +222,19 @@ def _tokenized(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray,
         pieces.append(piece)
         marks.append(np.full(len(piece), turn.is_answer))
     return np.concatenate(pieces), np.concatenate(marks)
+
+
+def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes a rendered conversation as one text; a token that begins before an answer and ends in it is learned."""
+    texts = list(itertools.accumulate(turn.text for turn in turns))
+    *before, tokens = tokenizer.encode_rendered(texts)
+    # Where a part ends among the tokens: up to there the text before it has the same ones.
+    same = [np.flatnonzero(x[: len(tokens)] != tokens[: len(x)]) for x in before]
+    ends = [*(int(odd[0]) if odd.size else len(x) for odd, x in zip(same, before, strict=True)), len(tokens)]
+    is_answer = np.zeros(len(tokens), bool)
+    for turn, first, last in zip(turns, [0, *ends], ends, strict=False):
+        is_answer[first:last] = turn.is_answer
+    return tokens.astype(np.int32), is_answer
 
 
 def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:

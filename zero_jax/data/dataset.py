@@ -8,9 +8,10 @@ import numpy as np
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.user_cache import cache_folder
+from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import ConversationPart, load_conversations
 from zero_jax.data.sources import Format, find_source
-from zero_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from zero_jax.data.tokens.cache import TOKENIZER_FILE, Log, read_tokens, verify_if_small
 from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, open_folder
 from zero_jax.data.tokens.token_file import TokenFile
@@ -28,7 +29,7 @@ class DataConfig:
         a text file, of a folder of them, of .jsonl, .parquet, ArrayRecord, .npy or .bin files, or of a folder that
         `zero-jax tokenize` wrote.
       format: how to read it; `auto` goes by the names of the files, `chat` are conversations or prompts with
-        completions in JSON Lines.
+        completions in JSON Lines, messages by the chat template beside the tokenizer's file if there is one.
       text_field: field of a JSON line, or column of a Parquet file, that holds the text.
       tokenizer: `bytes`, or the path of a JSON file of the tokenizers library; `auto` takes a token folder's own, and
         bytes for everything else.
@@ -161,9 +162,19 @@ def load_dataset(
 def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) -> Dataset:
     source = find_source(config.data, format="chat")
     tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
-    found = load_conversations(source, tokenizer, seq_len=seq_len, validation_fraction=config.validation_fraction)
+    template = None
+    if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
+        template = find_chat_template(pathlib.Path(config.tokenizer).expanduser().parent)
+    found = load_conversations(
+        source, tokenizer, template=template, seq_len=seq_len, validation_fraction=config.validation_fraction
+    )
     num_targets = int(found.train.is_answer.sum())
     notes = [f"{num_targets:,} tokens of answers to learn, in {found.train.num_rows:,} rows"]
+    if template is not None and isinstance(tokenizer, JsonTokenizer):
+        # A template's special tokens are no text, and may lie beyond it.
+        highest = max(int(part.tokens.max()) for part in (found.train, found.validation))
+        tokenizer = dataclasses.replace(tokenizer, vocab_size=max(tokenizer.vocab_size, highest + 1))
+        notes.append(f"messages as by the chat template of {template.path}")
     if found.num_cut:
         notes.append(f"{found.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
     return Dataset(

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import os
 import pathlib
@@ -104,6 +105,23 @@ class JsonTokenizer:
         """Returns the tokens of each text; the library takes several threads."""
         encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.uint32) for text in encoded]
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text that a chat template made, in which special tokens are what they say."""
+        encoded = self._with_special_tokens.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(text.ids, np.uint32) for text in encoded]
+
+    @functools.cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        entries = self.library.get_added_tokens_decoder().values()
+        return tuple(entry.content for entry in entries if entry.special)
+
+    @functools.cached_property
+    def _with_special_tokens(self) -> Any:
+        library = _parse(self.content, pathlib.Path(self.name))
+        library.encode_special_tokens = False
+        return library
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text, end-of-document tokens included."""

@@ -37,10 +37,10 @@ class QuantizedWeight:
     """A frozen weight in few bits.
 
     Attributes:
-      codes: `int8[*stack, blocks, block_size, columns]`; of NF4 `uint8[*stack, blocks, block_size / 2, columns]`, whose
-        low four bits are the codes of the first half of a block.
-      scales: `float32[*stack, blocks, columns]`; `uint8` with double quantization.
-      steps: `float32[*stack, blocks, columns / group]` with double quantization, by which a scale is multiplied.
+      codes: `int8[*stack, rows, columns]`; for NF4 `uint8[*stack, rows / 2, columns]`, whose low four bits are the
+        codes of the first half of the rows.
+      scales: `float32[*stack, rows / block_size, columns]`; `uint8` with double quantization.
+      steps: `float32[*stack, rows / block_size, columns / group]` with double quantization, which multiply scales.
       format: one of `FORMATS`.
       dims: the shape of one weight of the stack.
     """
@@ -82,8 +82,8 @@ def quantize(
     stack, dims = weight.shape[:num_stack], tuple(weight.shape[num_stack:])
     rows = math.prod(dims[:num_rows_dims])
     has_halves = format != "int8"
-    if not isinstance(block_size, int) or block_size < 1 or rows % block_size or (has_halves and block_size % 2):
-        even = " of two halves" if has_halves else ""
+    if not isinstance(block_size, int) or block_size < 1 or rows % block_size or (has_halves and rows % 2):
+        even = " and into two halves" if has_halves else ""
         raise ValueError(
             f"a weight of {rows} rows (shape {list(weight.shape)}) does not divide into blocks of {block_size}{even}: "
             "choose another block_size, or keep it in bfloat16"
@@ -108,12 +108,12 @@ def _quantized(matrix: jax.Array, *, format: str, block_size: int) -> tuple[jax.
         scales = _scales(stored, steps)
     unit = blocks / jnp.where(scales == 0, 1, scales)[..., None, :]
     if format == "int8":
-        return jnp.round(unit * 127).astype(jnp.int8), stored, steps
+        return jnp.round(unit * 127).astype(jnp.int8).reshape(matrix.shape), stored, steps
     # The nearest level: how many midpoints between levels lie below.
     levels = np.asarray(NF4_LEVELS, np.float32)
-    codes = jnp.asarray(sum((unit > middle).astype(jnp.uint8) for middle in (levels[1:] + levels[:-1]) / 2))
-    half = block_size // 2
-    return codes[..., :half, :] | (codes[..., half:, :] << 4), stored, steps
+    codes = sum((unit > middle).astype(jnp.uint8) for middle in (levels[1:] + levels[:-1]) / 2)
+    codes = jnp.asarray(codes).reshape(matrix.shape)
+    return codes[..., : rows // 2, :] | (codes[..., rows // 2 :, :] << 4), stored, steps
 
 
 def dequantize(weight: QuantizedWeight) -> jax.Array:
@@ -139,8 +139,10 @@ def _dequantized(codes: jax.Array, scales: jax.Array, *steps: jax.Array, format:
     else:
         both = jnp.concatenate([codes & 15, codes >> 4], axis=-2)
         unit = jnp.asarray(NF4_LEVELS, jnp.float32)[both.astype(jnp.int32)]
-    *stack, num_blocks, block_size, columns = unit.shape
-    return (unit * scales[..., None, :]).reshape(*stack, num_blocks * block_size, columns)
+    *stack, num_blocks, columns = scales.shape
+    rows = unit.shape[-2]
+    unit = unit.reshape(*stack, num_blocks, rows // num_blocks, columns)
+    return (unit * scales[..., None, :]).reshape(*stack, rows, columns)
 
 
 # A primitive: nothing of it runs on shards, which would unpack the codes before they are gathered, and no remat policy
@@ -150,7 +152,7 @@ dequantize_p = jex_core.Primitive("zero_dequantize")
 
 
 def _abstract(codes: Any, scales: Any, *steps: Any, format: str) -> Any:
-    rows = codes.shape[-3] * codes.shape[-2] * (1 if format == "int8" else 2)
+    rows = codes.shape[-2] * (1 if format == "int8" else 2)
     return scales.update(shape=(*scales.shape[:-2], rows, scales.shape[-1]), dtype=np.dtype(np.float32))
 
 

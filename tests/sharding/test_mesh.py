@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax.sharding.mesh import axes_of, axis_size
+from zero_jax.sharding.mesh import axes_of
 
 
 def sizes(mesh):

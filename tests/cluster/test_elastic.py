@@ -138,6 +138,13 @@ def test_without_a_step_gained_there_is_an_end(code):
     assert Sizes(2, 2, max_restarts=0).after(code) is None
 
 
+def test_steps_gained_until_a_lost_process_was_back_count():
+    sizes = Sizes(2, 1)
+    for step in range(9):
+        assert sizes.after(KILLED, seconds=1000) == 1
+        assert sizes.after(75, seconds=1000, step=step, is_interrupted=True) == 2
+
+
 def test_the_step_is_reported_where_a_launcher_wants_it(monkeypatch, tmp_path):
     monkeypatch.delenv(STARTED_AFTER, raising=False)
     report_start(3)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zero_jax as zero
-from zero_jax.sharding.mesh import axes_of, axis_size
+from zero_jax.sharding.mesh import axes_of
 
 
 def sizes(mesh):
@@ -156,6 +156,8 @@ def test_each_axis_of_a_staged_mesh_is_a_dim_of_the_torus(options):
         ({}, {"data_0": 4, "data_1": 2}),
         ({"replica": 2}, {"replica": 2, "data": 4}),
         ({"model": 4}, {"data": 2, "model": 4}),
+        ({"data_layout": (2, 2, 2)}, {"data_0": 2, "data_1": 2, "data_2": 2}),
+        ({"replica": 2, "data_layout": (2, 2)}, {"replica": 2, "data_0": 2, "data_1": 2}),
     ],
 )
 def test_slices_of_a_topology(options, expected):
@@ -166,7 +168,10 @@ def test_slices_of_a_topology(options, expected):
     assert sizes(mesh) == expected
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     (crossed,) = (name for i, name in enumerate(mesh.axis_names) if np.any(np.diff(slices, axis=i)))
-    assert crossed == {8: "data_1", 4: "replica", 2: "data"}[axis_size(mesh, axes_of(mesh).data)]
+    assert crossed == ("replica" if "replica" in options else axes_of(mesh).data[-1])
+    for wrong in ((2, 4), (8,)):
+        with pytest.raises(ValueError, match=r"on 2 slices or hosts: .*give sizes that end in 2, such as \(4, 2\)"):
+            zero.make_mesh(devices=devices, data_layout=wrong)
 
 
 @pytest.mark.tpu_compiler

@@ -88,6 +88,10 @@ class Elastic:
         self.reason = ""
         if first is None or ended.is_stopped or first.status == _DIVERGED:
             return None
+        has_progress = step is not None and step > self._step
+        self._step = max(self._step, step or 0)
+        if has_progress:
+            self._num_in_a_row = 0
         if ended.is_interrupted:
             self.reason = "a lost process is tried again"
         elif first.status == _REFUSED:
@@ -97,7 +101,8 @@ class Elastic:
             self.reason = f"{self._size} processes were refused (status {_REFUSED}, see above)"
         else:
             self.reason = f"process {first.process_index} of {ended.num_processes} {first}"
-            if self._is_stuck(step):
+            self._num_in_a_row += 1
+            if self._num_in_a_row > self._max_restarts:
                 self.reason = f"{self._max_restarts} restarts in a row did not get beyond step {self._step}"
                 return None
             self._lose(ended, first.status)
@@ -110,13 +115,6 @@ class Elastic:
         self._has_grown, self._size = size > self._size, size
         self.num_restarts += 1
         return size
-
-    def _is_stuck(self, step: int | None) -> bool:
-        """Counts the ends in a row without a step gained; returns whether there are too many."""
-        has_progress = step is not None and step > self._step
-        self._step = max(self._step, step or 0)
-        self._num_in_a_row = 1 if has_progress else self._num_in_a_row + 1
-        return self._num_in_a_row > self._max_restarts
 
     def _lose(self, ended: Round, status: int) -> None:
         """Leaves lost processes out for a while; one that is lost again as soon as it is back, for longer."""

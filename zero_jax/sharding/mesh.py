@@ -198,7 +198,8 @@ def make_mesh(
       model: size of the tensor-parallel axis.
       devices: the devices; None takes all of `jax.devices()`.
       topology: name of hardware to compile for without having it, as in `v5p:2x2x4` or `h100:2x8`; excludes `devices`.
-      data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware.
+      data_layout: sizes of the mesh axes of `data`, major first; overrides the choice by the hardware. The last is the
+        one across slices or hosts, where a copy of the state covers several.
 
     Raises:
       ValueError: sizes that do not multiply up to the devices, an unknown topology, or copies that straddle slices.
@@ -255,16 +256,16 @@ def _layout(
                 f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
                 f"not to data={data}"
             )
-        layout = tuple(data_layout)
-        return layout, _torus_grid(replica, layout, model, devices)
-    levels = _network_levels(devices, sizes)
+    levels = _network_levels(devices, sizes, data_layout)
     if levels is not None:
         return levels
-    layout = _torus_layout(devices, sizes)
+    layout = _torus_layout(devices, sizes) if data_layout is None else tuple(data_layout)
     return layout, _torus_grid(replica, layout, model, devices)
 
 
-def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple[int, ...], np.ndarray] | None:
+def _network_levels(
+    devices: list[Any], sizes: Mapping[str, int], data_layout: Sequence[int] | None
+) -> tuple[tuple[int, ...], np.ndarray] | None:
     """Orders `data` over hosts or slices: fast links major, network minor, so that the network moves small shards."""
     groups: dict[int, list[Any]] = {}
     for device, domain in zip(devices, _domains(devices), strict=True):
@@ -283,7 +284,16 @@ def _network_levels(devices: list[Any], sizes: Mapping[str, int]) -> tuple[tuple
     if inside == 1 or inside % (copies_per_group * model):
         return None
     inner_sizes = {"replica": copies_per_group, "data": inside // (copies_per_group * model), "model": model}
-    inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
+    if data_layout is None:
+        inner = _torus_layout(next(iter(groups.values())), inner_sizes) if inner_sizes["data"] > 1 else ()
+    else:
+        inner = tuple(data_layout if groups_per_copy == 1 else data_layout[:-1])
+        if math.prod(inner) != inner_sizes["data"]:
+            raise ValueError(
+                f"make_mesh: data_layout={tuple(data_layout)} on {num_groups} slices or hosts: the last axis of `data` "
+                f"is the one across them: give sizes that end in {groups_per_copy}, such as "
+                f"{(inner_sizes['data'], groups_per_copy)}, or leave data_layout out"
+            )
     grids = [_torus_grid(copies_per_group, inner, model, groups[key]) for key in sorted(groups)]
     per_copy = [np.stack(grids[i : i + groups_per_copy], axis=-2) for i in range(0, num_groups, groups_per_copy)]
     layout = (*inner, groups_per_copy) if groups_per_copy > 1 or not inner else inner

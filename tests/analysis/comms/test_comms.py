@@ -341,6 +341,21 @@ def test_integers_are_not_counted():
     assert comms.estimate(state, mesh=mesh, config=config).num_params == 8
 
 
+def test_prng_keys_are_not_counted_among_params_and_move_as_words_of_model_state():
+    mesh, config = (
+        zero.make_mesh(data=8),
+        zero.ZeroConfig(stage=3, overrides={".*keys": jax.sharding.PartitionSpec("data")}),
+    )
+
+    def init(key):
+        params = {"noise": jax.random.key(1), "w": jnp.zeros(8)}
+        return zero.Variables(params=params, model_state={"keys": jax.random.split(key, 16)})
+
+    estimate = comms.estimate(zero.abstract_state(init, TX, mesh=mesh, config=config), mesh=mesh, config=config, tx=TX)
+    assert estimate.num_params == 8
+    assert [row.total_sent_bytes for row in estimate.rows if row.dtype == "uint32"] == [14 * 2 * 4]
+
+
 def test_sharded_residuals():
     # Paper section 8: batch x seq x hidden a block, (m - 1) / m of it sent, 2 bytes.
     sent = comms.sharded_residual_bytes(num_layers=3, batch=2, seq=16, hidden=8, model=4)

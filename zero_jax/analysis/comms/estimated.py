@@ -130,7 +130,8 @@ def estimate(
     made: list[EstimateRow] = []
     num_params = 0
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
-    floats = [leaf for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)]
+    masters = jax.tree.leaves(state.masters)
+    floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = [True] * len(floats), [False] * len(floats)
     if tx is not None:
         update = trace_update(tx, trainable(state.masters), state.opt_state)
@@ -245,8 +246,12 @@ def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[Esti
     held = placement.axes_of_group(MODEL_STATE)
     for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
         gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
+        dtype = leaf.dtype
+        if dtype.startswith("key<"):  # moves as its words
+            num_words = leaf.num_bytes // math.prod(leaf.shape) // 4
+            dtype, gathers = "uint32", [(axes, elements * num_words) for axes, elements in gathers]
         if gathers:  # integers too: the codes of a quantized base
-            yield from _rows("all-gather", gathers, leaf.dtype, "forward", config.num_microbatches)
+            yield from _rows("all-gather", gathers, dtype, "forward", config.num_microbatches)
 
 
 def _rows(

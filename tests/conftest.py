@@ -100,9 +100,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import jax
 
     is_light = "tpu_compiler" in item.keywords and "full_effort" not in item.keywords
-    effort = -1.0 if is_light else 0.0
-    jax.config.update("jax_exec_time_optimization_effort", effort)
-    os.environ["JAX_EXEC_TIME_OPTIMIZATION_EFFORT"] = str(effort)  # for processes that a test starts
+    level = "O0" if is_light else "UNKNOWN"  # JAX's default
+    jax.config.update("jax_optimization_level", level)
+    os.environ["JAX_OPTIMIZATION_LEVEL"] = level  # for processes that a test starts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -247,6 +247,7 @@ ODD_LAYOUTS = [(50257, 160), (257, 640), (96, 12, 64), (40, 5120, 2), (3, 5025, 
 
 
 @pytest.mark.tpu_compiler
+@pytest.mark.full_effort
 @pytest.mark.slow
 def test_xla_tpu_copies_chunks_both_ways_at_once_whatever_the_layout():
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")

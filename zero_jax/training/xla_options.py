@@ -79,6 +79,9 @@ _SPARSE_CORE = (
             "reduce-scatters run on the SparseCores while the TensorCore computes"),
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
+    _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
+            "products whose operand is gathered, or result scattered, are not cut into windows, whose permutes stay on the"
+            " TensorCore"),
 )  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _GPU = (

@@ -80,8 +80,7 @@ _SPARSE_CORE = (
     _option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", False,
             "all-gathers are not fused with computation, which would keep them on the TensorCore"),
     _option("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000,
-            "products whose operand is gathered, or result scattered, are not cut into windows, whose permutes stay on the"
-            " TensorCore"),
+            "products with a gather or a scatter are not cut into windows, whose permutes keep the TensorCore waiting"),
 )  # fmt: skip
 _COMBINED_GPU_BYTES = 2**30
 _GPU = (

@@ -248,10 +248,10 @@ class _Training:
 
     def _read_back(self, dispatched: Dispatched) -> None:
         """Waits for a step and records its metrics."""
-        is_start = not self.progress.train
         self.progress.add_step(dispatched)
-        if self.is_first and is_start:
+        if self.is_first and "step" not in self.executed:
             report_start(self.first_step)
+        self.executed.add("step")
 
     def _run_steps(self) -> str:
         """Runs the steps; the metrics of a step are read after the next one is dispatched.
@@ -326,8 +326,6 @@ class _Training:
         with profiler.step(self.step + 1):
             self.state, metrics = self.train_step(self.state, batch)
         self.step += 1
-        self.executed.add("step")
-        self._beat("step")  # it is compiled: what is left is a step's time
         shows_norm = self.step % self.config.log_every == 0
         return Dispatched(
             step=self.step,

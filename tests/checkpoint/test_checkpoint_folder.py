@@ -242,6 +242,7 @@ asyncio.run(save())  # as in a notebook
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_a_save_is_under_way_ends_when_it_is_whole(tmp_path):
     command = [sys.executable, "-c", LEFT_ALONE, tmp_path]
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
@@ -509,6 +510,7 @@ def killed_at(monkeypatch):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "least"), [(3, {1, 2}), (2, {1})], ids=["a new step", "a step again"])
 def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(step, least, tmp_path, state, killed_at):
     """Whatever a kill leaves can be resumed from, and the next save puts in order."""

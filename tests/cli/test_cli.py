@@ -110,6 +110,7 @@ def test_help(capsys):
     assert "(default: 3)" in out
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
     status, out, err = run(["train", *SMALL, "--out", str(tmp_path), "--name", "a", "--stage", "2", "--json"], capsys)
     assert status == 0
@@ -214,6 +215,7 @@ def test_none_is_a_value_where_it_may_be(capsys):
     assert "invalid int value" in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     command = f"{sys.executable} -m zero_jax memory --paper | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)

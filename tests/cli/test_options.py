@@ -61,6 +61,7 @@ def test_a_file_that_is_not_there(tmp_path):
         read_file(tmp_path / "none.toml", SECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_train_takes_a_file_and_the_command_line_has_the_last_word(tmp_path, capsys):
     path = tmp_path / "config.toml"

@@ -243,6 +243,7 @@ def simulated_devices(num_devices):
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices), "JAX_COORDINATOR_PORT": str(free_port())}
 
 
+@pytest.mark.slow
 def test_slurm_tasks_join_by_what_jax_detects():
     """The port is given, as the one that JAX makes of the job's number may be taken on this machine."""
     told = {**os.environ, **simulated_devices(4), "FAKE_TASKS_PER_NODE": "2"}

@@ -208,6 +208,7 @@ def test_simulated_devices_wait_for_one_another(flags, patient):
     assert patient_flags(flags) == (flags if patient is None else patient)
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_leaves_nothing():
     process = start("-n", "2", "--", "python", SCRIPT, "children")
     pids = [int(pid) for pid in read_until(process.stdout, r"\d+", 2)]
@@ -225,6 +226,7 @@ def test_what_a_process_has_started_ends_with_it():
     assert await_end([int(pid) for pid in re.findall(r"child (\d+)", launched.out + launched.err)]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_once(number):
     process = start("-n", "2", "--", "python", SCRIPT, "wait")
@@ -238,6 +240,7 @@ def test_a_signal_is_passed_on_once(number):
     assert f"{number.name} is passed on" in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills():
     process = start("-n", "2", "--grace-seconds", "60", "--", "python", SCRIPT, "deaf")
     pids = [int(pid) for pid in read_until(process.stdout, r"waiting (\d+)", 1)]
@@ -251,11 +254,13 @@ def test_a_second_signal_kills():
     assert await_end(pids) == []
 
 
+@pytest.mark.slow
 def test_the_command_line_passes_arguments_on():
     status, out, err = run("-n", "1", "--", "python", SCRIPT, "arguments", "3", "4")
     assert (status, out, err) == (0, "3 4\n", "")
 
 
+@pytest.mark.slow
 def test_the_closing_message_has_the_reason_first():
     status, _, err = run("-n", "2", "--", "python", SCRIPT, "exit", "1", "7")
     assert status == 7

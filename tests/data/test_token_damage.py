@@ -141,6 +141,7 @@ def test_a_file_without_sums_is_read_as_before(tmp_path):
     assert file[2:4].tolist() == [2, 3] and len(ENDED) == 4
 
 
+@pytest.mark.slow
 def test_the_cache_has_a_bound_and_what_is_in_use_stays(load, tmp_path, monkeypatch):  # noqa: F811
     """Of three sources, with room for none: the one that is open stays, the one that nobody reads goes."""
     cache, foreign = tmp_path / "cache", tmp_path / "cache" / "notes-0123456789abcdef"

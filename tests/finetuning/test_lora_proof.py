@@ -71,13 +71,14 @@ def test_nothing_frozen_is_reduced_and_codes_are_gathered_as_they_are_stored(sta
     assert len(jax.tree.leaves(state.opt_state)) == 2 * len(jax.tree.leaves(state.params)) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "dora", "remat", "stage"),
     [
         ("nf4", False, True, 3),
-        pytest.param("nf4", True, True, 3, marks=pytest.mark.slow),
-        pytest.param("nf4", False, False, 0, marks=pytest.mark.slow),
-        pytest.param("int8", True, False, 0, marks=pytest.mark.slow),
+        ("nf4", True, True, 3),
+        ("nf4", False, False, 0),
+        ("int8", True, False, 0),
     ],
 )
 def test_a_weight_is_made_for_one_layer_at_a_time(base, dora, remat, stage):

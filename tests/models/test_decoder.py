@@ -77,6 +77,7 @@ def batch(rows=8):
     return {"inputs": tokens, "targets": jnp.roll(tokens, 1, axis=1), "segments": segments}
 
 
+@pytest.mark.slow
 def test_experts_with_room_for_all_compute_what_dense_experts_compute():
     params = decoder.init(EXPERTS, jax.random.key(0))
     roomy = dataclasses.replace(EXPERTS, expert_capacity=2.0)  # 2.0 x 2 of 4 experts: all tokens
@@ -95,6 +96,7 @@ def test_balanced_experts_have_a_balance_loss_of_one():
     np.testing.assert_allclose(aux["expert_balance"], 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_token_attends_to_its_own_document_within_its_window():
     params, tokens = decoder.init(GEMMA, jax.random.key(0)), batch(1)["inputs"]
     windowed = dataclasses.replace(GEMMA, window_period=1, num_layers=1)
@@ -133,7 +135,8 @@ def test_stages_train_as_plain_optax_does(config, stage):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [pytest.param(EXPERTS, marks=pytest.mark.slow), GEMMA], ids=["experts", "gemma"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
 def test_sharded_residuals_and_sequences_and_the_chosen_attention_change_nothing(config):
     """The loss function that the commands take, under a remat policy, against the plain one."""
     mesh = zero.make_mesh(data=4, model=2)

@@ -244,10 +244,10 @@ def test_a_document_in_a_row_with_another_is_as_if_alone(module, position, varia
     chex.assert_trees_all_close(aux["bits_per_token"], packed / jnp.log(2.0), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    # They call gpt's attention.
-    [gpt, *(pytest.param(module, marks=pytest.mark.slow) for module in (gpt_linen, gpt_nnx))],
+    [gpt, gpt_linen, gpt_nnx],
     ids=["gpt", "gpt_linen", "gpt_nnx"],
 )
 def test_float16_gives_the_loss_and_gradients_of_float32_on_any_backend(module):

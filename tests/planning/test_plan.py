@@ -142,6 +142,7 @@ def test_without_a_cache_nothing_is_kept(tmp_path, monkeypatch):
     assert CompileOptions(cache=pathlib.Path("default")).cache_path == pathlib.Path("default")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_reports_the_same(cache, report):
     said = []
     apart = plan(cache, log=said.append)
@@ -168,6 +169,7 @@ def test_what_does_not_fit_is_told_with_its_size(cache):
     assert plan(cache, batch=planned.batch(4 * 2**26), own_process=False).from_cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
@@ -264,6 +266,7 @@ def run(command, capsys, cache, *arguments):
 OWN = ["--loss", "planned:loss_fn", "--init", "planned:init_fn", "--batch", "planned:batch", "--batch-size", "8"]
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_model_of_ones_own(cache, capsys):
     status, out, _ = run("plan", capsys, cache, *OWN, "--json")
     found = json.loads(out)
@@ -272,6 +275,7 @@ def test_the_command_takes_a_model_of_ones_own(cache, capsys):
     assert found["batch_size"] == 8
 
 
+@pytest.mark.slow
 def test_the_commands_memory_and_comms(cache, capsys):
     status, out, _ = run("memory", capsys, cache, *OWN)
     assert status == 0
@@ -285,6 +289,7 @@ def test_the_commands_memory_and_comms(cache, capsys):
         assert json.loads(out)["num_params"] == planned.DEPTH * planned.WIDTH**2
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_file(cache, capsys, tmp_path):
     shutil.copy(planned.__file__, tmp_path / "their_model.py")
     file = str(tmp_path / "their_model.py")

@@ -38,6 +38,7 @@ def test_without_specs_the_model_axis_repeats_the_work(capsys):
     assert "model" not in found["by_axes"]
 
 
+@pytest.mark.slow
 def test_the_report_tells_policy_and_traffic_by_axis(capsys):
     own = [*OWN, "--param-specs", "planned:SPECS", "--model-axis", "2"]
     status, out, _ = run("plan", capsys, *own)

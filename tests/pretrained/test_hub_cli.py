@@ -44,6 +44,7 @@ def hub(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_picture")
 def test_a_checkpoint_of_the_hub_is_trained_and_written_back(hub, tmp_path, capsys):
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "runs")]

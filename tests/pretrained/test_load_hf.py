@@ -53,6 +53,7 @@ def test_params_of_files_in_half_precision_are_float32_where_nothing_else_is_ask
     assert {x.dtype for x in jax.tree.leaves(loaded.params)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_loaded_params_train(tmp_path):
     write(tmp_path, FOLDERS["llama"], tensors_of(FOLDERS["llama"], "bfloat16"))
     mesh = zero.make_mesh(data=4, model=2)

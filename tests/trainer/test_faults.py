@@ -93,7 +93,8 @@ def test_an_infinite_gradient_of_one_leaf_is_named(tmp_path, tamper):
     assert [step for step in records if records[step]["skipped"]] == [6]
 
 
-@pytest.mark.parametrize("skip", [None, pytest.param(False, marks=pytest.mark.slow)], ids=["skipped", "not skipped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", [None, False], ids=["skipped", "not skipped"])
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_last_good_checkpoint(tmp_path, tamper, unbroken, skip):
     """Where bad updates are not skipped, one bad batch is enough to spoil everything after it."""
     bad = {step: faults.not_a_number for step in ([6, 7, 8, 9] if skip is None else [6])}
@@ -160,6 +161,7 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on(name, tmp_path, tamper, un
         assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=6)
 
 
+@pytest.mark.slow
 def test_the_second_interrupt_ends_the_run_at_once_and_costs_the_steps_since_the_save(tmp_path, tamper, unbroken):
     def twice(*_):
         signal.raise_signal(signal.SIGINT)
@@ -173,6 +175,7 @@ def test_the_second_interrupt_ends_the_run_at_once_and_costs_the_steps_since_the
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_very_last_step_changes_nothing(tmp_path, tamper, unbroken):
     tamper({STEPS: lambda *_: signal.raise_signal(signal.SIGTERM)})
     assert train(tmp_path).status == "done"
@@ -187,6 +190,7 @@ def test_a_run_that_is_done_has_nothing_left_to_do(unbroken, tmp_path):
 # Errors in the loss and in the data
 
 
+@pytest.mark.slow
 def test_a_loss_that_raises_leaves_a_folder_to_begin_in(tmp_path, unbroken):
     def loss_fn(params, batch):
         raise TypeError("this model takes no batch of that kind")
@@ -196,7 +200,8 @@ def test_a_loss_that_raises_leaves_a_folder_to_begin_in(tmp_path, unbroken):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=0)
 
 
-@pytest.mark.parametrize("harm", [pytest.param("cut", marks=pytest.mark.slow), "deleted"])
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["cut", "deleted"])
 def test_tokens_that_change_under_the_run_end_it_with_their_name(harm, tmp_path, tamper, unbroken):
     config = DataConfig(data=str(tmp_path / "text.txt"), token_cache=str(tmp_path / "cache"))
 

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
 # What is not finite is not saved as good
 
 
+@pytest.mark.slow
 def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_gradients_are_finite(tmp_path):
     """As with an infinite learning rate, from the sixth update on; step 6 is the one that is saved next."""
     tx = optax.sgd(lambda count: jnp.where(count == 5, jnp.inf, 0.02))
@@ -44,6 +45,7 @@ def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_grad
     assert "The last good checkpoint is that of step 3" in told
 
 
+@pytest.mark.slow
 def test_a_state_whose_validation_loss_is_not_finite_is_not_saved_as_good(tmp_path, monkeypatch, unbroken):
     """Params may be finite, and useless."""
     means, lines = trainer.Validation.means, []
@@ -61,6 +63,7 @@ def test_a_state_whose_validation_loss_is_not_finite_is_not_saved_as_good(tmp_pa
     assert "step 6: not saved, because its validation loss is not finite" in lines
 
 
+@pytest.mark.slow
 def test_leaves_that_were_infinite_from_the_start_are_no_reason_to_stop(tmp_path, unbroken):
     """A model may keep a mask of infinities among its params."""
 
@@ -105,6 +108,7 @@ def test_a_loss_that_is_no_number_is_refused_at_the_call(loss, tmp_path):
 # What happens at the start
 
 
+@pytest.mark.slow
 def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, unbroken):
     """Kernels are tried out in it, and a step is only waited for when the next one is on its way."""
     beats, compiling = [], set()
@@ -121,7 +125,8 @@ def test_a_first_execution_may_take_as_long_as_compiling(tmp_path, monkeypatch, 
     assert compiling == {(1, "compile"), (2, "step")}
 
 
-@pytest.mark.parametrize("where", ["config.toml", pytest.param("config.json", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["config.toml", "config.json"])
 def test_a_disk_that_is_full_at_the_start_is_told_with_the_file_and_leaves_the_name_free(where, tmp_path, monkeypatch):
     write, full = pathlib.Path.write_text, [True]
 
@@ -179,6 +184,7 @@ def no_room(folder):
     return fill, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_stop_whose_state_cannot_be_saved_does_not_say_saved(tmp_path, tamper, unbroken):
     fill, free = no_room(tmp_path)
     mend, lines = tamper({6: fill}), []
@@ -207,6 +213,7 @@ def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=0)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_evaluates(tmp_path, monkeypatch, unbroken):
     means = trainer.Validation.means
     calls = []

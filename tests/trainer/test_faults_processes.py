@@ -241,6 +241,7 @@ def assert_as_if_nothing_had_happened(folder, unbroken):
     assert checkpoints(folder) == checkpoints(unbroken)
 
 
+@pytest.mark.slow
 def test_a_launch_that_loses_one_of_two_goes_on_with_the_other(kept_programs, tmp_path, unbroken_8):
     elastic = ("--devices-per-process", 2, "--min-processes", 1, "--grace-seconds", 1)
     status, out, err = finish(pair(kept_programs, "one of two killed", tmp_path, *elastic), RESTARTS_SECONDS)

@@ -202,6 +202,7 @@ def test_the_same_seed_gives_the_same_run_and_folders_do_not_clash(config):
     assert [getattr(first, name) for name in same] == [getattr(second, name) for name in same]
 
 
+@pytest.mark.slow
 def test_replicas_and_microbatches(config):
     zero = ZeroConfig(stage=2, precision="bf16", num_microbatches=2)
     config = dataclasses.replace(config, replica=2, batch_size=16, zero=zero, sample_tokens=0, devices=4)

@@ -169,6 +169,7 @@ def test_the_estimate_counts_host_bytes_apart():
     assert "in host memory" in str(sizes["state"])
 
 
+@pytest.mark.slow
 def test_an_average_of_params_on_the_host_can_be_evaluated():
     tx = optax.chain(optax.adam(1e-2), zero.params_ema(0.9))
     losses = []

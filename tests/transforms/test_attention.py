@@ -115,13 +115,14 @@ def test_the_report_says_which_kernel_the_devices_take(platform, capability, sha
     assert report.summary().startswith(f"5 fused ({report.rows[0].kernel})" if is_fused else "0 fused, 5 by XLA")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "scan"),
     [
         pytest.param(gpt, True, id="gpt"),
         # Their attention is the same function as gpt's.
-        pytest.param(gpt_linen, False, id="linen", marks=pytest.mark.slow),
-        pytest.param(gpt_nnx, True, id="nnx", marks=pytest.mark.slow),
+        pytest.param(gpt_linen, False, id="linen"),
+        pytest.param(gpt_nnx, True, id="nnx"),
     ],
 )
 def test_reference_models_train_alike(make, scan):

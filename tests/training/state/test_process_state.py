@@ -14,6 +14,7 @@ import warnings
 import jax
 import numpy as np
 import optax
+import pytest
 import reference
 
 from zero_jax.checkpoint import Checkpointer, describe, restore
@@ -83,6 +84,7 @@ def use_everything(folder, *, before):
     export(folder, folder / "out")
 
 
+@pytest.mark.slow
 def test_using_the_library_changes_nothing_in_the_process(tmp_path, capfd):
     use_everything(tmp_path / "first", before=None)  # what JAX and others set up at their first use
     before = process_state()

@@ -2,10 +2,13 @@
 
 python scripts/measure_replicas.py --topology 2xv5p:4x4x4 --replica 2
 python scripts/measure_replicas.py --topology h100:4x8 --secondary --microbatches 4
+python scripts/measure_replicas.py --topology 2xv5e:4x4 --replica 2 --quantize-grads int8 --quantize-grads-over replica
 """
 
 import argparse
+import dataclasses
 import functools
+from typing import Any
 
 import compile_only  # noqa: F401 - before JAX
 import jax
@@ -18,18 +21,22 @@ from zero_jax.models import gpt
 CONFIG = gpt.GPTConfig(vocab_size=4096, seq_len=128, num_layers=2, d_model=1024, num_heads=16, position="learned")
 
 
-def measure(topology: str, *, stage: int = 3, replica: int = 1, secondary: bool = False, microbatches: int = 1) -> dict:
-    """Compiles a step; returns bytes by network, `(measured, formula)`, and the memory estimate."""
-    mesh = zero.make_mesh(topology=topology, replica=replica)
-    config = zero.ZeroConfig(
-        stage=stage, precision="bf16", num_microbatches=microbatches, secondary=secondary, overlap=False
-    )
+def measure(topology: str, *, replica: int = 1, model: int = 1, microbatches: int = 1, **fields: Any) -> dict:
+    """Compiles a step; returns bytes by network, `(measured, formula)`, and the memory estimate.
+
+    Without what moves over `model`, which the formula does not have.
+    """
+    mesh = zero.make_mesh(topology=topology, replica=replica, model=model)
+    fields |= {"param_specs": gpt.param_specs(CONFIG)} if model > 1 else {}
+    config = zero.ZeroConfig(precision="bf16", num_microbatches=microbatches, overlap=False, **fields)
     tx = optax.adamw(3e-4)
     state = zero.abstract_state(functools.partial(gpt.init, CONFIG), tx, mesh=mesh, config=config)
     step = zero.make_train_step(gpt.loss_fn(CONFIG), tx, mesh=mesh, config=config)
     tokens = jax.ShapeDtypeStruct((mesh.size * microbatches, CONFIG.seq_len), jnp.int32)
     compiled = step.lower(state, {"inputs": tokens, "targets": tokens}).compile()
-    measured = zero.comms.measure(compiled, mesh=mesh).by_network
+    report = zero.comms.measure(compiled, mesh=mesh)
+    rows = tuple(row for row in report.rows if "model" not in row.axes)
+    measured = dataclasses.replace(report, rows=rows).by_network
     formula = zero.comms.estimate(state, mesh=mesh, config=config, tx=tx).by_network
     networks = {name: (measured.get(name, 0.0), formula.get(name, 0.0)) for name in {**measured, **formula}}
     return {"networks": networks, "memory": zero.memory.estimate(state, mesh=mesh, config=config, tx=tx)}
@@ -41,7 +48,10 @@ def main() -> None:
     parser.add_argument("--topology", default="2xv5p:4x4x4")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--replica", type=int, default=1)
+    parser.add_argument("--model", type=int, default=1)
     parser.add_argument("--secondary", action="store_true")
+    parser.add_argument("--quantize-grads")
+    parser.add_argument("--quantize-grads-over")
     parser.add_argument("--microbatches", type=int, default=1)
     found = measure(**vars(parser.parse_args()))
     for network, (sent, ideal) in found["networks"].items():

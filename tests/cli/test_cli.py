@@ -22,9 +22,9 @@ TRAIN_OPTIONS = """
 --no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents --no-sequence-parallel
 --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --offload-fraction
 --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs --position --precision
---prefetch-batches --profile-steps --quantize-block-size --quantize-gathers --quantize-grads --remat --replica
---resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary --seed
---separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard
+--prefetch-batches --profile-steps --quantize-block-size --quantize-gathers --quantize-grads --quantize-grads-over
+--remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary
+--seed --separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard
 --text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb
 --warmup-steps --weight-decay -h
 """.split()
@@ -35,9 +35,8 @@ PLAN_OPTIONS = """
 --no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
 --num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer
 --overlap --paper-config --param-specs --position --precision --quantize-block-size --quantize-gathers --quantize-grads
---remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout
---topology
---vocab-size --weight-decay -h
+--quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
+--stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
@@ -142,6 +141,7 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--paper-config", "C6"], "invalid choice: 'C6'"),
         (["--quantize-gathers", "int4"], "gathers='int4'"),
         (["--quantize-block-size", "64"], "block_size=64 without anything to quantize"),
+        (["--quantize-grads-over", "replica"], "quantize_grads_over='replica' without anything to quantize"),
         (["--quantize-grads", "int8", "--stage=0"], "stage=0 scatters no gradients"),
         (["--paper-config", "C3", "--stage=3"], "--paper-config C3 is --stage 2, not 3: leave out one of the two"),
         (["--remat", "full", "--paper-config", "C4"], "C4 is --remat full_sharded, not full"),

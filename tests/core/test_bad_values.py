@@ -216,6 +216,7 @@ def test_every_text_is_known_for_a_place_or_for_none():
         "offload_paths",
         "quantize_gathers",
         "quantize_grads",
+        "quantize_grads_over",
         "loss_weight",
         "optimizer",
     }

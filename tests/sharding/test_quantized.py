@@ -84,6 +84,9 @@ def test_the_blocks_of_a_shard(shape, dims, block_size, expected):
         (dict(gathers="int8", block_size=63), "block_size=63: give an even number"),
         (dict(gathers="int8", block_size=0), "block_size=0: give an even number"),
         (dict(gathers="int8", block_size="64"), "block_size='64'"),
+        (dict(gathers="int8", grads_over="replica"), "grads_over='replica' without grads"),
+        (dict(grads="int8", grads_over=()), "grads_over=.*give the name of a mesh axis"),
+        (dict(grads="int8", grads_over=("replica", 1)), "grads_over=.*give the name of a mesh axis"),
     ],
 )
 def test_wrong_settings(settings, message):

@@ -47,11 +47,14 @@ class Quantize:
       grads: the format in which gradients go from device to device, `int8` or `int4`; they are summed in float32.
       block_size: elements along one dim of a device's shard that share a scale (bfloat16). None takes for each leaf
         the largest divisor of its shard up to 128, and leaves as they are those that have none from 32 on.
+      grads_over: the mesh axis, or axes, over which gradients are sent quantized, such as `replica` for the network
+        between slices alone; over others they move in their own dtype. None takes all axes of `data`.
     """
 
     gathers: str | Mapping[str, str | None] | None = None
     grads: str | Mapping[str, str | None] | None = None
     block_size: int | None = None
+    grads_over: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS)):
@@ -67,6 +70,19 @@ class Quantize:
             raise ValueError(
                 f"quantize: block_size={self.block_size}: give an even number of elements, such as 64, or None"
             )
+        over = self.grads_over
+        names = [over] if isinstance(over, str) else over
+        if over is not None and not (
+            isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)
+        ):
+            raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
+        if over is not None and self.grads is None:
+            raise ValueError(f"quantize: grads_over={over!r} without grads: give grads='int8' or 'int4' too")
+
+    def grad_axes(self, axes: Axes) -> tuple[str, ...]:
+        """Returns the mesh axes over which gradients are sent quantized."""
+        over = axes.data if self.grads_over is None else self.grads_over
+        return () if self.grads is None else (over,) if isinstance(over, str) else tuple(over)
 
     def patterns(self, what: str) -> Mapping[str, Any]:
         """Returns the patterns of `gathers` or `grads`; none where there is one format for all."""
@@ -237,6 +253,30 @@ def grad_blocks(quantize: Quantize | None, placements: PyTree, *, mesh: Mesh) ->
     return [blocks_of_leaf(quantize, "grads", leaf, mesh=mesh) for leaf in leaves]
 
 
+def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: str, *, mesh: Mesh) -> Dims | None:
+    """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it.
+
+    A quantized sum over an axis that does not shard an array sends such parts to be summed, and gathers their sums.
+
+    Args:
+      blocks: the blocks of the array, or None.
+      shape: its shape.
+      dims: how it is sharded.
+      axis: a mesh axis that is not among `dims`.
+      mesh: the mesh.
+
+    Returns:
+      None where there are no blocks, or where no dim divides.
+    """
+    if blocks is None or mesh.shape[axis] == 1:
+        return None
+    for i, (extent, axes) in enumerate(zip(shape, dims, strict=True)):
+        units = extent // axis_size(mesh, axes) // (blocks.size if i == len(shape) + blocks.dim else 1)
+        if units % mesh.shape[axis] == 0:
+            return (*dims[:i], (*axes, axis), *dims[i + 1 :])
+    return None
+
+
 def _not_sent(leaf: LeafPlacement, mesh: Mesh) -> str:
     """Says why a leaf is not quantized whatever the formats are; empty where it may be."""
     if leaf.dtype not in _FLOATS:
@@ -248,17 +288,26 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
     """Checks the settings for the leaves of a model; on a mesh of one shard nothing is sent, and all is valid.
 
     Raises:
-      ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide.
+      ValueError: a pattern that matches no leaf, or none that can be quantized; a block size that does not divide; an
+        axis that gradients are not summed over.
     """
     if quantize is None:
         return
+    summed = {axis: mesh.shape[axis] for axis in axes.batch}
+    unknown = next((axis for axis in quantize.grad_axes(axes) if axis not in summed), None)
+    if unknown is not None:
+        raise ValueError(
+            f"quantize: grads_over={quantize.grads_over!r}: gradients are not summed over {unknown!r}, but over "
+            f"{summed}: name axes of these, or None"
+        )
     for what in ("gathers", "grads"):
         value, patterns = getattr(quantize, what), quantize.patterns(what)
+        over = quantize.grad_axes(axes) if what == "grads" else axes.data
         check_matched(f"quantize: {what}", patterns, [leaf.path for leaf in leaves])
         sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, what, leaf, mesh=mesh) is not None}
         for pattern, format in (patterns or {".*": value}).items():
             matched = [leaf for leaf in leaves if re.fullmatch(pattern, leaf.path)]
-            if format is None or axis_size(mesh, axes.data) == 1 or sent & {leaf.path for leaf in matched}:
+            if format is None or axis_size(mesh, over) == 1 or sent & {leaf.path for leaf in matched}:
                 continue
             largest = max(matched, key=lambda leaf: leaf.num_bytes)
             small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"

@@ -157,7 +157,7 @@ def placed_loss(
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
     axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
     if mapped:
-        common |= {"axes": placement.axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
+        common |= {"axes": axes, "quantize": placement.quantize, "keep_gathered": config.keep_gathered}
         return summed_on_use(loss_fn, specs, stored_whole="params" not in placement.groups, **common)
     if "params" in placement.groups:
         gathering = gather_on_use(

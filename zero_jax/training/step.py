@@ -298,9 +298,9 @@ class _Program(UpdateProgram):
         config, k = self.config, self.config.num_microbatches
         specs, blocks = placement.loss_shardings(), grad_blocks(placement.quantize, placement.params, mesh=self.mesh)
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        sends_own, is_local = config.sends_own_grads, k > 1 and "grads" not in placement.groups
+        sends_own, is_local = placement.sends_own_grads, k > 1 and "grads" not in placement.groups
         mapped: tuple[str, ...] = placement.axes.batch if is_local else ()
-        if "master" in placement.groups and not (is_local or sends_own):
+        if "master" in placement.groups and not is_local:
             # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
             mapped = tuple(axis for axis in placement.axes.copies if self.mesh.shape[axis] > 1)
         if k > 1 or mapped or sends_own:
@@ -341,6 +341,7 @@ class _Program(UpdateProgram):
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
             reduce_dtype=placement.precision.reduce,
             codings=[x for x, wanted in zip(blocks, wanted_leaves, strict=True) if wanted],
+            coded=placement.grad_axes,
         )
         shardings = pick(placement.param_shardings("master"))
         free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
@@ -357,26 +358,29 @@ class _Program(UpdateProgram):
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
             passes_state = changes_model_state(traced, variables, batch, key)
+            parts_over = placement.axes.batch if sends_own or not mapped else mapped
             found = separability(
                 traced,
                 variables,
                 batch,
                 key,
                 mesh=self.mesh,
-                axes=dataclasses.replace(placement.axes, replica=(), data=mapped) if mapped else placement.axes,
+                axes=dataclasses.replace(placement.axes, replica=(), data=parts_over),
                 num_microbatches=k,
                 loss_weight=config.loss_weight,
                 local=bool(mapped or sends_own) and not passes_state,
-                exact=bool(mapped) and not is_local,
+                exact=bool(mapped) and not (is_local or placement.grad_axes),
             )
             if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
-            if sends_own and found.not_local:
+            if found.not_local and (sends_own or (mapped and placement.grad_axes)):
                 refuse_own(found.not_local)
             if sends_own and not is_local:
-                mapped_loss = functools.partial(scaled_loss, placed_loss(loss_fn, placement, config, mapped=True))
-                arguments = accumulator, mapped_loss, traced, variables, batch, key
-                placed_grads = quantized_grads(*arguments, convolves=found.convolves)
+                mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
+                within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
+                arguments = within, functools.partial(scaled_loss, mapped_loss), traced, variables, batch, key
+                placed_grads = own_grads = quantized_grads(*arguments, convolves=found.convolves)
+                found = dataclasses.replace(found, is_plain=False)  # `jax.vmap` within `jax.vmap`
             out, grads, parts = accumulated(
                 accumulator, own_grads, placed_grads, inputs, found, is_local=is_local, rest=rest
             )

@@ -50,6 +50,7 @@ class ZeroConfig:
         the next two.
       quantize_grads: the format that gradients are sent in, `int8` or `int4`.
       quantize_block_size: elements of a shard that share a scale.
+      quantize_grads_over: the mesh axis over which gradients are sent quantized, such as `replica`.
       overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
@@ -91,6 +92,7 @@ class ZeroConfig:
     quantize_gathers: str | None = None
     quantize_grads: str | None = None
     quantize_block_size: int | None = None
+    quantize_grads_over: str | None = None
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
@@ -114,20 +116,12 @@ class ZeroConfig:
         check_fields(self)
         precision = resolve_precision(self.precision)
         resolve_remat(self.remat)
-        offload = self.resolved_offload()
+        self.resolved_offload()
         compiled_patterns(self.keep_batch_dtype)
         _check_secondary(self.secondary, self.stage)
         _check_compiler_options(self.compiler_options)
         quantize = self.resolved_quantize()
         _check_quantize(quantize, groups, f"stage={self.stage}", has_master=precision.has_master)
-        if quantize is not None and quantize.grads is not None:
-            others = {"secondary": bool(self.secondary), "offload='all'": getattr(offload, "what", None) == "all"}
-            other = next((name for name, is_given in others.items() if is_given), None)
-            if other:
-                raise ValueError(
-                    f"quantize: grads={quantize.grads!r} does not go with {other} yet: leave one of them out "
-                    "(gathers may stay quantized)"
-                )
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches={self.num_microbatches!r}: give a positive integer")
         if self.min_shard_size < 0:
@@ -137,12 +131,6 @@ class ZeroConfig:
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm={self.clip_norm!r}: give a positive norm, or None for no clipping")
 
-    @property
-    def sends_own_grads(self) -> bool:
-        """Whether each device has gradients of its own, which it sends quantized."""
-        quantize = self.resolved_quantize()
-        return quantize is not None and quantize.grads is not None
-
     def resolved_quantize(self) -> Quantize | None:
         """Returns what is sent quantized.
 
@@ -150,10 +138,11 @@ class ZeroConfig:
           ValueError: a value that is no such setting, or a block size without anything to quantize.
         """
         quantize, given = check_quantize(self.quantize), self._given("quantize_")
-        if given.keys() == {"block_size"} and quantize is None:
+        if quantize is None and given and not given.keys() & {"gathers", "grads"}:
+            name = f"quantize_{next(iter(given))}"
             raise ValueError(
-                f"quantize_block_size={self.quantize_block_size} without anything to quantize: give quantize_gathers "
-                "or quantize_grads too"
+                f"{name}={getattr(self, name)!r} without anything to quantize: give quantize_gathers or quantize_grads "
+                "too"
             )
         return dataclasses.replace(quantize or Quantize(), **given) if given else quantize
 

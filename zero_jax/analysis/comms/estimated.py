@@ -21,7 +21,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
-from zero_jax.sharding.quantized import Blocks, blocks_of_leaf
+from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
 from zero_jax.sharding.rules import LeafPlacement
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
@@ -139,9 +139,9 @@ def estimate(
         same = unchanged(update, needed=needed)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         num_params += _num_elements(leaf, placement)
-        for row in _leaf_rows(leaf, placement, config):
-            moves = {"forward": True, "backward": any(needed), "update": not is_same}[row.phase]
-            made += [row] if (moves if row.kind == "all-gather" else is_needed) else []
+        moves = {"forward": True, "backward": any(needed), "update": not is_same}
+        made += [row for row in _param_rows(leaf, placement, config) if moves[row.phase]]
+        made += _grad_rows(leaf, placement, config) if is_needed else []
     made += _model_state_rows(placement, config)
     for move in traced.moves if traced else ():
         sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
@@ -200,13 +200,17 @@ def _num_elements(leaf: LeafPlacement, placement: Placement) -> int:
     return math.prod(leaf.shape) // axis_size(placement.mesh, others)
 
 
-def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
-    precision, groups, k = placement.precision, placement.groups, config.num_microbatches
+def _dtypes(leaf: LeafPlacement, placement: Placement) -> tuple[Any, Any]:
+    """The dtypes that a param is stored and used in."""
+    precision = placement.precision
     stored = precision.master or leaf.dtype
-    compute = precision.compute or (stored if placement.params_are_masters else precision.param or leaf.dtype)
-    of_params, of_grads = (
-        blocks_of_leaf(placement.quantize, what, leaf, mesh=placement.mesh) for what in ("gathers", "grads")
-    )
+    return stored, precision.compute or (stored if placement.params_are_masters else precision.param or leaf.dtype)
+
+
+def _param_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
+    """The rows of a param that is gathered."""
+    (stored, compute), k = _dtypes(leaf, placement), config.num_microbatches
+    of_params = blocks_of_leaf(placement.quantize, "gathers", leaf, mesh=placement.mesh)
     held = placement.axes_of_group("params")
     if held:
         gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
@@ -216,28 +220,48 @@ def _leaf_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) ->
     # What the update gathers is what params lack of the master params.
     missing = [axis for axis in placement.axes_of_group("master") if axis not in held]
     gathers = _gathers(leaf.dims, missing, leaf, placement)
-    yield from _rows("all-gather", gathers, (not held and of_params) or precision.param or stored, "update", 1)
+    dtype = (not held and of_params) or placement.precision.param or stored
+    yield from _rows("all-gather", gathers, dtype, "update", 1)
+
+
+def _grad_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
+    """The rows of a gradient that is summed."""
+    (_, compute), groups, k = _dtypes(leaf, placement), placement.groups, config.num_microbatches
     # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls; so
     # do the others over the axes of copies of the params. Gradients that are quantized move at each use.
     axes, mapped, once = placement.axes, (), k > 1 and "grads" not in groups
+    reduce = placement.precision.reduce
     if once:
         mapped = axes.batch
-    elif config.sends_own_grads:
-        scatters, sums = _scatters(leaf, placement, axes.batch, one_by_one=True)
-        reduced = precision.reduce or "float32"
-        yield from _rows("all-to-all", scatters, of_grads or reduced, "backward", k)
-        yield from _rows("all-reduce", sums, reduced, "backward", k)
-        return
     elif "master" in groups:
         mapped = axes.copies
-    scatters, sums = _scatters(leaf, placement, [axis for axis in axes.batch if axis not in mapped], one_by_one=False)
-    reduced = precision.reduce or compute
-    yield from _rows("reduce-scatter", scatters, reduced, "backward", k)
-    yield from _rows("all-reduce", sums, reduced, "backward", k)
-    scatters, sums = _scatters(leaf, placement, mapped, one_by_one=True)
-    reduced = precision.reduce or ("float32" if k > 1 else compute)
-    yield from _rows("all-to-all", scatters, of_grads or reduced, "update", 1)
-    yield from _rows("all-reduce", sums, reduced, "update", 1)
+    unmapped = [axis for axis in axes.batch if axis not in mapped]
+    kind, reduced = ("all-to-all", "float32") if placement.sends_own_grads else ("reduce-scatter", compute)
+    yield from _sum_rows(kind, leaf, placement, unmapped, reduce or reduced, "backward", k)
+    yield from _sum_rows(
+        "all-to-all", leaf, placement, mapped, reduce or ("float32" if k > 1 else compute), "update", 1
+    )
+
+
+def _sum_rows(
+    kind: str, leaf: LeafPlacement, placement: Placement, over: Sequence[str], dtype: Any, phase: str, times: int
+) -> Iterator[EstimateRow]:
+    """The rows of a gradient that is scattered over some axes, and summed over those of them that do not shard it."""
+    mesh, coded = placement.mesh, placement.grad_axes
+    blocks = blocks_of_leaf(placement.quantize, "grads", leaf, mesh=mesh)
+    last = phase == "update"  # it is sharded over the other axes already
+    scatters, elements, rest = _scatters(leaf, placement, over, one_by_one=kind == "all-to-all", is_last=last)
+    for axes, sent in scatters:
+        is_coded = blocks is not None and set(axes) <= set(coded)
+        yield from _rows(kind, [(axes, sent)], blocks if is_coded else dtype, phase, times)
+    for axis in [axis for axis in rest if axis in coded]:
+        if spread_over(blocks, leaf.shape, _sharded_dims(leaf, placement), axis, mesh=mesh) is not None:
+            part = [((axis,), elements * (1 - 1 / mesh.shape[axis]))]
+            yield from _rows("all-to-all", part, blocks, phase, times)
+            yield from _rows("all-gather", part, blocks, phase, times)
+            rest = tuple(other for other in rest if other != axis)
+    if rest:
+        yield from _rows("all-reduce", [(rest, 2 * elements * (1 - 1 / axis_size(mesh, rest)))], dtype, phase, times)
 
 
 def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
@@ -298,18 +322,19 @@ def _gathers(
 
 
 def _scatters(
-    leaf: LeafPlacement, placement: Placement, over: Sequence[str], *, one_by_one: bool
-) -> tuple[list[tuple[tuple[str, ...], float]], list[tuple[tuple[str, ...], float]]]:
-    """The elements sent to scatter a gradient over some axes, and to sum the shards over those that do not shard it.
+    leaf: LeafPlacement, placement: Placement, over: Sequence[str], *, one_by_one: bool, is_last: bool
+) -> tuple[list[tuple[tuple[str, ...], float]], float, tuple[str, ...]]:
+    """The elements sent to scatter a gradient over some axes; those of a shard, and the axes that do not shard it.
 
-    With `one_by_one`, it is sharded over the other axes of `data` already.
+    If it `is_last`, the gradient is sharded over the other axes of `data` already.
     """
     mesh, axes = placement.mesh, placement.axes
     dims = _sharded_dims(leaf, placement)
     elements, scatters = float(_num_elements(leaf, placement)), []
+    if is_last:
+        elements /= axis_size(mesh, [axis for axis in _on_data(dims, placement) if axis not in over])
     if one_by_one:
         steps = [(axis,) for axis in axes.data if axis in over and axis in _on_data(dims, placement)]
-        elements /= axis_size(mesh, [axis for axis in _on_data(dims, placement) if axis not in over])
     else:
         data = [axis for axis in axes.data if axis in over]
         dims = _over(dims, data, placement)
@@ -322,9 +347,7 @@ def _scatters(
             scatters.append((named, elements * (size - 1) / size))
             elements /= size
     rest = tuple(axis for axis in axes.batch if axis in over and axis not in _on_data(dims, placement))
-    rest = tuple(axis for axis in rest if mesh.shape[axis] > 1)
-    size = axis_size(mesh, rest)
-    return scatters, [(rest, 2 * elements * (size - 1) / size)] if size > 1 else []
+    return scatters, elements, tuple(axis for axis in rest if mesh.shape[axis] > 1)
 
 
 def _on_data(dims: Dims, placement: Placement) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ class Accumulator:
     whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
     reduce_dtype: Any
     codings: Sequence[Blocks | None]  # the blocks that the gradient of each param is sent in
+    coded: tuple[str, ...]  # over these axes of the mesh
 
     @property
     def num_shards(self) -> int:
@@ -307,7 +308,8 @@ class Accumulator:
     def reduce(self, dims: Dims, coding: Blocks | None, stack: jax.Array) -> jax.Array:
         """Sums a stack `[devices of the mapped axes, ...]` of gradients to the shards `dims`."""
         dtype = self.reduce_dtype or stack.dtype
-        how = DeviceSum(mesh=self.mesh, axes=self.axes, over=self.mapped, dims=dims, dtype=dtype, coding=coding)
+        quantized = {"coding": coding, "coded": self.coded}
+        how = DeviceSum(mesh=self.mesh, axes=self.axes, over=self.mapped, dims=dims, dtype=dtype, **quantized)
         return how(stack).astype(stack.dtype)
 
     def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:

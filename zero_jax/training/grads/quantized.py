@@ -23,11 +23,11 @@ def quantized_grads(
 ) -> Callable[..., Any]:
     """Returns the loss and gradients of a microbatch, as a function of params, model state, the microbatch and a key.
 
-    It is `jax.vmap` over devices, which see their own examples only, and returns
+    It is `jax.vmap` over the devices of a copy of the params, which see their own examples only, and returns
     `((loss, (aux, model_state, weight)), grads)`.
 
     Args:
-      accumulator: that of the step.
+      accumulator: that of the step, for the batch of one copy.
       loss_fn: `loss_fn(params, model_state, batch, key)` returns `(loss, (aux, model_state, weight))`; devices'
         gradients of it are summed at each use of a param (`transforms.summed_on_use`).
       traced: the loss function with its weight.
@@ -44,7 +44,8 @@ def quantized_grads(
     except NotImplementedError as error:
         refuse_own(str(error))
 
-    def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array) -> Any:
+    def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array, rest: Any = None) -> Any:
+        del rest  # the loss function has it
         shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
         own = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=shapes)
         try:

@@ -103,6 +103,16 @@ class Placement:
         """Whether the stage shards params as it does the master params, so that these are the params."""
         return "params" in self.groups and not self.axes.secondary
 
+    @property
+    def grad_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are sent quantized."""
+        return () if self.quantize is None else self.quantize.grad_axes(self.axes)
+
+    @property
+    def sends_own_grads(self) -> bool:
+        """Whether each device has gradients of its own, sent quantized at each use: not those of a copy's devices."""
+        return not set(self.grad_axes) <= set(self.axes.copies)
+
     def axes_of_group(self, group: str) -> tuple[str, ...]:
         """Returns the axes of `data` that a group is sharded over."""
         return group_axes(group, self.groups, data=self.axes.data, secondary=self.axes.secondary)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted
-from zero_jax.sharding.quantized import Blocks
+from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
 from zero_jax.transforms.gather.param_uses import param_uses
 
@@ -124,6 +124,7 @@ class DeviceSum:
       dims: how the sum is sharded.
       dtype: the dtype in which gradients move between devices; None for float32.
       coding: the blocks that they move in instead, or None. Their sum is made in float32.
+      coded: the mesh axes over which they move in these.
       refusal: what is wrong if there is more than one gradient to sum; empty where they are summed.
     """
 
@@ -133,6 +134,7 @@ class DeviceSum:
     dims: Dims
     dtype: Any = None
     coding: Blocks | None = None
+    coded: tuple[str, ...] = ()
     refusal: str = ""
 
     def __call__(self, stack: jax.Array) -> jax.Array:
@@ -153,7 +155,7 @@ class DeviceSum:
             landed = without(dims, [other for other in left if other != axis])
             here = named(mesh, (*((a,) for a in left), *placed))
             there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
-            if self.coding is None or mesh.shape[axis] == 1:
+            if self.coding is None or axis not in self.coded or mesh.shape[axis] == 1:
                 # Pinned on both sides, or XLA moves it in the dtype from before the cast.
                 stack = lax.with_sharding_constraint(stack.astype(self.dtype or wide), here)
                 stack = lax.with_sharding_constraint(stack, there)
@@ -164,6 +166,11 @@ class DeviceSum:
             placed = landed
             stack = stack.astype(wide).sum(place)
             left.pop(place)
+        for axis in [axis for axis in left if axis in self.coded]:
+            spread = spread_over(self.coding, stack.shape[len(left) :], placed, axis, mesh=mesh)
+            if spread is not None:
+                stack = self._sum_quantized(stack, axis, left, placed, spread)
+                left.remove(axis)
         if left:  # replicas, and axes that this leaf is not sharded over
             stack = stack.astype(self.dtype or wide)
             stack = lax.with_sharding_constraint(stack, named(mesh, (*((a,) for a in left), *placed)))
@@ -171,6 +178,18 @@ class DeviceSum:
             stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
             stack = lax.with_sharding_constraint(stack, named(mesh, placed))
         return stack.astype(wide)
+
+    def _sum_quantized(self, stack: jax.Array, axis: str, left: list[str], placed: Dims, spread: Dims) -> jax.Array:
+        """Sums over an axis that does not shard the sum: a part on each device, and then the parts are gathered."""
+        mesh, wide = self.mesh, promoted(stack.dtype, jnp.float32)
+        rest = [(other,) for other in left if other != axis]
+        here = named(mesh, (*((a,) for a in left), *placed))
+        there = named(mesh, (*(() if a == axis else (a,) for a in left), *spread))
+        stack = lax.with_sharding_constraint(stack.astype(wide), here)
+        stack = reshard(stack, forward=Chain((here, there), barrier=True, coding=self.coding), backward=Chain())
+        stack = stack.sum(left.index(axis))
+        parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *placed))
+        return reshard(stack, forward=Chain((parts, whole), barrier=True, coding=self.coding), backward=Chain())
 
 
 # `summed_use` is the identity. Its transpose, `device_sum`, is the identity too, of a value that is the same for all
@@ -186,12 +205,21 @@ def summed_use(x: jax.Array, how: DeviceSum) -> jax.Array:
     return summed_use_p.bind(x, how=how)
 
 
-def _no_map(args: Any, dims: Any, *, how: DeviceSum) -> Any:
+def _is_other(axis_data: Any, dim: int | None, how: DeviceSum) -> bool:
+    """Tells whether an array is not mapped, or mapped over other devices than those whose gradients are summed."""
+    return dim is None or axis_data.spmd_name != how.over
+
+
+def _no_map(axis_data: Any, args: Any, dims: Any, *, how: DeviceSum) -> Any:
+    if _is_other(axis_data, dims[0], how):
+        return summed_use_p.bind(*args, how=how), dims[0]
     raise NotImplementedError(how.refusal or "params differ between devices")
 
 
-def _sum_map(args: Any, dims: Any, *, how: DeviceSum) -> tuple[Any, Any]:
+def _sum_map(axis_data: Any, args: Any, dims: Any, *, how: DeviceSum) -> tuple[Any, Any]:
     (stack,), (dim,) = args, dims
+    if _is_other(axis_data, dim, how):
+        return device_sum_p.bind(stack, how=how), dim
     if how.refusal:
         raise NotImplementedError(how.refusal)
     return how(jnp.moveaxis(stack, dim, 0)).astype(stack.dtype), None  # not mapped
@@ -202,5 +230,5 @@ for _primitive, _other in ((summed_use_p, device_sum_p), (device_sum_p, summed_u
     _primitive.def_impl(lambda x, *, how: x)
     ad.deflinear2(_primitive, lambda ct, x, *, how, other=_other: [other.bind(ct, how=how)])
     mlir.register_lowering(_primitive, lambda ctx, x, *, how: [x])
-batching.primitive_batchers[summed_use_p] = _no_map
-batching.primitive_batchers[device_sum_p] = _sum_map
+batching.fancy_primitive_batchers[summed_use_p] = _no_map
+batching.fancy_primitive_batchers[device_sum_p] = _sum_map

@@ -199,16 +199,10 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
             continue
         aval = jax.typeof(leaf)
         if carries(dims, options.axes.data) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            root = leaf
-            if options.mapped and is_float(aval):
-                refusal = f"the gradient of {name!r} is not summed at each of its uses"
-                root = summed_use(leaf, device_sum(options, dims, refusal=refusal))
-            elif is_float(aval):  # whatever the uses are, their cotangents add up to a shard
-                with gather_scope(name):
-                    root = jaxprs.reshard(leaf, forward=Chain(), backward=Chain((named(options.mesh, dims),)))
+            root = _root(leaf, name, dims, options) if is_float(aval) else leaf
             marked.append(Lazy((root,), as_it_is, aval, name, dims, formats=formats))
         elif options.mapped and is_float(aval):
-            marked.append(Value(summed_use(leaf, device_sum(options, dims)), pure=True))
+            marked.append(Value(_root(leaf, name, dims, options), pure=True))
         elif options.product_dtype is not None and is_float(aval) and aval.ndim > 1:
             marked.append(Lazy((leaf,), as_it_is, aval, name, ((),) * aval.ndim))
         else:
@@ -216,13 +210,22 @@ def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]
     return marked
 
 
+def _root(leaf: jax.Array, name: str, dims: Dims, options: Options) -> jax.Array:
+    """Returns a param, or what stands for it, whose cotangents add up to a shard, whatever its uses are."""
+    is_cut = carries(dims, options.axes.data)
+    if options.mapped:
+        refusal = f"the gradient of {name!r} is not summed at each of its uses" if is_cut else ""
+        return summed_use(leaf, device_sum(options, dims, refusal=refusal))
+    with gather_scope(name):
+        backward = Chain((named(options.mesh, dims),)) if is_cut else Chain()
+        return jaxprs.reshard(leaf, forward=Chain(), backward=backward)
+
+
 def _fetched(param: HostParam, name: str, dims: Dims, formats: Formats, options: Options) -> Lazy:
     """Marks a param in host memory."""
-    dims = dims if carries(dims, options.axes.data) else ((),) * param.array.ndim
     roots, build = (param.array,), fetch_as(param.dtype)
     if param.gradient is not None:
-        with gather_scope(name):
-            backward = Chain((named(options.mesh, dims),)) if any(dims) else Chain()
-            roots, build = (*roots, jaxprs.reshard(param.gradient, forward=Chain(), backward=backward)), fetch
+        roots, build = (*roots, _root(param.gradient, name, dims, options)), fetch
+    dims = dims if carries(dims, options.axes.data) else ((),) * param.array.ndim
     aval = jax.typeof(jnp.zeros(param.array.shape, param.dtype))
     return Lazy(roots, build, aval, name, dims, formats=formats, on_host=True)

@@ -84,7 +84,8 @@ def _summed(options: Options, value: Lazy, array: jax.Array) -> jax.Array:
     if not (value.is_shard and is_float(array)):
         return array
     coding = _blocks(options, value, value.formats.grad, array.shape)
-    return summed_use(array, device_sum(options, value.shard, coding=coding))
+    coded = () if options.quantize is None else options.quantize.grad_axes(options.axes)
+    return summed_use(array, device_sum(options, value.shard, coding=coding, coded=coded))
 
 
 def _blocks(options: Options, value: Lazy, format: str | None, shape: tuple[int, ...]) -> Blocks | None:

@@ -137,9 +137,11 @@ class GatherWalk:
         inner = jaxprs.inner_jaxprs(eqn)
         dims_in = [value.dims if isinstance(value, Lazy) and value.is_deferred else None for value in values]
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
-        passes, _ = pending(eqn, values)
-        out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
+        passes, _ = pending(eqn, values)
+        if self.options.mapped and not pure:  # a device's own activations are no part of what all devices gather
+            passes &= eqn.primitive.name in ("dynamic_slice", "gather")  # whose index is mostly a counter
+        out_dims = passthrough(eqn, dims_in, shards) if passes and not inner else None
         # A product with a constant is an activation of a model whose input is a constant: worth keeping.
         lazy = pure and not (inner or is_local_reduction(eqn) or eqn.effects)
         lazy = lazy and (not is_contraction(eqn) or all(isinstance(value, Lazy) for value in values))

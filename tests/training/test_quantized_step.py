@@ -120,6 +120,16 @@ CASES = {
 FAST = {"stage 3, remat, microbatches", "between four replicas, microbatches"}
 
 
+@pytest.mark.slow
+def test_aux_of_examples_is_in_their_order_where_copies_of_the_params_are_mapped_too():
+    config = zero.ZeroConfig(num_microbatches=2, secondary=("data_0",), quantize=zero.Quantize(grads="int8"))
+    mesh, tx = zero.make_mesh(**SPLIT), optax.sgd(0.1)
+    state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
+    _, expected = loss_fn(init(jax.random.key(0)), make_batch())
+    _, metrics = zero.make_train_step(loss_fn, tx, mesh=mesh, config=config)(state, make_batch())
+    np.testing.assert_allclose(metrics.aux["per_example"], expected["per_example"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_gradients_are_those_of_one_device(name):
     """A gradient that is summed twice, or not at all, is off by a factor; what is not quantized is exact."""

@@ -16,3 +16,14 @@ def test_each_network_moves_what_the_formula_says(topology, fields):
     assert set(networks) == {"ici", "dcn"}
     for sent, formula in networks.values():
         assert 0 < sent <= 1.05 * formula
+
+
+@pytest.mark.parametrize("fields", [{"quantize_grads_over": "replica", "microbatches": 2}, {"model": 4}])
+def test_quantized_gradients_move_what_the_formula_says(fields):
+    """Between slices alone, where half of the bytes cross; or inside, where an axis of the model is no hindrance."""
+    plain = measure("2xv5e:4x4", replica=2, model=fields.get("model", 1))["networks"]
+    networks = measure("2xv5e:4x4", replica=2, quantize_grads="int8", **fields)["networks"]
+    for sent, formula in networks.values():
+        assert 0 < sent <= 1.05 * formula
+    quantized = "dcn" if "quantize_grads_over" in fields else "ici"
+    assert networks[quantized][0] < (0.52 if quantized == "dcn" else 0.7) * plain[quantized][0]

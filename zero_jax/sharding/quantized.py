@@ -48,7 +48,7 @@ class Quantize:
       block_size: elements along one dim of a device's shard that share a scale (bfloat16). None takes for each leaf
         the largest divisor of its shard up to 128, and leaves as they are those that have none from 32 on.
       grads_over: the mesh axis, or axes, over which gradients are sent quantized, such as `replica` for the network
-        between slices alone; over others they move in their own dtype. None takes all axes of `data`.
+        between slices alone. None takes all axes of `data`.
     """
 
     gathers: str | Mapping[str, str | None] | None = None

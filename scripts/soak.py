@@ -49,6 +49,7 @@ IGNORED_ELASTIC = (*IGNORED, "noise_scale")
 ELASTIC = "--stage 3 --precision fp32 --learning-rate 0.0003 --batch-size 12 --steps 150 --d-model 96".split()
 ELASTIC += "--min-shard-size 64".split()
 NUM_ELASTIC, LONGEST_ELASTIC_KILL_SECONDS = 3, 60.0  # the start of several processes takes a while
+HANGS_AFTER_SECONDS = 1800.0  # longer than any time-out of a launch and its processes
 TIMES_TOLERANCE, LEAST_TOLERANCE = 5.0, 2e-6  # the latter is some units in the last place of float32
 LONGEST_KILL_SECONDS = 30.0
 MOST_TRIES_WITHOUT_PROGRESS = 4
@@ -131,6 +132,7 @@ def run_elastic(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, d
     After some kills without a new checkpoint it waits for one.
     """
     counts, tries, seen = {"SIGKILL": 0, "SIGSTOP": 0, "pairs": 0}, 0, set()
+    stopped, gained_at = set(), time.monotonic()
     with log.open("ab") as file, subprocess.Popen(arguments, stdout=file, stderr=file) as launcher:
         while True:
             try:
@@ -139,14 +141,20 @@ def run_elastic(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, d
             except subprocess.TimeoutExpired:
                 pass
             steps = set(os.listdir(folder / "checkpoints")) if (folder / "checkpoints").is_dir() else set()
-            tries, seen = (tries if steps == seen else 0), steps
+            if steps != seen:
+                tries, seen, gained_at = 0, steps, time.monotonic()
+            if time.monotonic() - gained_at > HANGS_AFTER_SECONDS:
+                launcher.kill()
+                raise SystemExit(f"no checkpoint for {HANGS_AFTER_SECONDS:.0f} s: see the end of {log}")
             processes = processes_of(launcher.pid)
             if tries > MOST_TRIES_WITHOUT_PROGRESS or not processes:
                 continue
             tries += 1
             number = dice.choice((signal.SIGKILL,) * 5 + (signal.SIGSTOP,))
-            # Where all are stopped, nobody is left to notice it.
-            most = len(processes) - (number == signal.SIGSTOP)
+            most = len(processes)
+            if number == signal.SIGSTOP:  # where all are stopped, by this signal or earlier ones, nobody notices it
+                processes = [pid for pid in processes if pid not in stopped]
+                most = max(0, len(processes) - 1)
             chosen = dice.sample(processes, min(most, dice.choice((1, 1, 1, 2))))
             for pid in chosen:
                 counts[number.name] += 1
@@ -154,6 +162,7 @@ def run_elastic(arguments: list[str], folder: pathlib.Path, log: pathlib.Path, d
                     os.kill(pid, number)
                 except ProcessLookupError:
                     counts[number.name] -= 1
+            stopped.update(chosen if number == signal.SIGSTOP else ())
             counts["pairs"] += len(chosen) == 2
     if status:
         raise SystemExit(f"the launch ended with status {status}: see the end of {log}")

@@ -214,7 +214,9 @@ def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path
 
 
 @pytest.mark.slow
-def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_evaluates(tmp_path, monkeypatch, unbroken):
+def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_processes_evaluate(
+    tmp_path, monkeypatch, tamper, unbroken
+):
     means = trainer.Validation.means
     calls = []
 
@@ -229,6 +231,10 @@ def test_a_signal_during_an_evaluation_saves_without_it_and_the_next_process_eva
         result = train(tmp_path)
     assert (result.status, result.num_steps) == ("preempted", 6)
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000006"]
+    mend = tamper({7: lambda *_: 1 / 0})  # the next one evaluates, and saves nothing before it fails
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path)
+    mend()
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=6)
 
 

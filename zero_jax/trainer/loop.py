@@ -216,6 +216,7 @@ class _Training:
                 run_config=self.saved_config,
                 # A run that was cut off before its first checkpoint has records too, from step 0 on.
                 resume_step=(start.step or -1) if config.resume == "auto" else None,
+                is_evaluated=start.is_evaluated,
                 log=self.say,
             )
         )

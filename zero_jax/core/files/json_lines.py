@@ -46,14 +46,15 @@ class JsonLinesWriter:
     disk was full or the folder was removed, are written before the next one.
     """
 
-    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None):
+    def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None, is_evaluated: bool = True):
         """Opens the file.
 
-        In a file that exists, records after `resume_step` and invalid lines are removed; None makes a new file.
+        In a file that exists, invalid lines and what the resumed run writes again are removed: records after
+        `resume_step` and, unless `is_evaluated`, the validation at it. None makes a new file.
         """
         self._path = pathlib.Path(path)
         if resume_step is not None and self._path.exists():
-            _cut(self._path, resume_step)
+            _cut(self._path, resume_step, is_evaluated)
         self._file = self._open("xb" if resume_step is None else "ab")
         self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_WAITING)
 
@@ -123,12 +124,12 @@ def _parse(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _cut(path: pathlib.Path, last_step: int) -> None:
-    """Removes the records after a step, atomically."""
+def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> None:
+    """Removes the records after a step, and the validation at it unless it is evaluated, atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         for record in read_records(path):
-            if record["step"] <= last_step:
+            if record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
                 file.write(json.dumps(record) + "\n")
         file.flush()
         os.fsync(file.fileno())

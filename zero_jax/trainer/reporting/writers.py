@@ -198,15 +198,19 @@ def open_writers(
     name: str,
     run_config: Mapping[str, Any] | None = None,
     resume_step: int | None = None,
+    is_evaluated: bool = True,
     log: Callable[[str], None] = print,
 ) -> Writers:
     """Opens the writers of a run: `metrics.jsonl` in its folder `directory`, and those of the config.
 
-    Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`; None is a new run.
+    Weights & Biases shows `name` and `run_config`. A resumed run continues after `resume_step`, with the validation of
+    that step unless it `is_evaluated`; None is a new run.
     """
     folder = pathlib.Path(directory)
     factories: dict[str, Callable[[], Writer]] = {
-        "metrics.jsonl": lambda: JsonLinesWriter(folder / "metrics.jsonl", resume_step=resume_step)
+        "metrics.jsonl": lambda: JsonLinesWriter(
+            folder / "metrics.jsonl", resume_step=resume_step, is_evaluated=is_evaluated
+        )
     }
     if config.tensorboard:
         factories["TensorBoard"] = lambda: TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)

@@ -50,37 +50,6 @@ class ProcessPlace:
         return f"process {self.process_index}: {self.phase}{_at(self.step)}, for {self.age_seconds:.0f} s{silent}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hang:
-    """A process that makes no progress.
-
-    Attributes:
-      process_index: the process that reports.
-      phase: phase of its last beat.
-      step: step of that beat, or None.
-      age_seconds: time since that beat.
-      allowed_seconds: time that the phase may take.
-      processes: the last known state of each process.
-      stacks: the stack of each thread, the main thread's first.
-    """
-
-    process_index: int
-    phase: str
-    step: int | None
-    age_seconds: float
-    allowed_seconds: float
-    processes: tuple[ProcessPlace, ...]
-    stacks: str
-
-    def __str__(self) -> str:
-        processes = "\n".join(f"  {process}" for process in self.processes)
-        return (
-            f"watchdog: process {self.process_index} hangs: no progress for {self.age_seconds:.0f} s in phase "
-            f"{self.phase!r}{_at(self.step)}, which may take {self.allowed_seconds:.0f} s; it is ended with exit code "
-            f"{EXIT_CODE} if nothing happens for as long again\n{processes}\n{self.stacks}"
-        )
-
-
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
@@ -97,10 +66,10 @@ class Watchdog:
     """Detects that a training loop makes no progress, from a thread of its own.
 
     The loop calls `beat` at each phase. If no beat comes for as long as the phase may take, the watchdog writes the
-    stacks of all threads and the last known state of each process to stderr and to `hang-<k>.txt`. After as long again
-    it ends the process with exit code 76, so that a supervisor can restart it. A second thread writes the last beat to
-    `process-<k>.json`, the heartbeat file that the other processes read: one that waits for another that compiles may
-    wait as long as compiling may take.
+    stacks of all threads and the last known state of each process to stderr and to `hang-<k>.txt`. If none comes for
+    `seconds` more, it ends the process with exit code 76, so that a supervisor can restart it. A second thread writes
+    the last beat to `process-<k>.json`, the heartbeat file that the other processes read: while another compiles, as
+    long as that may take, the time of a process that waits for it does not count.
 
     Time in which the process did not run at all (stopped by a signal, a machine asleep) does not count: the watchdog's
     thread did not run either. A thread that holds Python's global lock in foreign code stops the watchdog too.
@@ -113,11 +82,6 @@ class Watchdog:
         *,
         process_index: int = 0,
         num_processes: int = 1,
-        log: Callable[[str], None] | None = None,
-        on_hang: Callable[[Hang], None] | None = None,
-        allowances: Mapping[str, float] = ALLOWANCES,
-        clock: Callable[[], float] = time.monotonic,
-        exit: Callable[[int], Any] = os._exit,
     ):
         """Makes a watchdog, which starts to watch when it is entered as a context.
 
@@ -126,19 +90,12 @@ class Watchdog:
           folder: folder of the heartbeat files, which is made if it does not exist.
           process_index: this process.
           num_processes: processes of the run.
-          log: called with the reports; by default they go to stderr.
-          on_hang: called with the report, once for each hang, from the watchdog's thread.
-          allowances: for phases that may take longer, how many times `seconds`.
-          clock: monotonic clock, in seconds.
-          exit: ends the process.
         """
         check_value("watchdog: seconds", seconds, float)
         if not seconds >= 0:
             raise ValueError(f"watchdog: seconds={seconds}: give a positive time, or 0 to switch it off")
         self._seconds, self._folder = seconds, pathlib.Path(folder)
         self._process_index, self._num_processes = process_index, num_processes
-        self._log, self._on_hang, self._allowances = log or _to_stderr, on_hang, allowances
-        self._clock, self._exit = clock, exit
         self._interval = min(max(seconds / 10, 0.02), 10.0)
         self._stop = threading.Event()
         # Two threads, because a file system that hangs, and the run with it, must not stop the one that watches.
@@ -147,16 +104,16 @@ class Watchdog:
             threading.Thread(target=self._catching, args=(loop,), name=name, daemon=True)
             for name, loop in loops.items()
         ]
-        self._beat = self._reported_beat = _Beat("start", None, clock(), time.time())
+        self._beat = self._reported_beat = _Beat("start", None, time.monotonic(), time.time())
         self._pardoned: tuple[_Beat, float] = (self._beat, 0.0)
-        self._checked = clock()
+        self._checked = time.monotonic()
         self._is_reported = self._has_failed_to_write = False
         self._error: BaseException | None = None
 
     def __enter__(self) -> Watchdog:
         if self._seconds:
             self.beat("start")
-            self._checked = self._clock()
+            self._checked = time.monotonic()
             for thread in self._threads:
                 thread.start()
         return self
@@ -167,7 +124,7 @@ class Watchdog:
             for thread in self._threads:
                 thread.join(timeout=5)
             if self._error is not None:
-                _within(5, self._log, f"watchdog: one of its threads failed: {self._error!r}")
+                _within(5, _to_stderr, f"watchdog: one of its threads failed: {self._error!r}")
                 self._error = None
             self.beat("ended")
             _within(5, self._write_heartbeat)
@@ -185,36 +142,42 @@ class Watchdog:
         if self._error is not None:
             raise RuntimeError("the watchdog does not watch any more: one of its threads failed") from self._error
         at = None if step is None else operator.index(step)  # an int, which JSON has a form for
-        self._beat = _Beat(str(phase), at, self._clock(), time.time())
+        self._beat = _Beat(str(phase), at, time.monotonic(), time.time())
 
     def check(self) -> None:
         """Checks once how long ago the last beat was; the thread does so regularly."""
-        beat, now = self._beat, self._clock()
-        late, self._checked = now - self._checked - self._interval, now
+        beat, now = self._beat, time.monotonic()
+        late = now - self._checked - self._interval
         pardon = self._pardoned[1] if self._pardoned[0] is beat else 0.0
         if late > self._interval:  # this thread did not run, so the others did not either
             pardon += min(late, now - beat.clock_seconds)
         self._pardoned = beat, pardon
-        age, allowed = now - beat.clock_seconds - pardon, self._seconds * self._allowances.get(beat.phase, 1)
+        self._judge(beat, now - beat.clock_seconds - pardon)
+        self._checked = time.monotonic()  # a file system that hangs makes this take long, but others run meanwhile
+
+    def _judge(self, beat: _Beat, age: float) -> None:
+        """Reports a hang and ends the process, if the last beat is too old."""
+        allowed = self._seconds * ALLOWANCES.get(beat.phase, 1)
         if self._is_reported and self._reported_beat is not beat:
             self._is_reported = False
-            _within(5, self._log, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
+            _within(5, _to_stderr, f"watchdog: process {self._process_index} goes on, with {beat.phase!r}")
         if age > allowed and self._waits_for_another(beat.phase):
+            self._pardoned = beat, self._pardoned[1] + age - allowed
             return
         if age > allowed and not self._is_reported:
             self._report(beat, age, allowed)
-        if age > 2 * allowed:
+        if age > allowed + self._seconds:
             message = f"watchdog: process {self._process_index} hung for {age:.0f} s, ended with exit code {EXIT_CODE}"
-            _within(5, self._log, message)
+            _within(5, _to_stderr, message)
             _within(2, _flush)
-            self._exit(EXIT_CODE)
+            os._exit(EXIT_CODE)
 
     def _waits_for_another(self, phase: str) -> bool:
         """Tells whether another process is in a phase that may take longer than this one's, and still may."""
         states: list[ProcessPlace] = []
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
-        own, usual = self._allowances.get(phase, 1), self._seconds
-        others = [(self._allowances.get(place.phase or "", 1), place) for place in states if not place.is_silent]
+        own, usual = ALLOWANCES.get(phase, 1), self._seconds
+        others = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
         return any(allowance > own and place.age_seconds <= usual * allowance for allowance, place in others)
 
     def _watch(self) -> None:
@@ -238,23 +201,17 @@ class Watchdog:
         stacks, states = _stacks(), []
         _within(5, self._write_heartbeat)
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
-        hang = Hang(
-            process_index=self._process_index,
-            phase=beat.phase,
-            step=beat.step,
-            age_seconds=age,
-            allowed_seconds=allowed,
-            processes=tuple(states),
-            stacks=stacks,
+        text = (
+            f"watchdog: process {self._process_index} hangs: no progress for {age:.0f} s in phase {beat.phase!r}"
+            f"{_at(beat.step)}, which may take {allowed:.0f} s; it is ended with exit code {EXIT_CODE} if nothing "
+            f"happens for {self._seconds:.0f} s more\n" + "".join(f"  {state}\n" for state in states) + stacks
         )
-        _within(5, self._write_hang, hang)
-        _within(5, self._log, str(hang))
-        if self._on_hang is not None:
-            _within(self._seconds, self._on_hang, hang)
+        _within(5, self._write_hang, text)
+        _within(5, _to_stderr, text)
 
-    def _write_hang(self, hang: Hang) -> None:
+    def _write_hang(self, text: str) -> None:
         with open(self._folder / f"hang-{self._process_index}.txt", "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hang}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _write_heartbeat(self) -> None:
         beat = self._beat
@@ -267,7 +224,7 @@ class Watchdog:
             if not self._has_failed_to_write:
                 self._has_failed_to_write = True
                 message = f"watchdog: cannot write heartbeats to {self._folder} ({error}); it watches all the same"
-                _within(5, self._log, message)
+                _within(5, _to_stderr, message)
 
 
 def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace, ...]:

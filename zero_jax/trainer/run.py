@@ -123,7 +123,7 @@ class TrainConfig:
         resumed.
       max_nonfinite_steps: steps in a row whose loss or gradients are not finite, after which the run stops.
       hang_seconds: seconds without a step after which stack traces are printed; after as many again the process ends
-        with status 76. 0 waits for ever. Compiling may take ten times as long.
+        with status 76. 0 waits for ever. Compiling and restoring may take ten times as long.
       profile_steps: steps to record a profile of, such as 10:15; none records nothing.
       sample_every: steps between two samples; 0 for one at the end alone.
       sample_prompt: text that a sample goes on from.

@@ -1,5 +1,6 @@
 """What the tests launch: `python launched.py WHAT [WHO]` as one of several processes, and a small `zero-jax launch`."""
 
+import atexit
 import json
 import os
 import pathlib
@@ -29,11 +30,11 @@ def make_sum():
     return lambda: float(total(numbers))
 
 
-def joined(**options):
+def joined():
     """Joins, sums over all devices, and says so."""
     from zero_jax.cluster import join
 
-    place = join(timeout_seconds=60, **options)
+    place = join()
     import jax
 
     say(f"{place.process_index}/{place.num_processes} {place.source} {jax.local_device_count()} {make_sum()():g}")
@@ -47,9 +48,9 @@ def bare():
     say(f"{jax.process_index()}/{jax.process_count()} {jax.local_device_count()} {make_sum()():g}")
 
 
-def collectives_until(who, what, **options):
+def collectives_until(who, what):
     """Sums again and again; after some time process `who` does `what`."""
-    place = joined(**options)
+    place = joined()
     total = make_sum()
     for i in range(100_000):
         if i == 20 and place.process_index == who:
@@ -64,6 +65,21 @@ def fail():
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signalled_with_heartbeats(who, number, seconds):
+    from zero_jax.cluster import joining
+
+    joining._HEARTBEAT_SECONDS = seconds
+    collectives_until(who, lambda: os.kill(os.getpid(), number))
+
+
+def hang_at_the_exit():
+    from zero_jax.cluster import joining
+
+    joining._EXIT_SECONDS = 1
+    atexit.register(time.sleep, 60)
+    joined()
 
 
 def leave():
@@ -167,11 +183,12 @@ WHATS = {
     "sum": joined,
     "bare": bare,
     "raise": lambda who: collectives_until(who, fail),
+    "exit hangs": hang_at_the_exit,
     "leave": lambda who: collectives_until(who, leave),
     "killed": lambda who: collectives_until(who, kill),
     "exit": lambda who, status: one_ends(who, lambda: sys.exit(status)),
     "signal": lambda who, number: one_ends(who, lambda: os.kill(os.getpid(), number)),
-    "heartbeat": lambda who, seconds: collectives_until(who, kill, heartbeat_timeout_seconds=seconds),
+    "heartbeat": signalled_with_heartbeats,
     "wait": lambda: wait(save),
     "stubborn": stubborn,
     "children": with_a_child,

@@ -149,7 +149,7 @@ def free_port():
 
 def joining(timeout_seconds, **environment):
     """Returns what a process says that tries to join, and how long it took."""
-    code = f"from zero_jax.cluster import join; join(timeout_seconds={timeout_seconds})"
+    code = f"from zero_jax.cluster import joining; joining._START_SECONDS = {timeout_seconds}; joining.join()"
     told = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=told, capture_output=True, text=True, timeout=60)
@@ -193,13 +193,6 @@ def test_a_port_that_another_program_has_is_named(shared, monkeypatch, capsys):
         assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "x", None])
-def test_time_outs_are_bounded(seconds):
-    for name in ("timeout_seconds", "heartbeat_timeout_seconds"):
-        with pytest.raises(ValueError, match="a time-out of"):
-            cluster.join(**{name: seconds})
-
-
 def test_processes_that_do_not_come():
     address = f"127.0.0.1:{free_port()}"
     environment = {cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "0", cluster.COORDINATOR: address}
@@ -211,17 +204,22 @@ def test_processes_that_do_not_come():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("who", [0, 1])
-def test_without_a_launcher_a_death_is_noticed_by_the_heartbeat(who):
-    """In the middle of collectives, in which gloo waits for ever for the one that is gone."""
+def test_without_a_launcher_a_death_is_noticed_by_the_heartbeat(who, number):
+    """In the middle of collectives, in which gloo waits for ever for the one that is gone, or stopped."""
     environment = {cluster.NUM_PROCESSES: "2", cluster.COORDINATOR: f"127.0.0.1:{free_port()}"}
     tasks = []
     for index in range(2):
         told = {**os.environ, **environment, cluster.PROCESS_ID: str(index), "JAX_NUM_CPU_DEVICES": "4"}
-        command = [sys.executable, SCRIPT, "heartbeat", str(who), "8"]
+        command = [sys.executable, SCRIPT, "heartbeat", str(who), str(int(number)), "8"]
         tasks.append(subprocess.Popen(command, env=told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     try:
-        assert tasks[who].wait(timeout=60) == -signal.SIGKILL
+        deadline, changed = time.monotonic() + 60, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        while not (found := os.waitid(os.P_PID, tasks[who].pid, changed)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert found.si_status == number
         died_at = time.monotonic()
         assert tasks[1 - who].wait(timeout=8 + 8) != 0
         print(f"noticed after {time.monotonic() - died_at:.1f} s")

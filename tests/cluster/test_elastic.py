@@ -1,5 +1,6 @@
 """A launch that has lost processes starts again with those that are left, and with all of them later."""
 
+import contextlib
 import io
 import json
 import os
@@ -7,12 +8,14 @@ import pathlib
 import re
 import signal
 import sys
+import types
+from unittest import mock
 
 import pytest
 
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cli.commands import build_parser
-from zero_jax.cluster import LaunchConfig, launch, report_start
+from zero_jax.cluster import LaunchConfig, elastic, launch, report_start
 from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
 from zero_jax.cluster.processes import Ending, Round
 
@@ -31,9 +34,16 @@ class Sizes:
             max_restarts=max_restarts,
             rejoin_seconds=rejoin_seconds,
             refused=refused,
-            clock=lambda: self.now,
         )
         self.size = num_processes
+
+    def clock(self):
+        return mock.patch.object(elastic, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+    @property
+    def seconds_to_larger(self):
+        with self.clock():
+            return self.elastic.seconds_to_larger
 
     def after(self, *codes, seconds=1.0, step=None, **flags):
         """Returns the next size after processes ended with these codes, the first one first."""
@@ -43,19 +53,20 @@ class Sizes:
             for i, code in enumerate(codes)
         ]
         ended = Round(num_processes=self.size, endings=tuple(endings), seconds=seconds, **flags)
-        self.size = self.elastic.next_size(ended, step=step)
+        with self.clock():
+            self.size = self.elastic.next_size(ended, step=step)
         return self.size
 
 
 def test_the_lost_process_is_left_out_and_tried_again_later():
     sizes = Sizes(4, 2)
-    assert sizes.elastic.seconds_to_larger is None
+    assert sizes.seconds_to_larger is None
     assert sizes.after(KILLED, 1, step=0) == 3
-    assert sizes.elastic.seconds_to_larger == 100
+    assert sizes.seconds_to_larger == 100
     assert sizes.after(KILLED, seconds=30, step=0) == 2
-    assert sizes.elastic.seconds_to_larger == 100  # from the start on, though the first was lost 30 s ago
+    assert sizes.seconds_to_larger == 100  # from the start on, though the first was lost 30 s ago
     assert sizes.after(75, seconds=100, step=7, is_interrupted=True) == 4
-    assert sizes.elastic.seconds_to_larger is None
+    assert sizes.seconds_to_larger is None
     assert sizes.after(0, 0) is None
 
 
@@ -80,10 +91,10 @@ def test_a_process_that_is_lost_as_soon_as_it_is_back_is_left_out_for_longer():
     sizes = Sizes(2, 1)
     for wait in (100, 200, 400):
         assert sizes.after(KILLED, step=0 if wait == 100 else wait) == 1
-        assert sizes.elastic.seconds_to_larger == wait
+        assert sizes.seconds_to_larger == wait
         assert sizes.after(75, seconds=wait, is_interrupted=True) == 2
     assert sizes.after(KILLED, seconds=500, step=900) == 1
-    assert sizes.elastic.seconds_to_larger == 100
+    assert sizes.seconds_to_larger == 100
 
 
 @pytest.mark.parametrize("code", [76, 75])
@@ -113,7 +124,7 @@ def test_a_number_that_the_run_refuses_is_not_tried_twice():
 def test_numbers_that_do_not_divide_are_not_tried_at_all():
     sizes = Sizes(4, 1, refused=(3,))
     assert sizes.after(KILLED) == 2
-    assert sizes.elastic.seconds_to_larger == 100
+    assert sizes.seconds_to_larger == 100
     assert Sizes(4, 3, refused=(3,)).after(KILLED) == 4
 
 
@@ -160,12 +171,15 @@ class Launched:
     """What came of a launch whose processes fail by a plan: who, how, and the step that is reported, in each start."""
 
     def __init__(self, *plan, num_processes=4, min_processes=1, command=(sys.executable, SCRIPT, "rounds"), **fields):
-        out, err = io.StringIO(), io.StringIO()
         config = LaunchConfig(
             num_processes=num_processes, min_processes=min_processes, **{"grace_seconds": 2, **fields}
         )
-        environment = {**os.environ, "ROUNDS": json.dumps(plan)}
-        self.result = launch(command, config=config, environment=environment, out=out, err=err)
+        with (
+            mock.patch.dict(os.environ, {"ROUNDS": json.dumps(plan)}),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            self.result = launch(command, config=config)
         self.sizes = [int(line) for line in out.getvalue().splitlines()]
         self.err = err.getvalue()
 

@@ -1,5 +1,6 @@
 """Several processes on one machine: they find each other, end together, and leave nothing."""
 
+import contextlib
 import io
 import os
 import pathlib
@@ -24,12 +25,11 @@ COMMANDS = ("launch", "plan", "train")
 class Launched:
     """What came of a launch."""
 
-    def __init__(self, *what, environment=None, **fields):
-        out, err = io.StringIO(), io.StringIO()
+    def __init__(self, *what, **fields):
         config = LaunchConfig(**{"grace_seconds": 2, **fields})
         started = time.monotonic()
-        command = [sys.executable, SCRIPT, *map(str, what)]
-        self.result = launch(command, config=config, environment=environment, out=out, err=err)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            self.result = launch([sys.executable, SCRIPT, *map(str, what)], config=config)
         self.seconds = time.monotonic() - started
         self.out, self.err = out.getvalue(), err.getvalue()
 
@@ -117,9 +117,9 @@ def test_75_says_how_to_go_on():
     assert "--resume auto" in str(Launched("exit", 0, 75).result).splitlines()[0]
 
 
-def test_who_does_not_listen_is_killed_after_the_grace(tmp_path):
-    environment = {**os.environ, "READY": str(tmp_path / "deaf")}
-    launched = Launched("stubborn", environment=environment, grace_seconds=0.5)
+def test_who_does_not_listen_is_killed_after_the_grace(tmp_path, monkeypatch):
+    monkeypatch.setenv("READY", str(tmp_path / "deaf"))
+    launched = Launched("stubborn", grace_seconds=0.5)
     assert launched.result.status == 3
     assert [one.returncode for one in launched.result.endings] == [3, -signal.SIGKILL]
     assert 0.5 <= launched.seconds < 10
@@ -136,6 +136,15 @@ def test_an_error_in_the_middle_of_collectives_ends_all(what, who, status):
     if what == "raise":
         assert launched.result.first_failure.last_lines[-1] == "RuntimeError: the disk is on fire"
     assert launched.seconds < 30
+
+
+@pytest.mark.slow
+def test_an_exit_that_hangs_is_ended():
+    """Of a library, after the watchdog has ended; the other processes would be waited for without end."""
+    launched = Launched("exit hangs")
+    assert launched.result.status == 1
+    assert "Timeout (0:00:01)!" in launched.err
+    assert launched.seconds < 60
 
 
 @pytest.mark.slow
@@ -179,18 +188,15 @@ def test_colors_are_for_terminals():
         def isatty(self):
             return True
 
-    err = Terminal()
-    launch([sys.executable, SCRIPT, "bar"], config=LaunchConfig(), err=err, out=io.StringIO())
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Terminal()) as err:
+        launch([sys.executable, SCRIPT, "bar"], config=LaunchConfig())
     assert "\x1b[33m[1]\x1b[0m é after the bar\n" in err.getvalue()
 
 
-def test_what_was_set_for_one_process_is_not_passed_on():
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_dump_to=",
-        "SLURM_NODEID": "3",
-    }
-    launched = Launched("environment", environment=environment)
+def test_what_was_set_for_one_process_is_not_passed_on(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=")
+    monkeypatch.setenv("SLURM_NODEID", "3")
+    launched = Launched("environment")
     names = "SLURM_JOB_ID SLURM_LOCALID SLURM_NTASKS SLURM_PROCID SLURM_STEP_NODELIST"
     assert launched.out == f"{patient_flags('--xla_dump_to=')} {names}\n"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Collection
 
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
 from zero_jax.cluster.processes import Round
@@ -55,11 +56,10 @@ class Elastic:
         max_restarts: int,
         rejoin_seconds: float,
         refused: Collection[int] = (),
-        clock: Callable[[], float],
     ):
-        """Takes the settings of `LaunchConfig`, numbers that are not to be tried, and a clock in seconds."""
+        """Takes the settings of `LaunchConfig`, and numbers that are not to be tried."""
         self._num_processes, self._min_processes = num_processes, min_processes
-        self._max_restarts, self._rejoin_seconds, self._clock = max_restarts, rejoin_seconds, clock
+        self._max_restarts, self._rejoin_seconds = max_restarts, rejoin_seconds
         self._back_at: list[float] = []  # when each lost process is tried again
         self._refused = set(refused)
         self._wait_seconds = rejoin_seconds
@@ -73,7 +73,7 @@ class Elastic:
         for k, back_at in enumerate(sorted(self._back_at)):
             size = self._num_processes - len(self._back_at) + k + 1
             if size > self._size and size not in self._refused:
-                return max(self._wait_seconds, back_at - self._clock())
+                return max(self._wait_seconds, back_at - time.monotonic())
         return None
 
     def next_size(self, ended: Round, *, step: int | None) -> int | None:
@@ -122,10 +122,10 @@ class Elastic:
             return
         is_early = self._has_grown and ended.seconds < self._wait_seconds
         self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else self._rejoin_seconds
-        self._back_at += [self._clock() + self._wait_seconds] * ended.num_lost
+        self._back_at += [time.monotonic() + self._wait_seconds] * ended.num_lost
 
     def _choose(self) -> int | None:
-        now = self._clock()
+        now = time.monotonic()
         self._back_at = [back_at for back_at in self._back_at if back_at > now]
         num_here = self._num_processes - len(self._back_at)
         sizes = [size for size in range(self._num_processes, self._min_processes - 1, -1) if size not in self._refused]

@@ -5,9 +5,11 @@ Like the launcher, this module reads the environment and changes settings of the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import math
 import os
 import re
@@ -30,6 +32,9 @@ COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"
 PROCESS_ID = "ZERO_JAX_PROCESS_ID"
 _LAUNCHER = (NUM_PROCESSES, PROCESS_ID, COORDINATOR)
+_START_SECONDS = 300.0  # that the other processes may take to start
+_EXIT_SECONDS = 3600.0  # that what is left to do at the exit may take, in other libraries
+_HEARTBEAT_SECONDS = 30  # without a sign of life after which a process counts as dead
 # Statuses that all processes of a run end with together: done, stopped because of the loss, saved and stopped.
 _TOGETHER = frozenset({0, 3, SAVED})
 
@@ -78,26 +83,22 @@ class Place:
         return status
 
 
-def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 30.0) -> Place:
+def join() -> Place:
     """Joins the processes of a run, if there are several; to be called before JAX is used otherwise.
 
     The environment is asked in this order: `ZERO_JAX_NUM_PROCESSES`, `ZERO_JAX_PROCESS_ID` and
     `JAX_COORDINATOR_ADDRESS`, which `zero-jax launch` sets; the clusters that `jax.distributed.initialize` knows (Open
     MPI, SLURM, TPU, Kubernetes). On any other machine nothing is started and no network is used. With several processes
-    an uncaught error ends this process at once from here on, so that the others do not wait for it.
+    an uncaught error ends this process at once from here on, so that the others do not wait for it, and an exit that
+    takes an hour ends with status 1 and the stacks of its threads.
 
-    Args:
-      timeout_seconds: time that the other processes may take to start.
-      heartbeat_timeout_seconds: time without a sign of life after which a process counts as dead and JAX ends the
-        others. Where process 0 dies, the others end at once.
+    The other processes may take five minutes to start. One without a sign of life for 30 s counts as dead, and JAX ends
+    the others; where process 0 dies, they end at once. For other times call `jax.distributed.initialize` before.
 
     Raises:
       ValueError: a contradictory or incomplete environment, or a port of process 0 that another program uses.
       NotJoined: process 0 does not answer at its address.
     """
-    for seconds in (timeout_seconds, heartbeat_timeout_seconds):
-        if not isinstance(seconds, int | float) or not 0 < seconds < 1e6:
-            raise ValueError(f"join: a time-out of {seconds!r}: give a positive number of seconds, below a million")
     if jax.distributed.is_initialized():
         # `jax.process_index()` would start the devices, and what they are may still have to be settled.
         state = distributed.global_state
@@ -111,9 +112,10 @@ def join(*, timeout_seconds: float = 300.0, heartbeat_timeout_seconds: float = 3
     source = detect(os.environ) if place is None else place.source
     if source is None or (place is not None and place.num_processes == 1):
         return place or Place()
-    place = _connect(source, place, timeout_seconds, heartbeat_timeout_seconds)
+    place = _connect(source, place)
     if place.num_processes > 1:
         _end_on_errors()
+        atexit.register(lambda: faulthandler.dump_traceback_later(_EXIT_SECONDS, exit=True, file=2))
     return place
 
 
@@ -136,14 +138,14 @@ def _of_launcher(environment: Mapping[str, str]) -> Place | None:
     return Place(process_index=int(index), num_processes=int(count), source="launcher", coordinator=address)
 
 
-def _connect(source: str, place: Place | None, timeout_seconds: float, heartbeat_seconds: float) -> Place:
+def _connect(source: str, place: Place | None) -> Place:
     """Connects this process to the others, by a place or by JAX's detection of the cluster `source`."""
     cluster = CLUSTERS.get(source)
     names = sorted(_LAUNCHER) if cluster is None else cluster.variables
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + _START_SECONDS
     if place is not None:
-        _await_coordinator(place, deadline, timeout_seconds)
+        _await_coordinator(place, deadline)
     timeout_seconds = deadline - time.monotonic()
     try:
         with _time_limit(timeout_seconds, variables):
@@ -156,7 +158,7 @@ def _connect(source: str, place: Place | None, timeout_seconds: float, heartbeat
                 local_device_ids=devices,
                 cluster_detection_method="deactivate",
                 initialization_timeout=math.ceil(timeout_seconds) + 60,  # ours comes first: JAX aborts the process
-                heartbeat_timeout_seconds=math.ceil(heartbeat_seconds),
+                heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             )
             return place
     except PortTaken:
@@ -229,7 +231,7 @@ def _time_limit(seconds: float, variables: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _await_coordinator(place: Place, deadline: float, timeout_seconds: float) -> None:
+def _await_coordinator(place: Place, deadline: float) -> None:
     """Waits until process 0 answers at its address."""
     if place.is_first or place.coordinator is None:
         return
@@ -242,7 +244,7 @@ def _await_coordinator(place: Place, deadline: float, timeout_seconds: float) ->
             if time.monotonic() > deadline:
                 raise NotJoined(
                     f"process {place.process_index} of {place.num_processes}: process 0 does not answer at "
-                    f"{place.coordinator} within {timeout_seconds:.0f} s ({error}). Likely causes: process 0 did not "
+                    f"{place.coordinator} within {_START_SECONDS:.0f} s ({error}). Likely causes: process 0 did not "
                     f"start or died (see its log), {COORDINATOR} names another host or port, or a firewall is between"
                 ) from error
             time.sleep(0.1)

@@ -11,9 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Collection, Iterator, Sequence
 
 from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
 from zero_jax.cluster.log_merging import Merger
@@ -115,29 +113,23 @@ def launch(
     *,
     config: LaunchConfig,
     refused: Collection[int] = (),
-    environment: Mapping[str, str] | None = None,
-    out: TextIO | None = None,
-    err: TextIO | None = None,
 ) -> LaunchResult:
     """Runs a command as several processes that find each other by `jax.distributed` on this machine.
 
-    Stdout of process 0 goes to `out` unchanged. All other output goes to `err`, line by line, prefixed with the number
-    of the process. If a process fails, the others get SIGTERM, and SIGKILL after the grace; with `config.min_processes`
-    the command is then started again, as `Elastic` decides. SIGINT, SIGTERM and SIGHUP are passed on, and end the
-    launch; the second one kills. No process is left behind.
+    Stdout of process 0 goes to stdout unchanged. All other output goes to stderr, line by line, prefixed with the
+    number of the process. If a process fails, the others get SIGTERM, and SIGKILL after the grace; with
+    `config.min_processes` the command is then started again, as `Elastic` decides. SIGINT, SIGTERM and SIGHUP are
+    passed on, and end the launch; the second one kills. No process is left behind.
 
     Args:
       command: the program and its arguments.
       config: how many processes, and with how many devices.
       refused: numbers of processes that the command would refuse, and that it is not started again with.
-      environment: the environment of the processes, to which the launcher adds; None takes `os.environ`.
-      out: stream for the stdout of process 0; None takes stdout.
-      err: stream for all other output; None takes stderr.
 
     Raises:
       ValueError: the program cannot be started.
     """
-    merger = Merger(out or sys.stdout, err or sys.stderr)
+    merger = Merger(sys.stdout, sys.stderr)
     events: queue.SimpleQueue[Ending | signal.Signals] = queue.SimpleQueue()
     elastic = Elastic(
         num_processes=config.num_processes,
@@ -145,13 +137,11 @@ def launch(
         max_restarts=config.max_restarts,
         rejoin_seconds=config.rejoin_seconds,
         refused=refused,
-        clock=time.monotonic,
     )
     size: int | None = config.num_processes
     with _handled_signals(events), tempfile.TemporaryDirectory() as folder:
         reported = pathlib.Path(folder) / "step"
-        variables = dict(os.environ if environment is None else environment)
-        variables[STARTED_AFTER] = "" if config.min_processes is None else str(reported)
+        variables = {**os.environ, STARTED_AFTER: "" if config.min_processes is None else str(reported)}
         while size is not None:
             if elastic.num_restarts:
                 merger.say(f"{elastic.reason}: restart {elastic.num_restarts}, with {size} of {config.num_processes}")

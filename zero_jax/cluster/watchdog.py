@@ -75,14 +75,7 @@ class Watchdog:
     thread did not run either. A thread that holds Python's global lock in foreign code stops the watchdog too.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        folder: str | pathlib.Path,
-        *,
-        process_index: int = 0,
-        num_processes: int = 1,
-    ):
+    def __init__(self, seconds: float, folder: str | pathlib.Path, *, process_index: int = 0, num_processes: int = 1):
         """Makes a watchdog, which starts to watch when it is entered as a context.
 
         Args:

@@ -17,8 +17,8 @@ def train(step, **figures):
     return {"kind": "train", "step": step, "loss": 1.0 / step, **figures}
 
 
-def write_run(path, steps, resume_step=None):
-    with JsonLinesWriter(path, resume_step=resume_step) as writer:
+def write_run(path, steps, resume_step=None, **options):
+    with JsonLinesWriter(path, resume_step=resume_step, **options) as writer:
         for step in steps:
             writer.write(train(step))
 
@@ -52,6 +52,8 @@ def test_a_resumed_run_cuts_off_what_came_after(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6]
     assert json.loads(lines[4])["kind"] == "validation"
     assert list(tmp_path.iterdir()) == [path]
+    write_run(path, [5], resume_step=4, is_evaluated=False)
+    assert [(record["kind"], record["step"]) for record in read_records(path)] == [("train", k) for k in range(1, 6)]
 
 
 def test_half_a_last_line_is_dropped_even_if_it_is_of_an_early_step(tmp_path):

@@ -149,7 +149,7 @@ def rounds():
             pathlib.Path(os.environ["ZERO_JAX_STARTED_AFTER_FILE"]).write_text(str(step))  # as `report_start` does
     if who is None:
         return
-    if INDEX == who or who == "all":
+    if INDEX == who:
         time.sleep(0.1)
         if how < 0:
             os.kill(os.getpid(), -how)

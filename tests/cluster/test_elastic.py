@@ -214,7 +214,7 @@ def test_a_run_that_hangs_when_it_is_asked_to_save_is_killed():
 
 
 def test_a_failure_that_stays_ends_the_launch_with_its_status():
-    launched = Launched(*[["all", 7, 5]] * 9, num_processes=2, min_processes=2, max_restarts=2)
+    launched = Launched(*[[0, 7, 5]] * 9, num_processes=2, min_processes=2, max_restarts=2)
     assert launched.result.status == 7
     assert launched.sizes == [2, 2, 2]
     closing = str(launched.result).splitlines()

@@ -143,18 +143,23 @@ def rounds():
     plan = json.loads(os.environ["ROUNDS"])
     number = int(os.environ["ZERO_JAX_RESTARTS"])
     who, how, step = plan[number] if number < len(plan) else (None, None, None)
+    if who not in (None, INDEX):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if who == "deaf" else lambda *_: sys.exit(75))
+    report = pathlib.Path(os.environ["ZERO_JAX_STARTED_AFTER_FILE"])
+    has_said = report.with_name(f"said-{number}")
     if INDEX == 0:
         say(os.environ["ZERO_JAX_NUM_PROCESSES"])
         if step is not None:
-            pathlib.Path(os.environ["ZERO_JAX_STARTED_AFTER_FILE"]).write_text(str(step))  # as `report_start` does
+            report.write_text(str(step))  # as `report_start` does
+        has_said.touch()
     if who is None:
         return
     if INDEX == who:
-        time.sleep(0.1)
+        while not has_said.exists():
+            time.sleep(0.01)
         if how < 0:
             os.kill(os.getpid(), -how)
         sys.exit(how)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if who == "deaf" else lambda *_: sys.exit(75))
     time.sleep(60)
 
 

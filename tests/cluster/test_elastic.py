@@ -200,14 +200,14 @@ def test_processes_are_started_again_until_they_are_done():
 
 def test_a_lost_process_comes_back_while_the_others_run():
     """In the second start nobody fails, and all wait until they are asked to save."""
-    launched = Launched([1, KILLED, None], ["nobody", 0, None], num_processes=2, rejoin_seconds=1)
+    launched = Launched([0, KILLED, 0], ["nobody", 0, 0], num_processes=2, rejoin_seconds=1)
     assert launched.result.status == 0, launched.err
     assert launched.sizes == [2, 1, 2]
     assert "a lost process is tried again: restart 2, with 2 of 2" in launched.err
 
 
 def test_a_run_that_hangs_when_it_is_asked_to_save_is_killed():
-    launched = Launched([1, KILLED, None], ["deaf", 0, None], num_processes=2, rejoin_seconds=1, grace_seconds=0)
+    launched = Launched([0, KILLED, 0], ["deaf", 0, 0], num_processes=2, rejoin_seconds=1, grace_seconds=0)
     assert launched.result.status == 0, launched.err
     assert launched.sizes == [2, 1, 2]
     assert re.search(r"still running [\d.]+ s after SIGTERM: killed", launched.err)

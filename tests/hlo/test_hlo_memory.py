@@ -255,6 +255,31 @@ def test_an_asynchronous_update_is_in_place_too():
     assert peak(program(body)).host_peak_bytes == 4 * KIB
 
 
+def test_an_asynchronous_update_of_a_gpu_is_in_place_too():
+    # Two updates of a donated array, one after the other, as of a loop that runs two iterations at a time.
+    text = """HloModule m, is_scheduled=true, input_output_alias={ {}: (0, {}, may-alias) }
+
+%update (p: f32[4,256], q: f32[1,256], n: s32[], z: s32[]) -> f32[4,256] {
+  %p = f32[4,256]{1,0:S(5)} parameter(0)
+  %q = f32[1,256]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %z = s32[] parameter(3)
+  ROOT %u = f32[4,256]{1,0:S(5)} dynamic-update-slice(%p, %q, %n, %z)
+}
+
+ENTRY %main (a: f32[4,256], b: f32[1,256], i: s32[]) -> f32[4,256] {
+  %a = f32[4,256]{1,0:S(5)} parameter(0)
+  %b = f32[1,256]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %s = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[], s32[]), f32[4,256]{1,0:S(5)}, u32[]) fusion-start(%a, %b, %i, %i), kind=kLoop, calls=%update
+  %d = f32[4,256]{1,0:S(5)} fusion-done(%s)
+  %t = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[], s32[]), f32[4,256]{1,0:S(5)}, u32[]) fusion-start(%d, %b, %i, %i), kind=kLoop, calls=%update
+  ROOT %e = f32[4,256]{1,0:S(5)} fusion-done(%t)
+}
+"""  # noqa: E501
+    assert peak(text).host_peak_bytes == 0
+
+
 def test_memory_on_the_chip_and_of_the_host_is_counted_apart():
     # bf16[10,200] in tiles is 16 x 256 x 2 = 8 KiB: once in HBM (%b), in VMEM (%c) and in the host's memory (%d).
     body = """

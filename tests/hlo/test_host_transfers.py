@@ -43,6 +43,35 @@ def test_copies_from_and_to_the_host():
     assert found == {"in": (False, 1024, 4096), "out": (True, 1024, 4096), "away": (True, 32, 32)}
 
 
+def test_the_copies_of_a_gpu_are_fusions():
+    text = """HloModule m, is_scheduled=true
+
+%read (p: f32[4,256], n: s32[]) -> f32[1,256] {
+  %p = f32[4,256]{1,0:S(5)} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %s = f32[1,256]{1,0} dynamic-slice(%p, %n, %n), dynamic_slice_sizes={1,256}
+}
+
+%write (p: f32[4,256], q: f32[1,256], n: s32[]) -> f32[4,256] {
+  %p = f32[4,256]{1,0:S(5)} parameter(0)
+  %q = f32[1,256]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %u = f32[4,256]{1,0:S(5)} dynamic-update-slice(%p, %q, %n, %n)
+}
+
+ENTRY %main (a: f32[4,256], i: s32[]) -> f32[4,256] {
+  %a = f32[4,256]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %in = ((f32[4,256]{1,0:S(5)}, s32[]), f32[1,256]{1,0}, u32[]) fusion-start(%a, %i), kind=kCustom, calls=%read
+  %got = f32[1,256]{1,0} fusion-done(%in)
+  %out = ((f32[4,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[]), f32[4,256]{1,0:S(5)}, u32[]) fusion-start(%a, %got, %i), kind=kLoop, calls=%write
+  ROOT %put = f32[4,256]{1,0:S(5)} fusion-done(%out)
+}
+"""
+    found = {t.name: (t.to_host, t.num_bytes, t.total_bytes) for t in hlo.host_transfers(text)}
+    assert found == {"in": (False, 1024, 1024), "out": (True, 1024, 1024)}
+
+
 def test_of_a_conditional_the_branch_that_moves_most_counts():
     text = """HloModule m, is_scheduled=true
 

@@ -10,6 +10,7 @@ import pytest
 
 import zero_jax as zero
 from zero_jax import hlo
+from zero_jax.training.optimizer import chunks
 from zero_jax.training.optimizer.streaming import Argument, stream
 
 OPTIMIZERS = {
@@ -87,6 +88,17 @@ def test_the_numbers_are_those_of_a_state_on_the_devices(name, stage, precision)
     assert kinds <= {"pinned_host"}
     if there.master is not None:
         assert {x.sharding.memory_kind for x in jax.tree.leaves(there.master) if x.size >= 64} == {"pinned_host"}
+
+
+@pytest.mark.parametrize("what", ["optimizer", pytest.param("all", marks=pytest.mark.slow)])
+def test_the_chunks_of_gpus_give_the_same_numbers(monkeypatch, what):
+    """Their order, on CPU devices."""
+    offload = zero.Offload(what=what, window_bytes=2000)
+    fields = {"stage": 3, "precision": "fp32", "offload": offload}
+    expected, _ = trained(OPTIMIZERS["adamw"], **fields)
+    monkeypatch.setattr(chunks, "GPUS", frozenset({"cpu"}))
+    found, _ = trained(OPTIMIZERS["adamw"], **fields)
+    jax.tree.map(functools.partial(assert_same, atol=1e-6), numbers(found), numbers(expected))
 
 
 @pytest.mark.parametrize(

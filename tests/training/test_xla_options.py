@@ -55,6 +55,16 @@ def test_collectives_queue_up_for_sparse_cores_where_params_are_gathered_after_t
     assert wanted(device("h100"), stage=2) == wanted(device("h100"), stage=3)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_verified"),
+    [({}, False), ({"offload": "state"}, False), ({"offload": "all"}, True), ({"remat": "full_offloaded"}, True)],
+)
+def test_rows_of_host_memory_in_loops_are_verified_on_gpus(config, is_verified):
+    name, is_old = "xla_gpu_experimental_dynamic_slice_fusion_verify_offsets", jax.__version_info__ < (0, 12)
+    assert (name in wanted(device("h100"), **config, **OFF)) == (is_verified and is_old)
+    assert name not in wanted(device("v5p"), **config)
+
+
 def test_gpus_of_one_host_have_double_buffered_loops():
     one, several = (
         {option.name for option in wanted_options(device("h100"), zero.ZeroConfig(), {}, is_one_host=is_one_host)}

@@ -9,7 +9,7 @@ from zero_jax.hlo.program import Instruction, parse
 from zero_jax.hlo.traffic import with_executions
 
 HOST_SPACE = 5  # of a layout
-_START = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice)-start")
+_START = re.compile(r"(copy|slice|dynamic-slice|dynamic-update-slice|fusion)-start")  # fusions are XLA:GPU's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,13 @@ def host_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> t
 
 def _transfer(computation: str, start: Instruction) -> HostTransfer | None:
     """Returns the transfer that an instruction starts, or None if it stays within the device's memory."""
-    held = list(arrays(parse_shape(start.shape)))
+    shape = parse_shape(start.shape)
+    held = list(arrays(shape))
     on_device = [array.num_bytes for array in held if array.space != HOST_SPACE]
     if len(on_device) == len(held) or not on_device:
         return None
-    is_copy = start.opcode == "copy-start"  # whose first array is the copy
-    to_host = held[0].space == HOST_SPACE if is_copy else start.opcode == "dynamic-update-slice-start"
+    result = shape[0 if start.opcode == "copy-start" else 1]
+    to_host = any(array.space == HOST_SPACE for array in arrays(result))
     return HostTransfer(
         name=start.name, computation=computation, to_host=to_host, num_bytes=max(on_device), num_executions=1
     )

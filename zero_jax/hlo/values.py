@@ -182,8 +182,8 @@ class LiveRanges:
     def _alias(self, instruction: Instruction, operands: list[Tree], result: Tree) -> None:
         """Notes which operands the results are written over."""
         line = instruction.line
-        if instruction.opcode == "dynamic-update-slice-start":
-            self._unite(_at(result, [1]), operands[0])
+        if (number := _updated_in_place(self.program, instruction)) is not None:
+            self._unite(_at(result, [1]), operands[number])
         if aliasing := _OUTPUT_ALIASING.search(line):
             for out_path, number, path in _ALIAS_ENTRY.findall(aliasing[1]):
                 self._unite(_at(result, integers(out_path)), _at(operands[int(number)], integers(path)))
@@ -271,6 +271,17 @@ def _finished(opcode: str, instruction: Instruction, started: Tree) -> Tree:
     result = started[0 if opcode == "copy-done" else 1]
     num_arrays = len(list(arrays(parse_shape(instruction.shape))))
     return result if len(list(leaves(result))) == num_arrays else started
+
+
+def _updated_in_place(program: Program, start: Instruction) -> int | None:
+    """The operand that a `-start` updates in place: in XLA:GPU's fusions the array that its root updates."""
+    if start.opcode != "fusion-start":
+        return 0 if start.opcode == "dynamic-update-slice-start" else None
+    called = start.called["calls"]
+    instructions = program.computations[called]
+    root = instructions[program.roots[called]]
+    updated = instructions.get(root.operands[0]) if root.opcode == "dynamic-update-slice" else None
+    return _number(updated) if updated is not None and updated.opcode == "parameter" else None
 
 
 def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:

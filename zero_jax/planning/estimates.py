@@ -20,7 +20,6 @@ from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
 from zero_jax.planning.roofline import MeshLinks, Roofline
 from zero_jax.planning.search import divisors
-from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -252,7 +251,8 @@ class Estimator:
         compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
         step = max(compute + waits, roofline.host_seconds(traced, parts))
-        return step + self.host_bytes(setting) / HOST_BYTES_PER_SECOND  # the update fetches and writes back at once
+        # The update fetches and writes back at once.
+        return step + self.host_bytes(setting) / self.hardware.host_bytes_per_second
 
     def update_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that the update and the accumulation of gradients move in a step."""

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import LossTrace
 from zero_jax.planning.links import HOP_SECONDS, Links
-from zero_jax.planning.step_time import HOST_BYTES_PER_SECOND, KERNEL_SECONDS, KERNEL_SHARES
+from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Topology
@@ -114,7 +114,7 @@ class Roofline:
 
     def host_seconds(self, traced: LossTrace, num_parts: float) -> float:
         """Returns the seconds of moving residuals to the host and back."""
-        return 2 * traced.residuals.host_bytes / num_parts / HOST_BYTES_PER_SECOND
+        return 2 * traced.residuals.host_bytes / num_parts / self.hardware.host_bytes_per_second
 
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""

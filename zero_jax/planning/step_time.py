@@ -20,8 +20,6 @@ KERNEL_SECONDS = 3e-6
 # TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
 # whose time is published).
 KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
-# Between a device and its host, in each direction: an assumption, below PCIe 3.0 x 16.
-HOST_BYTES_PER_SECOND = 1.2e10
 # A compiler's estimate above this many times what flops and bytes take (and above a second) is none.
 _IMPLAUSIBLE = 1e4
 
@@ -123,7 +121,7 @@ def estimate_time(
         transfers=transfers,
         network_seconds=links.network_seconds,
         copies=copies,
-        host_seconds=lambda copy: copy.num_bytes / HOST_BYTES_PER_SECOND,
+        host_seconds=lambda copy: copy.num_bytes / hardware.host_bytes_per_second,
     )
     step = max(timeline.total_seconds, 1e-12)
     causal_flops = model_flops - attention_flops / 2
@@ -226,7 +224,7 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, ho
     if host_bytes:
         assumptions.append(
             f"copies between a device and its host: {format_bytes(host_bytes)} a step, at "
-            f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s in each direction"
+            f"{hardware.host_bytes_per_second / 1e9:.0f} GB/s in each direction"
         )
     for names, what in (
         (compute.inexact, "kernels skip blocks by data that is not known here, and count with all blocks"),

@@ -39,6 +39,7 @@ class Hardware:
       clock_hz: the clock that the TPU compiler's cycles count; None where it gives none.
       link_bytes_per_second: one direction of one link of a TPU's torus, or of all NVLinks of a GPU together.
       network_bytes_per_second: one direction of a device's share of the network between slices or hosts.
+      host_bytes_per_second: one direction between a device and its host.
       wraps_at: how a torus closes: `cubes` where all extents are multiples of 4, a number where a dim has that extent.
       topology_options: further options of the TPU compiler's topology.
       example: a topology of it.
@@ -53,6 +54,7 @@ class Hardware:
     clock_hz: float | None = None
     link_bytes_per_second: float
     network_bytes_per_second: float
+    host_bytes_per_second: float
     wraps_at: str | int | None = None
     topology_options: tuple[tuple[str, str], ...] = ()
     example: str
@@ -67,12 +69,13 @@ def _tpu(name: str, kind: str, gib: float, tflops: float, gb_per_s: float, ghz: 
         flops_per_second=tflops * 1e12,
         memory_bytes_per_second=gb_per_s * 1e9,
         clock_hz=ghz * 1e9,
+        host_bytes_per_second=1.2e10,
         **rest,
     )
 
 
 def _gpu(
-    name: str, kind: str, memory_bytes: int, tflops: float, gb_per_s: float, nvlink: float, nic: float
+    name: str, kind: str, memory_bytes: int, tflops: float, gb_per_s: float, nvlink: float, nic: float, pcie: float
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -83,14 +86,15 @@ def _gpu(
         memory_bytes_per_second=gb_per_s * 1e9,
         link_bytes_per_second=nvlink * 1e9,
         network_bytes_per_second=nic * 1e9,
+        host_bytes_per_second=pcie * 1e9,
         example=f"{name}:1x8",
     )
 
 
 # Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
 # architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPU
-# memory and bandwidth: XLA's target configurations; FLOPs and links: NVIDIA's data sheets; a NIC of 400 Gb/s a GPU
-# (A100: 200).
+# memory and bandwidth: XLA's target configurations; FLOPs, NVLink and PCIe x 16: NVIDIA's data sheets; a NIC of 400
+# Gb/s a GPU (A100: 200). Between a TPU and its host 12 GB/s are assumed, below PCIe 3.0 x 16.
 _TPUS = (
     _tpu("v3", "TPU v3", 15.48, 61.5, 450, 0.94, link_bytes_per_second=5e10, network_bytes_per_second=3.1e9,
          wraps_at=16, example="v3:4x4"),
@@ -106,10 +110,10 @@ _TPUS = (
          wraps_at="cubes", example="tpu7x:2x2x2"),
 )  # fmt: skip
 _GPUS = (
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312, 2039, 300, 25),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50),
-    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50),
-    _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50),
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312, 2039, 300, 25, 32),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50, 64),
+    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50, 64),
+    _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50, 64),
 )
 HARDWARE: Mapping[str, Hardware] = {one.name: one for one in (*_TPUS, *_GPUS)}
 

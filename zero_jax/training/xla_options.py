@@ -25,6 +25,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.zero_config import ZeroConfig, check_config
+from zero_jax.transforms import resolve_remat
 
 Value = str | int | float | bool
 
@@ -131,6 +132,10 @@ _COMBINE: Mapping[str, tuple[str, ...]] = {
     "tpu": ("xla_jf_crs_combiner_threshold_in_bytes",),
     "cpu": (),
 }
+# XLA:GPU of JAX 0.10 annotates slices of host memory in loops with rows of another iteration (docs/xla_faults.md). With
+# this, a program that would copy these ends with an error. XLA of JAX 0.12 annotates them right.
+_VERIFIED = _option("xla_gpu_experimental_dynamic_slice_fusion_verify_offsets", True,
+                    "wrong rows of an array in host memory are an error (JAX 0.10's XLA may copy some)")  # fmt: skip
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _UNKNOWN = re.compile(r"No such compile option: '([^']+)'")
 
@@ -180,6 +185,10 @@ def wanted_options(
     for name in set(options).intersection(_flag_names(environment)):
         del options[name]
     options |= {option.name: option for option in _combining(device.platform, config.combine_bytes)}
+    offload = config.resolved_offload()
+    reads_host = resolve_remat(config.remat).residuals == "offloaded" or (offload and offload.what == "all")
+    if reads_host and _is_cuda(device) and jax.__version_info__ < (0, 12):
+        options[_VERIFIED.name] = _VERIFIED
     for name, value in (config.compiler_options or {}).items():
         options.pop(name, None)
         if value is not None:
@@ -188,15 +197,20 @@ def wanted_options(
 
 
 def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:
-    if device.platform in ("gpu", "cuda"):
-        is_rocm = "rocm" in str(getattr(device.client, "platform_version", "")).lower()
-        return () if is_rocm else _OVERLAP["one gpu host" if is_one_host else "gpu"]
+    if _is_cuda(device):
+        return _OVERLAP["one gpu host" if is_one_host else "gpu"]
     hardware = hardware_of(device)
     if hardware is None:
         return ()
     gathers_after_update = "master" in groups and "params" not in groups
     more = _OVERLAP_AFTER_UPDATE.get(hardware.name, ()) if gathers_after_update else ()
     return _OVERLAP.get(hardware.name, ()) + more
+
+
+def _is_cuda(device: Any) -> bool:
+    if device.platform not in ("gpu", "cuda"):
+        return False
+    return "rocm" not in str(getattr(device.client, "platform_version", "")).lower()
 
 
 def _combining(platform: str, combine_bytes: int | None) -> Iterator[CompilerOption]:

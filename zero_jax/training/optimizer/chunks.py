@@ -3,6 +3,10 @@
 While a chunk is computed and written back, the next one is fetched. XLA lets nothing be read from an array while a part
 of it is replaced. So the last array is written before it is fetched, the others are fetched before they are written:
 one is on its way in while another is on its way out, and both directions of the link are busy.
+
+On GPUs the first row of a chunk depends on a chunk that came before, by adding a 0 that is not known earlier. Without
+that, XLA:GPU copies a whole array in host memory before each write, as it knows no order of reading and writing. And it
+annotates rows that follow from the loop's counter alone with wrong offsets (`dynamic_slice_config`, XLA of JAX 0.10).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core import jaxprs
 from zero_jax.core.device_put import default_layout
 from zero_jax.core.evaluation import evaluate
+from zero_jax.sharding.mesh import GPUS
 from zero_jax.training.optimizer.rows import Piece, Rows
 from zero_jax.transforms import ELEMENTWISE
 
@@ -155,6 +160,7 @@ def run_chunks(
     assert sharding is not None
     device = sharding.mesh.devices.flat[0]  # pyright: ignore[reportOptionalMemberAccess]
     names = list(dict.fromkeys([*replaced, *on_host, *loop.inputs]))
+    on_gpus = device.platform in GPUS
 
     def run_shard(start: Any, *shard_arrays: Any) -> tuple[list[Any], Any]:
         state = dict(zip(names, shard_arrays, strict=True))
@@ -162,7 +168,7 @@ def run_chunks(
         rows = Rows.of(shape, [default_layout(device, shape, var.aval.dtype) for var in on_host])
         state = {var: rows.view(x) if jnp.ndim(x) else x for var, x in state.items()}
         for piece in rows.pieces([var.aval.dtype.itemsize for var in on_host], window_bytes):
-            pipeline = _Pipeline(rows=piece, loop=loop, on_host=on_host, replaced=replaced)
+            pipeline = _Pipeline(rows=piece, loop=loop, on_host=on_host, replaced=replaced, on_gpus=on_gpus)
             state, start = pipeline.run(state, start)
         return [rows.unview(state[var]) for var in replaced], start
 
@@ -195,12 +201,14 @@ class _Pipeline:
       loop: what is computed of them.
       on_host: the variables of the arrays in host memory.
       replaced: from the variables of arrays that are replaced to those of what replaces them.
+      on_gpus: whether the devices are GPUs.
     """
 
     rows: Piece
     loop: Loop
     on_host: list[Any]
     replaced: dict[Any, Any]
+    on_gpus: bool
 
     def run(self, state: dict[Any, Any], start: Any) -> tuple[dict[Any, Any], Any]:
         """Returns the arrays with the rows replaced, and a 0 that is not there before they are."""
@@ -221,13 +229,15 @@ class _Pipeline:
     ) -> tuple[dict[Any, Any], list[Any]]:
         """Replaces a chunk, and fetches the following one."""
         state, values = dict(state), dict(zip(self.on_host, current, strict=True))
+        i = self.after(current[0], i)
         for var in self.loop.inputs:
             if var not in values:
                 values[var] = state[var] if not jnp.ndim(state[var]) else self.cut(state[var], i)
         new = self.loop.evaluate(values, list(self.replaced.values()), current[0].shape)
+        following = self.after(new[0], following)
         made, fetched = dict(zip(self.replaced, new, strict=True)), []
 
-        def write(var: Any) -> None:
+        def write(var: Any, i: Any = i) -> None:
             if var in made:
                 x = made.pop(var)
                 x = jax.device_put(x, jax.memory.Space.Host) if var in self.on_host else x
@@ -237,10 +247,14 @@ class _Pipeline:
             if var is self.on_host[-1] and len(self.on_host) > 1:
                 write(var)
             fetched.append(self.fetch(state[var], following))
-            write(var)
+            write(var, self.after(fetched[-1], i))
         for var in list(made):
             write(var)
         return state, fetched
+
+    def after(self, chunk: Any, i: Any) -> Any:
+        """Returns the number of a chunk, on GPUs as one that is not known before another chunk is there."""
+        return i + zero_after(chunk) if self.on_gpus else i
 
     def cut(self, x: Any, i: Any) -> Any:
         return lax.dynamic_slice_in_dim(x, self.rows.offset(i), self.rows.size, 0)

@@ -19,7 +19,6 @@ from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate, flattened, trace_flat
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after
-from zero_jax.training.optimizer.offload import HOST
 
 
 def stream(
@@ -109,16 +108,11 @@ def _run_whole(
     arrays = [x.array for x in arguments]
     for i in unit.on_host:
         x, _ = lax.optimization_barrier((arrays[i], start))
-        arrays[i] = jax.device_put(x, arguments[i].sharding)
+        arrays[i] = jax.device_put(x, jax.memory.Space.Device)
     made = _evaluate(unit.jaxpr, range(len(unit.results)), consts, arrays)
     results = []
     for i, x in zip(unit.results, made, strict=True):
         goal = arguments[into[i]]
         x = _pinned(x, goal.sharding)
-        results.append(jax.device_put(x, _host(goal.sharding)) if goal.on_host else x)
+        results.append(jax.device_put(x, jax.memory.Space.Host) if goal.on_host else x)
     return results, zero_after(made[0])
-
-
-def _host(sharding: NamedSharding | None) -> NamedSharding:
-    assert sharding is not None
-    return sharding.with_memory_kind(HOST)

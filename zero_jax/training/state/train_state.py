@@ -16,7 +16,7 @@ from zero_jax.core.gather_names import gather_scope
 from zero_jax.core.jaxprs import Chain, is_on_host, reshard
 from zero_jax.core.tree import PyTree, leaf_names, with_shapes
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import LossScale, Precision, cast_floating, resolve_precision
 from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
 from zero_jax.sharding.rules import (
@@ -173,7 +173,8 @@ class Placement:
         one beside them. Those of as many layers go together, so that several gathers are under way at once.
         """
         leaves, placements = jax.tree.leaves(tree), jax.tree.leaves(self.params, is_leaf=_is_placement)
-        if "master" not in self.groups:
+        kept = self.axes_of_group("params")
+        if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in kept]) == 1:
             return cast_floating(tree, dtype)
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):

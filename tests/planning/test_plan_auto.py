@@ -63,12 +63,57 @@ def test_state_bytes_without_master_params():
 )
 def test_what_is_in_host_memory_is_on_no_device(what, stage, per_param):
     found = estimator(config=dataclasses.replace(CONFIG, offload=what, offload_window_bytes=1))
-    held = setting(stage)
+    held = setting(stage, offload=what)
     assert found.state_bytes(held) == pytest.approx(per_param * PSI, rel=0.001, abs=100)
-    assert found.seconds(held) > estimator().seconds(held) + 0.9 * found.host_bytes(held) / 1.2e10
+    assert found.seconds(held) > found.seconds(setting(stage)) + 0.9 * found.host_bytes(held) / 1.2e10
     if what == "all":
         with pytest.raises(ValueError, match="give stage=3"):
-            found.estimate(setting(2))
+            found.estimate(setting(2, offload=what))
+
+
+def test_quantized_gathers_send_less_and_take_work():
+    config = dataclasses.replace(CONFIG, stage=3, quantize_gathers="int8")
+    found, held = estimator(config=config), setting(3, quantize=True)
+    plain = dataclasses.replace(held, quantize=False)
+    gathers, reduced = found.sent_shares(held)
+    assert gathers == pytest.approx((1 + 2 / 128) / 2, rel=0.02) and reduced == 1
+    assert found.data_seconds(held) < 0.75 * found.data_seconds(plain)
+    assert found.coded_bytes(held) == pytest.approx((1 + gathers) * 2 * 2 * PSI, rel=0.01)
+    assert found.sent_shares(plain) == (1, 1) and found.coded_bytes(plain) == 0
+    assert found.estimate(plain) == estimator().estimate(setting(3))
+    with pytest.raises(ValueError, match="stage=0 gathers no params"):
+        found.estimate(setting(0, quantize=True))
+
+
+def test_quantization_is_searched_where_the_config_has_formats():
+    assert tried(by_estimate(stages=(0, 3)), "quantize") == {False}
+    config = dataclasses.replace(CONFIG, quantize_gathers="int8", quantize_grads="int8")
+    found = by_estimate(stages=(0, 3), config=config)
+    assert tried(found, "quantize") == {False, True} and "quantize" in str(found)
+    assert {x.reason[:9] for x in found.rejected if x.setting.stage == 0 and x.setting.quantize} == {"quantize:"}
+    assert tried(by_estimate(stages=(3,), config=config, quantizes=(True,)), "quantize") == {True}
+
+
+def large(key):
+    """1.6 billion params: 22 GB of state in mixed precision."""
+    return {"layers": [jnp.zeros((40_000, 40_000))]}
+
+
+def test_offload_is_searched_where_nothing_fits():
+    large_loss = lambda params, batch: jnp.mean((batch["x"] @ params["layers"][0]) ** 2)  # noqa: E731
+    options = {"batch": {"x": jax.ShapeDtypeStruct((4, 40_000), jnp.bfloat16)}, "topology": "v5e:1x1"}
+    options |= {"remats": ("own",), "max_num_microbatches": 1}
+    found = by_estimate(large_loss, large, **options)
+    assert tried(found, "offload") == {None, "optimizer", "state", "all"}
+    assert found.best.offload == "optimizer" and json.loads(json.dumps(found.to_json()))["best"]["offload"]
+    by_offload = {x.setting.offload: x for x in found.ranked}
+    assert by_offload["optimizer"].host_bytes == pytest.approx(8 * 1.6e9, rel=0.001)
+    assert "host GB" in str(found) and "12.8" in str(found)
+    assert tried(by_estimate(large_loss, large, **options, offloads=()), "offload") == {None}
+    assert tried(by_estimate(large_loss, large, **options, offloads=("state",)), "offload") == {None, "state"}
+    config = dataclasses.replace(CONFIG, offload="state")
+    assert tried(by_estimate(large_loss, large, **options, config=config), "offload") == {"state"}
+    assert tried(by_estimate(stages=(3,)), "offload") == {None}  # all fit without
 
 
 def test_a_trace_serves_all_batch_sizes():

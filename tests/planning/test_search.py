@@ -1,5 +1,6 @@
 """The search, on a model of memory and time that is simple enough to work out by hand."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -61,7 +62,8 @@ def test_candidates_multiply_up_and_divide():
 
 
 def test_candidates_of_one_device_and_of_the_model_axis():
-    assert {(s.replica, s.data) for s in candidates(num_devices=1, batch_size=1)} == {(1, 1)}
+    assert {(s.stage, s.replica, s.data) for s in candidates(num_devices=1, batch_size=1)} == {(0, 1, 1), (3, 1, 1)}
+    assert {s.stage for s in candidates(num_devices=1, batch_size=1, stages=(2, 1))} == {2}
     found = candidates(num_devices=8, batch_size=8, models=(1, 2, 3, 4), stages=(3,))
     assert {s.model for s in found} == {1, 2, 4}  # 8 devices do not split into 3
     assert {s.data * s.replica for s in found if s.model == 4} == {2}
@@ -301,6 +303,29 @@ def test_more_devices_may_need_a_larger_batch():
     # An example a device already: the next size is 16 devices, of which 8 examples leave half without any.
     got = run(candidates(num_devices=8, batch_size=8), capacity_bytes=2.5e9)
     assert got.nearest.remedies[0] == "8 devices more (16 in all, with a batch of 16)"
+
+
+def test_the_fallback_is_tried_where_nothing_fits():
+    settings = candidates(num_devices=8, batch_size=32, stages=(2, 3))
+    fallback = candidates(num_devices=8, batch_size=32, stages=(2,), offloads=("state",))
+
+    def smaller(setting):
+        found = estimate(setting)
+        return dataclasses.replace(found, bytes=found.bytes / 8, host_bytes=5e9) if setting.offload else found
+
+    assert run(settings, fallback=fallback, estimate=smaller).best.offload is None
+    got = run(settings, fallback=fallback, estimate=smaller, capacity_bytes=2.5e9)
+    assert got.best.offload == "state" and {entry.setting.offload for entry in got.ranked} == {"state"}
+    assert {x.setting for x in (*got.ranked, *got.rejected)} == {*settings, *fallback}
+    header, first, *_ = str(got).partition("rank")[2].splitlines()
+    assert header.split() == ["setting", "GB", "host", "GB", "s/step", "estimated", "by"]
+    assert "offload=state" in first and " 5.0 " not in first  # what the compiler says, which is none here
+    # The compiler finds what was estimated to fit too large.
+    compiler = Compiler(lambda s: Outcome(fits=bool(s.offload), bytes=1e9 if s.offload else 99e9, seconds=1.0))
+    got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=100)
+    assert got.best.offload == "state" and [s.offload for s in compiler.asked].index("state") > 0
+    got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=1)
+    assert got.num_compiled == 1 and got.best is None and "allow more compiles" in str(got)
 
 
 def test_nearest_miss_names_smaller_microbatches_and_batches():

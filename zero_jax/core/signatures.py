@@ -168,8 +168,13 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "models": (_optional(_some(_is_count(1))), "give sizes of the axis `model`, such as (1, 2, 4)"),
     "name": (_is(str), "give a text"),
     "overlaps": (_optional(_some(_is(bool))), "give some of True and False"),
+    "offloads": (
+        _optional(_are(lambda name: name in ("optimizer", "state", "all"))),
+        "give some of 'optimizer', 'state' and 'all'",
+    ),
     "own_process": (_is(bool), "give True or False"),
     "param_shapes": (_are_shapes, "give arrays or jax.ShapeDtypeStructs"),
+    "quantizes": (_optional(_some(_is(bool))), "give some of True and False"),
     "reduce_dtype": (_optional(_is_dtype), "give a floating dtype, such as jnp.float32"),
     "remats": (_optional(_some(_is(str))), "give names of policies, such as ('none', 'full')"),
     "replica": (_is_count(1), "give the size of the mesh axis, at least 1"),

@@ -12,16 +12,18 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.planning.estimates import Estimator, Policy, model_sizes
+from zero_jax.planning.estimates import Estimator, Policy, model_sizes, setting_config
 from zero_jax.planning.job import Job, batch_of
 from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.search import candidates, search
+from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
 
+_OFFLOADS = ("optimizer", "state", "all")
 # The policies to try by default, from most memory to least; less memory costs time or traffic. The model's own comes
 # last: it is left out where it equals one of the others.
 _REMATS = ("none", "dots", "full", "full_sharded", "full_offloaded", "own")
@@ -65,13 +67,15 @@ def plan_auto(
     remats: Sequence[str] | None = None,
     attentions: Sequence[str] | None = None,
     overlaps: Sequence[bool] | None = None,
+    offloads: Sequence[str] | None = None,
+    quantizes: Sequence[bool] | None = None,
     temporaries: Callable[[Candidate], float] | None = None,
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
     max_compiles: int = 4,
     **compiling: Any,
 ) -> AutoPlan:
-    """Searches stage, mesh axes, microbatches, remat, attention and overlap for a model, a topology and a batch.
+    """Searches stage, mesh axes, microbatches, remat and more for a model, a topology and a batch.
 
     All settings are estimated and ranked; those with the least estimated time are compiled, and only compiled settings
     can be the best. One of the compiled settings is plain: the fastest stage over `data` alone, with the model's own
@@ -84,7 +88,7 @@ def plan_auto(
       batch: the global batch of a step: arrays or `ShapeDtypeStruct`s.
       topology: as for `plan`.
       config: all that is not searched: precision, clipping, specs. A `remat` other than `own`, `attention="fused"`,
-        `secondary=True` and `overlap=False` are kept.
+        `secondary=True`, `overlap=False` and `offload` are kept.
       stages: the stages to try.
       replicas: sizes of the axis `replica` to try; None tries all that divide.
       models: sizes of the axis `model` to try; None tries those within a host or along the dims of a torus, if the
@@ -95,6 +99,10 @@ def plan_auto(
         computes attention by itself that the hardware has a kernel for.
       overlaps: whether to compile with the options of `overlap`: those to try, the plain one first; None tries both
         where the hardware has such options.
+      offloads: what to keep in host memory, of `optimizer`, `state` and `all`, where nothing fits without; None tries
+        all of them, an empty sequence none.
+      quantizes: whether to send params and gradients in the formats of `config`: those to try; None tries both where
+        it has any.
       temporaries: bytes per device of activations and gathered params, by setting; None estimates them from a trace of
         the loss function.
       batch_sizes: examples of a step to try; the setting of the most examples a second is the best. None tries that of
@@ -107,7 +115,7 @@ def plan_auto(
       ValueError: an unknown topology, or a batch that no setting divides.
     """
     check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
-    check_arguments(attentions=attentions, overlaps=overlaps)
+    check_arguments(attentions=attentions, overlaps=overlaps, offloads=offloads, quantizes=quantizes)
     check_arguments(batch_sizes=batch_sizes, max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
@@ -133,22 +141,30 @@ def plan_auto(
         secondaries=(True,) if config.secondary else (False, True),
         attentions=attentions,
         overlaps=overlaps,
+        quantizes=quantizes or ((False, True) if config.resolved_quantize() else (False,)),
         max_num_microbatches=max_num_microbatches,
     )
-    settings = [x for size in batch_sizes or (estimator.batch_size,) for x in tried(batch_size=size)]
+    sizes_to_try, offload = batch_sizes or (estimator.batch_size,), config.resolved_offload()
+    settings = [x for size in sizes_to_try for x in tried(batch_size=size, offloads=[offload and offload.what])]
+    offloads = () if offload else _OFFLOADS if offloads is None else offloads
+    offloaded = [x for size in sizes_to_try for what in offloads for x in tried(batch_size=size, offloads=[what])]
     reports: dict[Candidate, PlanReport] = {}
 
     def compile(setting: Candidate) -> Outcome:
         named = dataclasses.replace(options, name=f"{options.name}, {setting}")
         report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
         seconds = report.time.step_seconds if report.time else None
-        return Outcome(fits=report.fits, bytes=report.needed_bytes, seconds=seconds, error=report.refusal)
+        return Outcome(
+            fits=report.fits, bytes=report.needed_bytes, seconds=seconds, error=report.refusal,
+            host_bytes=report.host_bytes,
+        )  # fmt: skip
 
     ranking = search(
         settings,
         estimate=estimator.estimate,
         compile=compile,
         capacity_bytes=estimator.hardware.usable_bytes,
+        fallback=[x for x in offloaded if _is_distinct(x, has_master=estimator.precision.has_master)],
         max_compiles=max_compiles,
         is_plain=_plain(settings, same.get("own", "own") if "own" in policies else next(iter(policies))),
         log=options.log,
@@ -183,9 +199,16 @@ def remat_policies(
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
     """Returns the function that recognizes a plain setting: the fewest axes, this remat, the first of the others."""
     axes = lambda setting: (setting.model, setting.replica, setting.secondary)  # noqa: E731
-    others = lambda setting: (setting.remat, setting.attention, setting.overlap)  # noqa: E731
-    least, plain = min(map(axes, settings)), (remat, settings[0].attention, settings[0].overlap)
+    others = lambda setting: (setting.remat, setting.attention, setting.overlap, setting.quantize)  # noqa: E731
+    least, plain = min(map(axes, settings)), (remat, *others(settings[0])[1:])
     return lambda setting: axes(setting) == least and others(setting) == plain
+
+
+def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
+    """Returns whether `offload` does not contradict a setting, and keeps more in host memory than a lesser one."""
+    has_copy = has_master and ("params" not in sharded_groups(setting.stage) or setting.secondary)
+    can_move = {"state": has_copy, "all": "params" in sharded_groups(setting.stage) and not setting.secondary}
+    return can_move.get(str(setting.offload), True)
 
 
 def _attentions(estimator: Estimator, config: ZeroConfig) -> tuple[str, ...]:
@@ -207,16 +230,7 @@ def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[in
 def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) -> Job:
     """Returns a job with the settings of a candidate."""
     policy = policies[setting.remat]
-    config = dataclasses.replace(
-        job.config,
-        stage=setting.stage,
-        num_microbatches=setting.num_microbatches,
-        keep_gathered=setting.keep_gathered,
-        secondary=setting.secondary,
-        remat=policy.remat,
-        attention=setting.attention,
-        overlap=setting.overlap,
-    )
+    config = dataclasses.replace(setting_config(job.config, setting), remat=policy.remat)
     is_same = setting.batch_size == max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
     batch = job.batch if is_same else batch_of(job.batch, setting.batch_size)
     axes = {"replica": setting.replica, "model": setting.model}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.analysis import LossTrace, memory, trace_loss
+from zero_jax.analysis import LossTrace, comms, memory, trace_loss
 from zero_jax.planning.job import Job
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
@@ -24,13 +24,15 @@ from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
-from zero_jax.training import MeshLoss, abstract_state, step_options
+from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, step_options
 from zero_jax.transforms import Remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _MAX_MODEL = 16
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
+_UNQUANTIZED = dict.fromkeys(("quantize", "quantize_gathers", "quantize_grads", "quantize_block_size"))
+_ON_DEVICES = dict.fromkeys(("offload", "offload_fraction", "offload_paths", "offload_window_bytes"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,25 @@ def model_sizes(name: str) -> tuple[int, ...]:
     sizes = {1} | {size for extent in shape for size in divisors(extent)}
     sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
     return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
+
+
+def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
+    """Returns a config with the settings of a candidate, but for its remat policy.
+
+    Raises:
+      ValueError: settings that do not go together.
+    """
+    return dataclasses.replace(
+        config,
+        stage=setting.stage,
+        num_microbatches=setting.num_microbatches,
+        keep_gathered=setting.keep_gathered,
+        secondary=setting.secondary,
+        attention=setting.attention,
+        overlap=setting.overlap,
+        offload=config.offload or setting.offload,
+        **({} if setting.quantize else _UNQUANTIZED),
+    )
 
 
 class Estimator:
@@ -84,19 +105,20 @@ class Estimator:
             step_options(self.mesh(1), dataclasses.replace(job.config, overlap=overlap, secondary=False)).options
             for overlap in (True, False)
         )
-        self.has_overlap = with_options != without
+        self.has_overlap = with_options != without and self.num_devices > 1
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
         self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
-        self.offload = job.config.resolved_offload()
-        # What is in host memory is counted by `host_bytes`.
-        on_devices = dict.fromkeys(("offload", "offload_fraction", "offload_paths", "offload_window_bytes"))
-        self.config = dataclasses.replace(job.config, stage=0, num_microbatches=1, secondary=False, **on_devices)
+        self.offload = job.config.resolved_offload() or Offload()
+        # What is in host memory is counted by `host_bytes`, what is sent quantized by `sent_shares`.
+        plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
+        self.config = dataclasses.replace(job.config, **plain)
         self.precision = resolve_precision(self.config.precision)
         # Bytes per param and the number of params depend on the size of `model` alone, the trace on the policy too.
         self.sizes = functools.cache(self._sizes)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
         self.links = functools.cache(self._links)
+        self.sent_bytes = functools.cache(self._sent_bytes)
 
     def mesh(self, model: int) -> Any:
         """Returns a mesh of `model` devices, all of them on the axis `model`."""
@@ -182,7 +204,8 @@ class Estimator:
         """
         state, grads, others = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
         note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
-        return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note)
+        host_bytes = self.host_bytes(setting)
+        return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note, host_bytes=host_bytes)
 
     def num_parts(self, setting: Candidate) -> float:
         """Returns the traced batch over the examples of a device."""
@@ -197,7 +220,7 @@ class Estimator:
         param_bytes = 0.0 if are_masters else sizes.param_bytes
         num_shards = self.num_param_shards(setting)
         model_state = sizes.by_group.get("model_state", 0.0) / num_shards
-        window_bytes = 0 if self.offload is None else 2 * self.offload.window_bytes
+        window_bytes = 2 * self.offload.window_bytes if setting.offload else 0
         own = num_params * (optimizer + param_bytes / num_shards) + model_state
         return own - self.host_bytes(setting) + window_bytes
 
@@ -212,13 +235,14 @@ class Estimator:
         """Returns bytes of the train state in host memory for each device."""
         is_sharded = "opt_state" in sharded_groups(setting.stage)
         stage = 2 if setting.secondary else setting.stage  # of the groups that are kept: the params are a copy
-        return self.offloaded(setting.model, stage) / (setting.data if is_sharded else 1)
+        return self.offloaded(setting.model, stage, setting.offload) / (setting.data if is_sharded else 1)
 
-    def _offloaded(self, model: int, stage: int) -> float:
+    def _offloaded(self, model: int, stage: int, what: Any) -> float:
         """Returns the bytes in host memory for each of `model` devices."""
-        if self.offload is None:
+        if what is None:
             return 0.0
-        mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=self.offload)
+        offload = dataclasses.replace(self.offload, what=what)
+        mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=offload)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
         return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
 
@@ -249,10 +273,16 @@ class Estimator:
         compute = setting.num_microbatches * roofline.compute_seconds(traced.kernels, parts * setting.num_microbatches)
         compute += roofline.moved_seconds(self.update_bytes(setting))
         compute += roofline.moved_seconds(self.cleared_bytes(setting), roofline.efficiency.unfused)
+        compute += roofline.moved_seconds(self.coded_bytes(setting))
         waits = roofline.exposed_seconds(self.data_seconds(setting), compute) + self.model_seconds(setting)
         step = max(compute + waits, roofline.host_seconds(traced, parts))
-        # The update fetches and writes back at once.
-        return step + self.host_bytes(setting) / self.hardware.host_bytes_per_second
+        # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
+        # for each use, which waits for them.
+        copied = self.host_bytes(setting) * (4 / 3 if self.hardware.platform == "cuda" else 1)
+        if setting.offload == "all":
+            params = self.host_bytes(setting) - self.host_bytes(dataclasses.replace(setting, offload="optimizer"))
+            copied += setting.num_microbatches * (1 if setting.keep_gathered else 2) * params
+        return step + copied / self.hardware.host_bytes_per_second
 
     def update_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that the update and the accumulation of gradients move in a step."""
@@ -276,19 +306,49 @@ class Estimator:
         groups = sharded_groups(setting.stage)
         return "grads" in groups or ("opt_state" in groups and setting.num_microbatches == 1)
 
+    def moved_bytes(self, setting: Candidate) -> tuple[float, float]:
+        """Returns the bytes of params that are gathered in a step, and of gradients that are reduced, unquantized."""
+        (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
+        k = setting.num_microbatches
+        gathers = k * (1 if setting.keep_gathered else 2) if "params" in groups else 1
+        reduced = num_params * self.reduced_bytes(setting)
+        return num_params * gathers * sizes.param_bytes, (k if "grads" in groups else 1) * reduced
+
+    def sent_shares(self, setting: Candidate) -> tuple[float, float]:
+        """Returns what gathers send of their bytes without quantization, and what reductions do."""
+        if not setting.quantize:
+            return 1.0, 1.0
+        alike = dataclasses.replace(setting, remat="", attention="own", overlap=True, offload=None)
+        quantized, plain = self.sent_bytes(alike), self.sent_bytes(dataclasses.replace(alike, quantize=False))
+        gathers, reduced = (a / b if b else 1.0 for a, b in zip(quantized, plain, strict=True))
+        return gathers, reduced
+
+    def _sent_bytes(self, setting: Candidate) -> tuple[float, float]:
+        """Returns the bytes that a device sends in gathers, and in reductions, by formula."""
+        mesh = self.links(setting.replica, setting.model).mesh
+        config = dataclasses.replace(setting_config(self.job.config, setting), **_ON_DEVICES)
+        state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
+        rows = comms.estimate(state, mesh=mesh, config=config, tx=self.job.tx).rows
+        gathers = sum(row.total_sent_bytes for row in rows if row.kind == "all-gather")
+        return gathers, sum(row.total_sent_bytes for row in rows) - gathers
+
+    def coded_bytes(self, setting: Candidate) -> float:
+        """Returns the bytes per device that are read and written to make codes and to decode them."""
+        shares, moved = self.sent_shares(setting), self.moved_bytes(setting)
+        return sum((1 + share) * num_bytes for share, num_bytes in zip(shares, moved, strict=True) if share < 1)
+
     def data_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""
-        (sizes, num_params), groups = self.sizes(setting.model), sharded_groups(setting.stage)
-        links, k = self.links(setting.replica, setting.model), setting.num_microbatches
-        config = dataclasses.replace(self.config, stage=setting.stage, secondary=setting.secondary)
+        sizes, num_params = self.sizes(setting.model)
+        links = self.links(setting.replica, setting.model)
+        config = setting_config(self.job.config, setting)
         axes = config.axes_of(links.mesh)
         inside = axes.of_params().data
         across = [axis for axis in axes.data if axis not in inside]
-        reduces = k if "grads" in groups else 1
-        gathers = k * (1 if setting.keep_gathered else 2) if "params" in groups else 1
         reduced, num_shards = num_params * self.reduced_bytes(setting), axis_size(links.mesh, inside)
-        seconds = links.gather_seconds(reduces * reduced, inside)
-        seconds += links.gather_seconds(num_params * gathers * sizes.param_bytes, inside)
+        (params, grads), shares = self.moved_bytes(setting), self.sent_shares(setting)
+        seconds = links.gather_seconds(shares[0] * params, inside)
+        seconds += links.gather_seconds(shares[1] * grads, inside, exchanges=config.sends_own_grads)
         # Between copies of the params: gradients once a step, and new params unless `replica` makes the copies.
         seconds += links.gather_seconds((reduced + num_params * sizes.param_bytes) / num_shards, across)
         return seconds + 2 * links.gather_seconds(reduced / setting.data, axes.replica)

@@ -42,10 +42,12 @@ class Links:
             return 0.0
         group = max(collective.replica_groups, key=len)
         bandwidth, hops = self.bandwidth(group, kind=collective.kind)
-        factor = 1.0
-        if collective.kind in ("all-to-all", "ragged-all-to-all") and self.topology.hardware.platform == "tpu":
-            factor = max(1.0, hops / 4)  # on a ring most of it passes through others
+        factor = self.crossings(hops) if collective.kind in ("all-to-all", "ragged-all-to-all") else 1.0
         return collective.sent_bytes * factor / bandwidth + hops * HOP_SECONDS
+
+    def crossings(self, hops: int) -> float:
+        """Returns how many links a byte of an all-to-all crosses: on a ring most of it passes through others."""
+        return max(1.0, hops / 4) if self.topology.hardware.platform == "tpu" else 1.0
 
     def taken(self, collective: Collective) -> frozenset[Hashable]:
         """Returns the links that a collective takes: all of the torus dims that its groups are spread over.

@@ -13,7 +13,7 @@ _MAX_LINES = 15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings of a train step that a search may choose: stage, mesh axes, microbatches, remat, attention, overlap.
+    """Settings of a train step that a search may choose, such as stage, mesh axes, microbatches and remat.
 
     Attributes:
       stage: the ZeRO stage.
@@ -27,6 +27,8 @@ class Candidate:
       secondary: whether there is a secondary shard of the params inside each slice or host.
       attention: `own` or `fused`, as of `ZeroConfig`.
       overlap: whether it is compiled with the options that let collectives run beside computation.
+      offload: what is kept in host memory: `optimizer`, `state`, `all` or nothing.
+      quantize: whether params or gradients are sent in the formats of the config.
     """
 
     stage: int
@@ -40,6 +42,8 @@ class Candidate:
     secondary: bool = False
     attention: str = "own"
     overlap: bool = True
+    offload: str | None = None
+    quantize: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -50,7 +54,7 @@ class Candidate:
     def parts(self) -> tuple[Any, ...]:
         """What settings that compile to similar programs have in common."""
         several = self.num_microbatches > 1, self.replica > 1, self.model > 1, self.secondary
-        return self.stage, self.remat, *several, self.attention, self.overlap
+        return self.stage, self.remat, *several, self.attention, self.overlap, self.offload, self.quantize
 
     def __str__(self) -> str:
         return self.describe(str(self.num_microbatches))
@@ -64,6 +68,8 @@ class Candidate:
         parts += ["secondary"] if self.secondary else []
         parts += [f"attention={self.attention}"] if self.attention != "own" else []
         parts += [] if self.overlap else ["no_overlap"]
+        parts += [f"offload={self.offload}"] if self.offload else []
+        parts += ["quantize"] if self.quantize else []
         return f"stage {self.stage} {' '.join(parts)}"
 
 
@@ -75,11 +81,13 @@ class Estimated:
       bytes: bytes per device.
       seconds: seconds of a step.
       note: what the bytes consist of, such as `31.2 GB of model state`.
+      host_bytes: bytes in host memory for each device.
     """
 
     bytes: float
     seconds: float
     note: str = ""
+    host_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,12 +99,14 @@ class Outcome:
       bytes: bytes per device, if known.
       seconds: seconds of a step, estimated from the compiled program, if known.
       error: why compiling failed, or why the program does not fit.
+      host_bytes: bytes in host memory for each device.
     """
 
     fits: bool
     bytes: float | None = None
     seconds: float | None = None
     error: str = ""
+    host_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +134,12 @@ class Ranked:
         """Bytes per device, of the compiled program if known, else estimated."""
         sizes = [source.bytes for source in (self.outcome, self.estimated) if source]
         return next((size for size in sizes if size is not None), float("inf"))
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes in host memory for each device, of the compiled program if there is one, else estimated."""
+        source = self.outcome or self.estimated
+        return source.host_bytes if source else 0.0
 
     @property
     def seconds(self) -> float:
@@ -181,14 +197,18 @@ class Ranking:
         lines = [self._headline()]
         compiled, named = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
         if self.ranked:
-            rows = [("rank", "setting", "GB", "s/step", "estimated", "by")]
-            for i, entry in enumerate(self.ranked[:_MAX_LINES], start=1):
+            shown = self.ranked[:_MAX_LINES]
+            rows = [("rank", "setting", "GB", "host GB", "s/step", "estimated", "by")]
+            for i, entry in enumerate(shown, start=1):
                 # A rank is among settings of the same kind: what is estimated does not compare with what is compiled.
                 rank = i if entry.outcome or not compiled else ""
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
-                rows.append((f"{rank}", named(entry.setting), f"{entry.bytes / 1e9:.1f}", _shown(entry), estimated, by))
-            lines += ["", aligned(rows, right={0, 2, 3, 4})]
+                sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.host_bytes / 1e9:.1f}"
+                rows.append((f"{rank}", named(entry.setting), *sizes, _shown(entry), estimated, by))
+            if not any(entry.host_bytes for entry in shown):
+                rows = [(*row[:3], *row[4:]) for row in rows]
+            lines += ["", aligned(rows, right=set(range(len(rows[0]) - 1)) - {1})]
             if len(self.ranked) > _MAX_LINES:
                 lines.append(f"      ... and {len(self.ranked) - _MAX_LINES} more that fit by estimate and rank below")
         if self.rejected:

@@ -151,12 +151,17 @@ class MeshLinks:
         remaining = [axes, *(dims_of(sharding, 1)[0] for sharding in shardings)]
         return [(mesh, before[len(after) :]) for before, after in itertools.pairwise(remaining)][::-1]
 
-    def gather_seconds(self, num_bytes: float, axes: Sequence[str]) -> float:
-        """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it."""
+    def gather_seconds(self, num_bytes: float, axes: Sequence[str], *, exchanges: bool = False) -> float:
+        """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it.
+
+        With `exchanges` all-to-alls do what the reduce-scatter does.
+        """
         seconds = 0.0
         for mesh, together in self.steps(tuple(axes)):
             size = axis_size(mesh, together)
-            seconds += num_bytes * (1 - 1 / size) / self.rate(mesh, together)[0] if size > 1 else 0.0
+            bytes_per_second, hops = self.rate(mesh, together)
+            crossings = self.links.crossings(hops) if exchanges else 1.0
+            seconds += crossings * num_bytes * (1 - 1 / size) / bytes_per_second if size > 1 else 0.0
             num_bytes /= size
         return seconds
 

@@ -37,12 +37,15 @@ def candidates(
     secondaries: Sequence[bool] = (False,),
     attentions: Sequence[str] = ("own",),
     overlaps: Sequence[bool] = (True,),
+    offloads: Sequence[str | None] = (None,),
+    quantizes: Sequence[bool] = (False,),
     max_num_microbatches: int = 64,
 ) -> tuple[Candidate, ...]:
     """Returns all valid settings for a number of devices and a batch size.
 
     Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
-    shards over 1 of several devices, `keep_gathered` where params are not sharded.
+    shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
+    are not sharded.
 
     Args:
       num_devices: number of devices.
@@ -58,6 +61,8 @@ def candidates(
         hosts, and over several devices of each.
       attentions: who computes attention: `own`, `fused`.
       overlaps: whether to compile with the options that let collectives run beside computation.
+      offloads: what to keep in host memory: `optimizer`, `state`, `all`, or None for nothing.
+      quantizes: whether to send params or gradients quantized.
       max_num_microbatches: the most microbatches.
 
     Raises:
@@ -76,6 +81,8 @@ def candidates(
     for model, stage in itertools.product(fitting, stages):
         groups = sharded_groups(stage)
         copies = num_devices // model
+        if copies == 1 and stage not in {"params" in sharded_groups(x): x for x in reversed(stages)}.values():
+            continue
         for replica in divisors(copies):
             data = copies // replica
             same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
@@ -99,9 +106,11 @@ def candidates(
                     secondary=secondary,
                     attention=attention,
                     overlap=overlap,
+                    offload=offload,
+                    quantize=quantize,
                 )
-                for k, remat, secondary, attention, overlap in itertools.product(
-                    counts, policies, shards, attentions, overlaps
+                for k, remat, secondary, attention, overlap, offload, quantize in itertools.product(
+                    counts, policies, shards, attentions, overlaps, offloads, quantizes
                 )
             ]
     if not settings:
@@ -122,6 +131,7 @@ def search(
     estimate: Estimate,
     compile: Compile,
     capacity_bytes: float,
+    fallback: Sequence[Candidate] = (),
     max_compiles: int = 6,
     is_plain: Callable[[Candidate], bool] = lambda setting: False,
     log: Log = lambda line: None,
@@ -131,13 +141,15 @@ def search(
     First a plain setting is compiled, as a control: that of the fewest microbatches, and of those the fastest. Each
     compiled program corrects the estimated time of the settings that are not compiled yet (`corrected_seconds`), and
     the fastest of them is compiled next. If the program of a setting is too large, the settings that need no less by
-    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate.
+    estimate are skipped. If none has fitted, the last compile goes to the smallest by estimate. Where none fits, by
+    estimate or by the compiler, the same is done with `fallback`.
 
     Args:
       candidates: the settings.
       estimate: estimates bytes per device and seconds of a step; a `ValueError` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
+      fallback: settings that need less memory and more time.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
       log: called with each line of progress.
@@ -150,17 +162,23 @@ def search(
         raise ValueError(
             f"search: {len(settings)} candidates, max_compiles={max_compiles}: give settings, see candidates()"
         )
-    entries = [_estimated(setting, estimate, capacity_bytes) for setting in settings]
-    fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
-    rejected = [entry for entry in entries if entry.reason]
-    log(f"{len(settings)} settings: {len(fitting)} may fit by estimate, {len(rejected)} do not")
-    compiled, skipped = _compile_best(
-        fitting, compile, capacity_bytes, max_compiles=max_compiles, is_plain=is_plain, log=log
-    )
-    rejected += [entry for entry in compiled if entry.reason] + skipped
-    decided = {entry.setting for entry in (*compiled, *skipped)}
-    ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
-    ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
+    rejected, ranked, num_compiled = [], [], 0
+    for group in (settings, fallback):
+        entries = [_estimated(setting, estimate, capacity_bytes) for setting in group]
+        fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
+        rejected += [entry for entry in entries if entry.reason]
+        where = "" if group is settings else "nothing fits without host memory; "
+        log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {len(entries) - len(fitting)} do not")
+        compiled, skipped = _compile_best(
+            fitting, compile, capacity_bytes, max_compiles=max_compiles - num_compiled, is_plain=is_plain, log=log
+        )
+        num_compiled += len(compiled)
+        rejected += [entry for entry in compiled if entry.reason] + skipped
+        decided = {entry.setting for entry in (*compiled, *skipped)}
+        ranked = sorted((entry for entry in compiled if not entry.reason), key=_order)
+        ranked += _corrected([entry for entry in fitting if entry.setting not in decided], compiled)
+        if ranked or not fallback:
+            break
     best = ranked[0] if ranked and (ranked[0].outcome or max_compiles == 0) else None
     return Ranking(
         ranked=tuple(ranked),
@@ -168,7 +186,7 @@ def search(
         best=best.setting if best else None,
         nearest=None if ranked else _nearest(rejected, estimate, capacity_bytes),
         capacity_bytes=capacity_bytes,
-        num_compiled=len(compiled),
+        num_compiled=num_compiled,
     )
 
 

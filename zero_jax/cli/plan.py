@@ -49,8 +49,8 @@ def add_commands(commands: Any) -> None:
     auto.add_argument(
         "--auto",
         action="store_true",
-        help="choose stage, replica, model axis, microbatches, remat, attention, overlap and batch size, except those "
-        "set by options",
+        help="choose stage, replica, secondary shard, model axis, microbatches, remat, attention, overlap and batch "
+        "size, except those set by options; offload, where nothing fits without; whether to quantize in given formats",
     )
     auto.add_argument(
         "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from zero_jax.hlo.layout import arrays, parse_shape
+from zero_jax.hlo.layout import Array, arrays, parse_shape
 from zero_jax.hlo.program import Instruction, parse
 from zero_jax.hlo.traffic import with_executions
 
@@ -68,6 +68,7 @@ def _transfer(computation: str, start: Instruction) -> HostTransfer | None:
     on_device = [array.num_bytes for array in held if array.space != HOST_SPACE]
     if len(on_device) == len(held) or not on_device:
         return None
+    assert not isinstance(shape, Array)  # operands, results and a context
     result = shape[0 if start.opcode == "copy-start" else 1]
     to_host = any(array.space == HOST_SPACE for array in arrays(result))
     return HostTransfer(

@@ -333,9 +333,14 @@ class Estimator:
         return gathers, sum(row.total_sent_bytes for row in rows) - gathers
 
     def coded_bytes(self, setting: Candidate) -> float:
-        """Returns the bytes per device that are read and written to make codes and to decode them."""
-        shares, moved = self.sent_shares(setting), self.moved_bytes(setting)
-        return sum((1 + share) * num_bytes for share, num_bytes in zip(shares, moved, strict=True) if share < 1)
+        """Returns the bytes per device that are read and written to make codes and to decode them.
+
+        Of params, those of a gather are decoded, of a shard made. Gradients are read for the scales and for the codes,
+        and summed in float32, which is written and read.
+        """
+        (params, grads), (gathers, reduced) = self.moved_bytes(setting), self.sent_shares(setting)
+        decoded = params * (gathers + 1) if gathers < 1 else 0.0
+        return decoded + (grads * (2 * reduced + 6) if reduced < 1 else 0.0)
 
     def data_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""

@@ -123,6 +123,18 @@ def test_values_that_the_model_offloads_itself_are_seen():
     assert found.model_bytes == 0
 
 
+def test_params_in_host_memory_are_traced_as_on_the_devices():
+    tokens = jax.ShapeDtypeStruct((B, GPT.seq_len), jnp.int32)
+    batch, mesh = {"inputs": tokens, "targets": tokens}, mesh_of(data=8, model=1)
+    found = []
+    for offload in (None, "all"):
+        config = zero.ZeroConfig(precision="bf16", offload=offload)
+        state = zero.abstract_state(functools.partial(gpt.init, GPT), optax.adam(1e-3), mesh=mesh, config=config)
+        assert {x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(state.params)} >= {bool(offload)}
+        found.append(trace_loss(gpt.loss_fn(GPT), state.variables, batch, mesh=mesh, config=config))
+    assert found[0].flops == found[1].flops and found[0].peak_bytes == found[1].peak_bytes
+
+
 def test_heads_that_do_not_divide_are_told():
     found = traced(dataclasses.replace(GPT, num_heads=2))
     assert found.model_bytes is None

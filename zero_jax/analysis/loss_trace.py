@@ -108,7 +108,9 @@ def trace_loss(
     normalized = normalize_loss(loss_fn, mesh, placement.axes)
     fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
     loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
-    variables = jax.eval_shape(placement.cast, params)
+    # Params in host memory are traced as if they were on the devices, where the loss has them.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    variables = jax.eval_shape(placement.cast, shapes)
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
     batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), jax.eval_shape(lambda: jax.random.key(0))

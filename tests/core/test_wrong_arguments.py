@@ -70,6 +70,7 @@ RIGHT = {
     "replica_axes": {"nothing"},
     "model_axes": {"nothing"},
     "layouts": {"nothing"},
+    "offloads": {"nothing"},
     "models": {"list"},
     "replicas": {"list"},
     "stages": {"list"},

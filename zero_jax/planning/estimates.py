@@ -204,7 +204,8 @@ class Estimator:
         """
         state, grads, others = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
         note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
-        host_bytes = self.host_bytes(setting)
+        parts = self.num_parts(setting) * setting.num_microbatches
+        host_bytes = self.host_bytes(setting) + self.trace_of(setting).residuals.host_bytes / parts
         return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note, host_bytes=host_bytes)
 
     def num_parts(self, setting: Candidate) -> float:

@@ -75,14 +75,22 @@ def test_quantized_gathers_send_less_and_take_work():
     config = dataclasses.replace(CONFIG, stage=3, quantize_gathers="int8")
     found, held = estimator(config=config), setting(3, quantize=True)
     plain = dataclasses.replace(held, quantize=False)
-    gathers, reduced = found.sent_shares(held)
-    assert gathers == pytest.approx((1 + 2 / 128) / 2, rel=0.02) and reduced == 1
+    gathers, *reduced = found.sent_shares(held)
+    assert gathers == pytest.approx((1 + 2 / 128) / 2, rel=0.02) and reduced == [1, 1]
     assert found.data_seconds(held) < 0.75 * found.data_seconds(plain)
     assert found.coded_bytes(held) == pytest.approx((1 + gathers) * 2 * 2 * PSI, rel=0.01)
-    assert found.sent_shares(plain) == (1, 1) and found.coded_bytes(plain) == 0
+    assert found.sent_shares(plain) == (1, 1, 1) and found.coded_bytes(plain) == 0
     assert found.estimate(plain) == estimator().estimate(setting(3))
     with pytest.raises(ValueError, match="stage=0 gathers no params"):
         found.estimate(setting(0, quantize=True))
+
+
+def test_gradients_that_are_quantized_between_copies_alone():
+    config = dataclasses.replace(CONFIG, stage=3, quantize_grads="int8", quantize_grads_over="replica")
+    found, held = estimator(config=config), setting(3, data=2, replica=2, quantize=True)
+    gathers, reduced, copies = found.sent_shares(held)
+    assert (gathers, reduced) == (1, 1) and 0.4 < copies < 0.7
+    assert found.data_seconds(held) < found.data_seconds(dataclasses.replace(held, quantize=False))
 
 
 def test_quantization_is_searched_where_the_config_has_formats():

@@ -24,7 +24,7 @@ FACTORS = {
     "replica": (1, 2),
     # Those that a stage has: all of the params at stage 3 alone, where there is no secondary shard.
     "offload": (None, "optimizer", "most"),
-    # And those that go with it: gradients with neither a secondary shard nor params in host memory.
+    # And those that go with it: params that are gathered from master params, or at stage 3.
     "quantize": (None, "gathers", "both"),
     "remat": ("own", "none", "full", "attention", "full_sharded", "dots_sharded", "full_offloaded"),
     "precision": ("fp32", "bf16", "scaled"),
@@ -139,7 +139,7 @@ def extras_of(row):
     fields = {"offload": most if row["offload"] == "most" else row["offload"]}
     if row["quantize"] and (stage == 3 or (stage > 0 and has_master)):
         fields["quantize_gathers"] = "int8"
-    if row["quantize"] == "both" and stage > 0 and not has_secondary(row) and fields["offload"] != "all":
+    if row["quantize"] == "both" and stage > 0:
         fields["quantize_grads"] = "int8"
     if has_secondary(row):
         fields["secondary"] = ("data_0",)

@@ -31,8 +31,10 @@ _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _MAX_MODEL = 16
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
-_UNQUANTIZED = dict.fromkeys(("quantize", "quantize_gathers", "quantize_grads", "quantize_block_size"))
-_ON_DEVICES = dict.fromkeys(("offload", "offload_fraction", "offload_paths", "offload_window_bytes"))
+_UNQUANTIZED, _ON_DEVICES = (
+    {field.name: None for field in dataclasses.fields(ZeroConfig) if field.name.startswith(prefix)}
+    for prefix in ("quantize", "offload")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,23 +317,26 @@ class Estimator:
         reduced = num_params * self.reduced_bytes(setting)
         return num_params * gathers * sizes.param_bytes, (k if "grads" in groups else 1) * reduced
 
-    def sent_shares(self, setting: Candidate) -> tuple[float, float]:
-        """Returns what gathers send of their bytes without quantization, and what reductions do."""
+    def sent_shares(self, setting: Candidate) -> tuple[float, float, float]:
+        """Returns what is sent of the bytes without quantization: in gathers, reductions, and between copies."""
         if not setting.quantize:
-            return 1.0, 1.0
+            return 1.0, 1.0, 1.0
         alike = dataclasses.replace(setting, remat="", attention="own", overlap=True, offload=None)
         quantized, plain = self.sent_bytes(alike), self.sent_bytes(dataclasses.replace(alike, quantize=False))
-        gathers, reduced = (a / b if b else 1.0 for a, b in zip(quantized, plain, strict=True))
-        return gathers, reduced
+        gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized, plain, strict=True))
+        return gathers, reduced, copies
 
-    def _sent_bytes(self, setting: Candidate) -> tuple[float, float]:
-        """Returns the bytes that a device sends in gathers, and in reductions, by formula."""
+    def _sent_bytes(self, setting: Candidate) -> tuple[float, float, float]:
+        """Returns the bytes that a device sends by formula: in gathers, reductions, and between copies."""
         mesh = self.links(setting.replica, setting.model).mesh
         config = dataclasses.replace(setting_config(self.job.config, setting), **_ON_DEVICES)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
         rows = comms.estimate(state, mesh=mesh, config=config, tx=self.job.tx).rows
-        gathers = sum(row.total_sent_bytes for row in rows if row.kind == "all-gather")
-        return gathers, sum(row.total_sent_bytes for row in rows) - gathers
+        copies, sent = set(config.axes_of(mesh).copies), dict.fromkeys(("all-gather", "reduction", "copies"), 0.0)
+        for row in rows:
+            kind = "all-gather" if row.kind == "all-gather" else "reduction"
+            sent["copies" if set(row.axes) <= copies else kind] += row.total_sent_bytes
+        return sent["all-gather"], sent["reduction"], sent["copies"]
 
     def coded_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that are read and written to make codes and to decode them.
@@ -339,7 +344,7 @@ class Estimator:
         Of params, those of a gather are decoded, of a shard made. Gradients are read for the scales and for the codes,
         and summed in float32, which is written and read.
         """
-        (params, grads), (gathers, reduced) = self.moved_bytes(setting), self.sent_shares(setting)
+        (params, grads), (gathers, reduced, _) = self.moved_bytes(setting), self.sent_shares(setting)
         decoded = params * (gathers + 1) if gathers < 1 else 0.0
         return decoded + (grads * (2 * reduced + 6) if reduced < 1 else 0.0)
 
@@ -354,10 +359,10 @@ class Estimator:
         reduced, num_shards = num_params * self.reduced_bytes(setting), axis_size(links.mesh, inside)
         (params, grads), shares = self.moved_bytes(setting), self.sent_shares(setting)
         seconds = links.gather_seconds(shares[0] * params, inside)
-        seconds += links.gather_seconds(shares[1] * grads, inside, exchanges=config.sends_own_grads)
+        seconds += links.gather_seconds(shares[1] * grads, inside, exchanges=shares[1] < 1)
         # Between copies of the params: gradients once a step, and new params unless `replica` makes the copies.
-        seconds += links.gather_seconds((reduced + num_params * sizes.param_bytes) / num_shards, across)
-        return seconds + 2 * links.gather_seconds(reduced / setting.data, axes.replica)
+        seconds += shares[2] * links.gather_seconds((reduced + num_params * sizes.param_bytes) / num_shards, across)
+        return seconds + 2 * shares[2] * links.gather_seconds(reduced / setting.data, axes.replica)
 
     def reduced_bytes(self, setting: Candidate) -> float:
         """Returns the bytes of a param's gradient as it is summed over devices."""

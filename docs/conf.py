@@ -46,7 +46,7 @@ napoleon_attr_annotations = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_numpy_docstring = False
 viewcode_line_numbers = True
-# The titles of the API pages, by package; a package that is not listed has its own name for a title.
+# The titles of the API pages, by package.
 TITLES = {
     "training": "Train state and train step",
     "sharding": "Meshes, precision, sharding rules",
@@ -54,6 +54,7 @@ TITLES = {
     "transforms": "Transforms: gather on use, remat, attention",
     "attention": "Attention",
     "finetuning": "Fine-tuning",
+    "pretrained": "Hugging Face checkpoints",
     "analysis": "Memory, traffic, the paper",
     "planning": "Planning",
     "checkpoint": "Checkpoints",
@@ -97,7 +98,7 @@ def entry(path: str, value: object) -> str:
 def api_page(package: str, names: list[str]) -> str:
     """Returns the page of a package: its public names, then the modules among them with theirs."""
     values = {name: getattr(zero_jax, name) for name in sorted(names, key=str.lower)}
-    lines = [f"# {TITLES.get(package, package)}", ""]
+    lines = [f"# {TITLES[package]}", ""]
     entries = [entry(f"zero_jax.{name}", v) for name, v in values.items() if not isinstance(v, types.ModuleType)]
     for name, module in values.items():
         if not isinstance(module, types.ModuleType):
@@ -117,7 +118,7 @@ def api_index(packages: dict[str, list[str]]) -> str:
     lines = ["# API reference", "", "`import zero_jax as zero`: these are the names of `zero`, by topic.", ""]
     lines += ["```{toctree}", ":hidden:", "", *packages, "```", "", "```{eval-rst}"]
     for package, names in packages.items():
-        lines += [f":doc:`{TITLES.get(package, package)} <{package}>`", ""]
+        lines += [f":doc:`{TITLES[package]} <{package}>`", ""]
         for name in sorted(names, key=str.lower):
             value = getattr(zero_jax, name)
             path = f"zero_jax.{name}"
@@ -187,6 +188,14 @@ def signature(
     return ("", "") if is_private else None
 
 
+def drop_dead_links(app: object, page: str, template: str, context: dict[str, object], doctree: object) -> None:
+    """Drops links from source code to what has its documentation elsewhere: viewcode knows one place for a module."""
+    if page.startswith("_modules/"):
+        known = app.env.domaindata["py"]["objects"]  # type: ignore[attr-defined]
+        link = r'<a class="viewcode-back" href="[^"#]*#([^"]*)">\[docs\]</a>'
+        context["body"] = re.sub(link, lambda found: found[0] if found[1] in known else "", str(context["body"]))
+
+
 def setup(app: object) -> None:
     """Connects the functions above to the build."""
     app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
@@ -195,3 +204,4 @@ def setup(app: object) -> None:
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", signature)  # type: ignore[attr-defined]
+    app.connect("html-page-context", drop_dead_links)  # type: ignore[attr-defined]

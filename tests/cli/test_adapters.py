@@ -6,6 +6,7 @@ import re
 import pytest
 
 from zero_jax.cli import commands as cli
+from zero_jax.cli.models.adapters import _rules
 
 SMALL = (
     "--vocab-size 256 --seq-len 64 --num-layers 2 --d-model 64 --num-heads 2 --warmup-steps 0 --eval-batches 1 "
@@ -65,3 +66,10 @@ def test_options_that_do_not_fit_are_refused(options, message, tmp_path, capsys)
     error = capsys.readouterr().err
     assert status.value.code == 2 and message in error and len(error.splitlines()) == 1
     assert not (tmp_path / "runs").exists() and re.match("zero-jax train: error: ", error)
+
+
+def test_patterns_of_stacked_blocks_are_for_their_matrices():
+    stacked = ["blocks/query", "blocks/norm"]
+    rules = _rules("*/query, blocks/* head, embed=oi, */norm=io", stacked)
+    assert rules == {"*/query": "sio", "blocks/*": "sio", "head": "io", "embed": "oi", "*/norm": "io"}
+    assert _rules("*/query", []) == {"*/query": "io"}

@@ -140,7 +140,7 @@ BATCH_ERRORS = [
     (1, make_batch(6), r"'inputs' has 6 examples.* 4 devices \(replica=1 x data=4\): .* multiple of 4, for example 8"),
     (4, make_batch(8), "'inputs' has 8 examples.* and 4 microbatches: .* multiple of 16, for example 16"),
     (1, make_batch(0), "has 0 examples"),
-    (1, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
+    (2, {**make_batch(16), "weights": np.ones(8)}, "differ in their leading dim: .*'inputs': 16, 'weights': 8"),
     (1, {**make_batch(16), "name": "train"}, "batch leaf 'name' is 'train' of type str, no array: leave it out"),
 ]
 

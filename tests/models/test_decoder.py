@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -192,8 +193,24 @@ def test_shapes_that_cannot_be_built_are_refused(change, message):
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "'longrope' is not supported"),
         (
-            {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "'yarn' of sliding_attention is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and rope_parameters differ",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None: the config needs a number above 0"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types=.* is not supported"),
+        ({"layer_types": ["full_attention"]}, "for each of its 3 layers"),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": 4,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            },
             "every n-th layer",
         ),
     ],
@@ -201,3 +218,25 @@ def test_shapes_that_cannot_be_built_are_refused(change, message):
 def test_checkpoints_that_a_decoder_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         huggingface.decoder_config(transformers_logits.CONFIGS["llama"] | change)
+
+
+def test_a_window_is_of_families_that_have_one():
+    """Transformers reads no `sliding_window` of a Llama, and `hidden_activation` of Gemma alone."""
+    other = {"sliding_window": 4, "hidden_activation": "gelu_pytorch_tanh"}
+    llama = transformers_logits.CONFIGS["llama"]
+    assert huggingface.decoder_config(llama | other) == huggingface.decoder_config(llama)
+
+
+_JUNK = (None, "x", -1, 0, 1.5, True, [], {}, [1], {"rope_type": "llama3"}, {"full_attention": 3}, 10**30, math.nan)
+_MORE_KEYS = ("rope_parameters", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar", "sliding_window")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "mixtral"])
+def test_any_other_value_in_a_config_is_refused_as_one(name):
+    config = transformers_logits.CONFIGS[name]
+    for key in {*config, *_MORE_KEYS}:
+        for value in _JUNK:
+            try:
+                huggingface.decoder_config(config | {key: value})
+            except ValueError as error:
+                assert str(error)

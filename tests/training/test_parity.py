@@ -329,3 +329,58 @@ def test_params_of_8_bits(stage, num_microbatches):
     # The gradient of each microbatch is rounded to 3 bits, as that of the batch is.
     assert_close([m.loss for m in history], losses, tolerance=FLOAT32 if num_microbatches == 1 else 1e-3)
     assert state.params["layers"]["w_in"].dtype == expected["layers"]["w_in"].dtype == jnp.float8_e4m3fn
+
+
+GRAPH = {"nodes": 24, "edges": 40}
+
+
+def graph_batch():
+    """Returns a graph: edges are pairs of the positions of nodes, so the leaves differ in their leading dim."""
+    rng = np.random.default_rng(0)
+    return {
+        "nodes": rng.normal(size=(GRAPH["nodes"], 16)).astype(np.float32),
+        "edges": rng.integers(0, GRAPH["nodes"], (GRAPH["edges"], 2)).astype(np.int32),
+        "targets": rng.normal(size=(GRAPH["nodes"], 8)).astype(np.float32),
+        "size": np.float32(GRAPH["nodes"]),
+    }
+
+
+def graph_loss(params, batch):
+    nodes = batch["nodes"] @ params["in"]
+    senders, receivers = batch["edges"].T
+    nodes = jax.nn.relu(nodes + jax.ops.segment_sum(nodes[senders], receivers, num_segments=len(nodes)))
+    errors = nodes @ params["out"] - batch["targets"]
+    return jnp.square(errors).sum() / batch["size"], {"errors": errors}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "replica": 2}], ids=str)
+def test_a_batch_may_be_one_graph(stage, axes):
+    def init(key):
+        return {"in": jax.random.normal(key, (16, 64)) / 4, "out": jax.random.normal(key, (64, 8)) / 8}
+
+    mesh, tx = zero.make_mesh(**axes), optax.adam(0.01)
+    config = zero.ZeroConfig(stage=stage, precision="fp32", min_shard_size=1)
+    state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(graph_loss, tx, mesh=mesh, config=config)
+    params = jax.tree.map(np.asarray, jax.device_get(state.params))
+    opt_state = tx.init(params)
+    for _ in range(3):
+        (loss, aux), grads = jax.value_and_grad(graph_loss, has_aux=True)(params, graph_batch())
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = step(state, graph_batch())
+        np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics.aux["errors"], aux["errors"], rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(state.params), params, rtol=1e-4, atol=1e-5)
+    assert zero.make_eval_step(graph_loss, mesh=mesh, config=config)(state, graph_batch()).loss < loss
+
+
+def test_gradients_of_one_graph_cannot_be_sent_quantized():
+    config = zero.ZeroConfig(stage=3, precision="fp32", min_shard_size=1, quantize=zero.Quantize(grads="int8"))
+    mesh, tx = zero.make_mesh(data=8), optax.sgd(0.1)
+    init = lambda key: {"in": jnp.ones((16, 64)), "out": jnp.ones((64, 8))}  # noqa: E731
+    state = zero.init_state(init, tx, jax.random.key(0), mesh=mesh, config=config)
+    step = zero.make_train_step(graph_loss, tx, mesh=mesh, config=config)
+    with pytest.raises(ValueError, match=r"quantize: .* because the leaves of its batch differ in their leading dim"):
+        step(state, graph_batch())

@@ -16,6 +16,7 @@ from zero_jax.core.tree import PyTree, leaf_names, shown
 
 Rules = Sequence[str] | Mapping[str, str]
 _DIMS = re.compile(r"s*(i+o+|o+i+)")
+_SHOWN = 12  # paths in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,8 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
             need = "of two dims" if labels is None else f"with the {len(labels)} dims {labels!r}"
             raise ValueError(
                 f"rules: {rule!r} matches no floating leaf {need}: {matched[0]!r} has shape "
-                f"{list(leaves[matched[0]].shape)}; give a rule for matrices"
+                f"{list(leaves[matched[0]].shape)}; give a rule for matrices, with the letters of their dims if there "
+                "are more than two, such as 'sio'"
             )
         for target in chosen:
             if found.setdefault(target.path, target) != target:
@@ -115,5 +117,8 @@ def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | Non
 
 
 def _unmatched(what: str, pattern: str, names: Iterable[str]) -> ValueError:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     hint = did_you_mean(pattern, names, "the nearest is {!r}", cutoff=0.0) or "there are none"
-    return ValueError(f"{what}: {pattern!r} matches the path of no leaf that is left: {hint}")
+    paths = f"; the paths are {', '.join(names[:_SHOWN])}{more}" if len(names) > 1 else ""
+    return ValueError(f"{what}: {pattern!r} matches the path of no leaf that is left: {hint}{paths}")

@@ -34,7 +34,7 @@ class Buffer:
       op_name: The JAX name stack of the instruction, or of what it copies; '' if the program has none.
       last_read_by: The JAX name stack of the last instruction that reads it; where that only copies, of the next
         instruction that has one; or ''.
-      source: 'file:line', or ''.
+      source: `file:line`, or ''.
     """
 
     name: str

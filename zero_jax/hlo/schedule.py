@@ -38,7 +38,7 @@ class Overlap:
       seconds: The computation that is scheduled between its start and its done.
       collective_seconds: What the collective itself takes.
       exposed_seconds: What its done waits.
-      instructions: The longest of the instructions in between, as 'name (file:line)'.
+      instructions: The longest of the instructions in between, as `name (file:line)`.
     """
 
     seconds: float

@@ -48,7 +48,7 @@ class Collective:
       channel_id: The HLO channel, which is not unique in a program.
       is_async: Whether other work may run between its start and its end.
       op_name: The JAX name stack from the metadata, or ''.
-      source: 'file:line' from the metadata, or ''.
+      source: `file:line` from the metadata, or ''.
     """
 
     kind: str

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -96,8 +97,10 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         if hf_config.get(key) not in allowed:
             raise ValueError(f"{key}={hf_config[key]!r} is not supported: a decoder needs {allowed[0]!r}")
     _check_sizes(hf_config, model_type)
-    activation = hf_config.get("hidden_activation") or hf_config.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    activation = hf_config.get("hidden_act", "silu")
+    if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
+        activation = hf_config["hidden_activation"]
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act={activation!r} is not supported: only {', '.join(_ACTIVATIONS)} are")
     num_layers, num_heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
     settings = {
@@ -106,8 +109,8 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
         "num_layers": num_layers,
         "d_model": hf_config["hidden_size"],
         "num_heads": num_heads,
-        "num_kv_heads": hf_config.get("num_key_value_heads") or num_heads,
-        "head_dim": hf_config.get("head_dim") or hf_config["hidden_size"] // num_heads,
+        "num_kv_heads": _first(hf_config.get("num_key_value_heads"), num_heads),
+        "head_dim": _first(hf_config.get("head_dim"), hf_config["hidden_size"] // num_heads),
         "d_hidden": hf_config["moe_intermediate_size" if model_type == "qwen3_moe" else "intermediate_size"],
         "activation": _ACTIVATIONS[activation],
         "norm_eps": hf_config.get("rms_norm_eps", 1e-6),
@@ -122,7 +125,7 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
             "norm_offset": True,
             "post_norms": True,
             "scale_embedding": True,
-            "query_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
+            "query_scale": _positive(hf_config, "query_pre_attn_scalar") ** -0.5,
             "attention_soft_cap": hf_config.get("attn_logit_softcapping"),
             "logits_soft_cap": hf_config.get("final_logit_softcapping"),
         }
@@ -152,14 +155,42 @@ def _num_experts(hf_config: Mapping[str, Any]) -> Any:
     return hf_config.get("num_local_experts", hf_config.get("num_experts"))
 
 
+def _first(*values: Any) -> Any:
+    """Returns the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def _positive(settings: Mapping[str, Any], key: str) -> float:
+    """Returns a number of a config; raises `ValueError` for anything else, and for what is missing."""
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r}: the config needs a number above 0")
+    return float(value)
+
+
+def _section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns an object of a config, empty where there is none; raises `ValueError` for anything else."""
+    value = settings.get(key)
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{key}={value!r}: the config needs an object")
+    return value or {}
+
+
 def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> dict[str, Any]:
     """Returns which layers have a sliding window; raises `ValueError` where they do not alternate by a period."""
+    kinds = hf_config.get("layer_types")
+    if kinds is not None:
+        known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+        if not known or len(kinds) != num_layers:
+            raise ValueError(
+                f"layer_types={kinds!r} is not supported: a decoder needs 'full_attention' or 'sliding_attention' for "
+                f"each of its {num_layers} layers"
+            )
     window = hf_config.get("sliding_window")
-    if model_type in ("qwen2", "qwen3", "qwen3_moe") and not hf_config.get("use_sliding_window"):
+    if model_type == "llama" or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
         window = None
     if window is None:
         return {}
-    kinds = hf_config.get("layer_types")
     default = {"gemma2": 2, "gemma3_text": hf_config.get("sliding_window_pattern") or 6}.get(model_type, 1)
     if kinds is None:
         if model_type.startswith("qwen"):
@@ -180,31 +211,41 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
 
 def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    parameters = hf_config.get("rope_parameters") or {}
-    full = parameters.get("full_attention", parameters)
-    sliding = parameters.get("sliding_attention") or {}
-    scaling = full if full.get("factor") is not None else hf_config.get("rope_scaling")
-    if full.get("partial_rotary_factor") not in _MUST_BE["partial_rotary_factor"]:
-        raise ValueError(f"partial_rotary_factor={full['partial_rotary_factor']} is not supported: only 1 is")
+    older, parameters = _section(hf_config, "rope_scaling"), _section(hf_config, "rope_parameters")
+    if older and parameters and older != parameters:
+        raise ValueError("rope_scaling and rope_parameters differ: transformers takes one of them, so leave one out")
+    parameters = older or parameters
+    full = _section(parameters, "full_attention") if "full_attention" in parameters else parameters
+    sliding = _section(parameters, "sliding_attention")
+    for each in (full, sliding):
+        if each.get("partial_rotary_factor") not in _MUST_BE["partial_rotary_factor"]:
+            raise ValueError(f"partial_rotary_factor={each['partial_rotary_factor']} is not supported: only 1 is")
+    if _rope_type(sliding) != "default":
+        raise ValueError(f"rope_type={_rope_type(sliding)!r} of sliding_attention is not supported: only 'default' is")
+    local = _first(sliding.get("rope_theta"), hf_config.get("rope_local_base_freq"))
+    theta = _first(full.get("rope_theta"), hf_config.get("rope_theta"), 10_000.0)
     settings: dict[str, Any] = {
-        "rope_theta": float(full.get("rope_theta") or hf_config.get("rope_theta") or 10_000.0),
-        "window_rope_theta": sliding.get("rope_theta") or hf_config.get("rope_local_base_freq"),
+        "rope_theta": _positive({"rope_theta": theta}, "rope_theta"),
+        "window_rope_theta": local,
     }
-    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
-    if scaling is None or kind == "default":
+    kind = _rope_type(full)
+    if kind == "default":
         return settings
-    if kind == "linear":
-        return settings | {"rope_scaling": RopeScaling(factor=scaling["factor"])}
-    if kind != "llama3":
-        raise ValueError(f"rope_scaling of type {kind!r} is not supported: only 'linear' and 'llama3' are")
-    return settings | {
-        "rope_scaling": RopeScaling(
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_seq_len=scaling["original_max_position_embeddings"],
-        )
-    }
+    if kind not in ("linear", "llama3"):
+        raise ValueError(f"rope_type={kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
+    fields = {"factor": "factor"}
+    if kind == "llama3":
+        fields |= {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+        fields |= {"original_seq_len": "original_max_position_embeddings"}
+    numbers = {field: _positive(full, key) for field, key in fields.items()}
+    if "original_seq_len" in numbers:
+        numbers["original_seq_len"] = int(numbers["original_seq_len"])
+    return settings | {"rope_scaling": RopeScaling(**numbers)}
+
+
+def _rope_type(section: Mapping[str, Any]) -> Any:
+    """Returns how rotary frequencies are scaled, by the newer or the older key."""
+    return _first(section.get("rope_type"), section.get("type"), "default")
 
 
 def hf_config(config: DecoderConfig) -> dict[str, Any]:

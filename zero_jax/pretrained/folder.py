@@ -56,7 +56,10 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         if not (path / _FILE).exists():
             others = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth"))
             there = f"it has {', '.join(others[:4])}" if others else "it has no weights"
-            raise ValueError(f"{path} has neither {_FILE} nor {INDEX} ({there}): give a folder with one of them")
+            raise ValueError(
+                f"{path} has neither {_FILE} nor {INDEX} ({there}): give a folder with one of them, such as "
+                "`model.save_pretrained` of transformers writes"
+            )
         return read_header(path / _FILE)
     index = _read_json(path / INDEX)
     try:

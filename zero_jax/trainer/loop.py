@@ -226,7 +226,7 @@ class _Training:
         parts = config.zero.num_microbatches
         in_parts = f", in {parts} microbatches" if parts > 1 else ""
         rows = {
-            "model": f"{self.model.name}, {num_params(self.state):,} params",
+            "model": f"{self.model.name}, {num_params(self.state):,} params{on_base}",
             **run.input.rows,
             "run": str(run.folder),
         }

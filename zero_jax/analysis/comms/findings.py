@@ -31,7 +31,7 @@ class Finding:
       kind: 'all-reduced gradient', 'emulated gather', 'wide', 'gathered often' or 'moved activations'.
       message: The collective, its place, and what was expected.
       param: The path of the leaf, or ''.
-      source: 'file:line', or ''.
+      source: `file:line`, or ''.
       extra_bytes: Excess bytes that a device sends in a step.
     """
 

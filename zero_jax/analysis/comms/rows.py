@@ -26,7 +26,7 @@ class ScheduledOverlap:
     """What an asynchronous collective overlaps with, in the order that the program is scheduled in.
 
     Attributes:
-      instructions: The longest instructions between its start and its done, as 'name (file:line)'.
+      instructions: The longest instructions between its start and its done, as `name (file:line)`.
       cycles: The compiler's estimate of all that is in between; None where it makes none (XLA:GPU).
     """
 
@@ -54,7 +54,7 @@ class Row:
       is_async: Whether other work may run meanwhile.
       overlap: What runs meanwhile, for an asynchronous collective of a scheduled program.
       op_name: JAX's name stack, or ''.
-      source: 'file:line', or ''.
+      source: `file:line`, or ''.
     """
 
     kind: str

@@ -13,14 +13,15 @@ from zero_jax.trainer import OptimizerConfig
 
 _PARAMS = "optimizer.params."
 _SCHEDULE = "scheduler.params."
+_ONE_BIT = "zero.quantize_grads sends gradients as int8 or int4, without error feedback, for any optimizer"
 # The names that DeepSpeed knows and zero_jax does not have with the same meaning.
 _OTHERS: Mapping[str, str] = {
     "lamb": "`zero-jax train` has no LAMB; a loop of your own takes optax.lamb, whose trust ratio has no max_coeff and "
     "min_coeff",
     "fusedlamb": "as Lamb",
-    "onebitadam": "zero_jax does not compress gradients",
-    "zerooneadam": "zero_jax does not compress gradients",
-    "onebitlamb": "zero_jax does not compress gradients",
+    "onebitadam": _ONE_BIT,
+    "zerooneadam": _ONE_BIT,
+    "onebitlamb": _ONE_BIT,
     "muon": "optimizer = 'muon' here scales updates as AdamW does (consistent_rms), and chooses its matrices by path",
     "muadam": "zero_jax has no muP",
     "muadamw": "zero_jax has no muP",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,7 +17,7 @@ from zero_jax.cli.models.options import preset_config
 from zero_jax.cli.models.presets import ModelConfig, init_function
 from zero_jax.cli.options import add_fields, field_values
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
 from zero_jax.sharding.mesh import make_mesh
@@ -70,7 +72,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         return model
     init_fn = model.init_fn
     shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
-    lora = _lora(config, config.lora, model.config)
+    lora = _lora(config, config.lora, model.config, leaf_names(shapes))
     lora.targets(shapes)
 
     def init_adapters(key: jax.Array) -> Variables:
@@ -113,7 +115,9 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
     if config.lora is None:
         raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
     shape = preset_config(options)
-    lora, init_fn = _lora(config, config.lora, shape), init_function(shape)
+    init_fn = init_function(shape)
+    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    lora = _lora(config, config.lora, shape, leaf_names(shapes))
     record, _ = find_checkpoint(path, step)
     restored = restore(
         record.path.parent,
@@ -127,9 +131,10 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
     return lora.merge(restored.state, dtype=dtype)
 
 
-def _lora(config: LoraConfig, rules: str, shape: ModelConfig) -> Lora:
+def _lora(config: LoraConfig, rules: str, shape: ModelConfig, paths: Sequence[str]) -> Lora:
+    stacked = [path for path in paths if getattr(shape, "scan", True) and path.startswith(("blocks/", "layers/"))]
     return Lora(
-        rules=_rules(rules, stacked=getattr(shape, "scan", True)),
+        rules=_rules(rules, stacked),
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dora=config.lora_dora,
@@ -146,11 +151,10 @@ def refuse_lora(options: argparse.Namespace) -> None:
         )
 
 
-def _rules(text: str, *, stacked: bool) -> dict[str, str]:
-    """Returns the rules of an option; matrices of a model that stacks its layers are `sio` in its blocks."""
+def _rules(text: str, stacked: Sequence[str]) -> dict[str, str]:
+    """Returns the rules of an option; patterns of leaves that stack the layers of a model are for matrices `sio`."""
     rules = {}
     for rule in text.replace(",", " ").split():
         pattern, separator, dims = rule.partition("=")
-        in_stack = stacked and pattern.startswith(("blocks/", "layers/"))
-        rules[pattern] = dims if separator else "sio" if in_stack else "io"
+        rules[pattern] = dims if separator else "sio" if fnmatch.filter(stacked, pattern) else "io"
     return rules

@@ -30,7 +30,8 @@ class OwnModel:
     """A model and its batches, of any kind, as the trainer needs them.
 
     A batch is a pytree of arrays `[examples, ...]` of the host or of devices. With several processes each gives its own
-    share of the examples. Batches are one of
+    share of the examples. Without microbatches leaves may differ in their leading dim (nodes and edges of a graph);
+    the examples are then those of the first leaf. Batches are one of
 
     - a function of the step, `batches(0)` for the first: a run is resumed at any step;
     - an iterable (a sequence, a grain dataset, a loader), which is read again from its end on, or an iterator, which
@@ -67,7 +68,7 @@ class OwnInput:
       mesh: the mesh.
       shapes: shapes of a global batch.
       batch_size: examples in it.
-      local_batch_size: examples that this process gives to it.
+      local_sizes: the leading dims of what this process gives to it, by leaf.
       validation: batches to validate on, or None.
       loss_weight: the entry of the aux that a validation batch is weighted by; None weighs by examples.
       fingerprints: a hash of the first batch of each process.
@@ -78,7 +79,7 @@ class OwnInput:
     mesh: Mesh
     shapes: PyTree
     batch_size: int
-    local_batch_size: int
+    local_sizes: Mapping[str, int]
     validation: Iterable[PyTree] | None
     loss_weight: str | None
     fingerprints: tuple[str, ...]
@@ -122,7 +123,7 @@ class OwnInput:
             self._compare_first_batch(saved, say)
             position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
         batches = self.source.open(position, state, say=say, beat=beat)
-        return OwnBatches(batches, batch_size=self.local_batch_size, position=position)
+        return OwnBatches(batches, sizes=self.local_sizes, position=position)
 
     def record(self, batches: Any) -> dict[str, Any]:
         """Returns the number of batches read, and the states of the iterators of all processes."""
@@ -137,7 +138,7 @@ class OwnInput:
         num = jax.process_count()
         if num_before not in (None, num) and size_before not in (None, self.batch_size):
             raise ValueError(
-                f"{num} processes give {self.local_batch_size} examples each, {self.batch_size} in all; the run had "
+                f"{num} processes give {self.batch_size // num} examples each, {self.batch_size} in all; the run had "
                 f"{size_before} by {num_before} processes: give each process its part of the same global "
                 "batch (divide its size by jax.process_count())"
             )
@@ -174,24 +175,23 @@ class OwnInput:
 
 
 class OwnBatches(Iterator[PyTree]):
-    """Open batches, as they come from the user; all have as many examples as the first one.
+    """Open batches, as they come from the user; all have as many examples as the first one, leaf by leaf.
 
     Attributes:
       position: batches so far, those before the start included.
     """
 
-    def __init__(self, batches: Iterator[PyTree], *, batch_size: int, position: int):
-        """Wraps the batches of an open source."""
-        self._batches, self._batch_size, self.position = batches, batch_size, position
+    def __init__(self, batches: Iterator[PyTree], *, sizes: Mapping[str, int], position: int):
+        """Wraps the batches of an open source; `sizes` are the leading dims of the first one."""
+        self._batches, self._sizes, self.position = batches, sizes, position
 
     def __next__(self) -> PyTree:
         batch = next(self._batches)
-        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-            if np.ndim(leaf) and np.shape(leaf)[0] != self._batch_size:
+        for name, size in _sizes(batch).items():
+            if size != (before := self._sizes.get(name, size)):
                 raise ValueError(
-                    f"batch leaf {name!r} of step {self.position + 1} has {np.shape(leaf)[0]} examples, and that of "
-                    f"the first batch {self._batch_size}: drop the last batch of a pass if it is smaller "
-                    "(`drop_remainder`), or pad it"
+                    f"batch leaf {name!r} of step {self.position + 1} has {size} examples, and that of the first batch "
+                    f"{before}: drop the last batch of a pass if it is smaller (`drop_remainder`), or pad it"
                 )
         self.position += 1
         return batch
@@ -248,7 +248,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         mesh=mesh,
         shapes=shapes,
         batch_size=_num_examples(shapes),
-        local_batch_size=_num_examples(first),
+        local_sizes=_sizes(first),
         validation=validation,
         loss_weight=weight,
         fingerprints=tuple(from_all_processes(_fingerprint(first))),
@@ -304,8 +304,14 @@ def _fingerprint(batch: PyTree) -> str:
     return digest.hexdigest()
 
 
+def _sizes(batch: PyTree) -> dict[str, int]:
+    """Returns the leading dim of each leaf that has one."""
+    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
+    return {name: np.shape(leaf)[0] for name, leaf in leaves if np.ndim(leaf)}
+
+
 def _num_examples(batch: PyTree) -> int:
-    return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+    return next(iter(_sizes(batch).values()))
 
 
 def _own_state(states: Any) -> str | None:

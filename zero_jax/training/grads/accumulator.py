@@ -62,11 +62,14 @@ def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axe
     return user_loss(loss_fn, mesh, axes).named()
 
 
-def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> int | None:
-    """Checks that every leaf of a batch divides over the batch axes and the microbatches; returns the batch size.
+def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int = 1) -> None:
+    """Checks that every leaf of a batch divides over the batch axes and the microbatches.
+
+    Without microbatches leaves may differ in their leading dim, as the nodes and edges of a graph do: the loss function
+    sees the whole batch.
 
     Raises:
-      ValueError: a leaf does not divide, or leaves differ in size.
+      ValueError: a leaf does not divide, or leaves of microbatches differ in size.
     """
     shards = axis_size(mesh, axes.batch)
     sizes = {
@@ -81,11 +84,11 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
                 f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices ({what}){micro}: "
                 f"make the batch size a multiple of {need}, for example {max(need, math.ceil(size / need) * need)}"
             )
-    if len(set(sizes.values())) > 1:
+    if num_microbatches > 1 and len(set(sizes.values())) > 1:
         raise ValueError(
-            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example"
+            f"the leaves of the batch differ in their leading dim: {sizes}; give each one entry per example, or set "
+            "num_microbatches=1"
         )
-    return next(iter(sizes.values()), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Move:
       phase: 'forward' or 'backward'.
       sent_bytes: what one device sends each time.
       times: how often.
-      source: 'file:line (function)' of the user's code.
+      source: `file:line (function)` of the user's code.
     """
 
     kind: str

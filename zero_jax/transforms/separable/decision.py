@@ -77,10 +77,12 @@ def separability(
       exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
         combines it, and none drawn.
     """
-    size = next((x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)), 0)
+    sizes = {x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     num_devices = axis_size(mesh, axes.batch)
-    if not size:
-        return Separability(another_loss="", not_local="")
+    if len(sizes) != 1:
+        why = "the leaves of its batch differ in their leading dim" if sizes else ""
+        return Separability(another_loss="", not_local=why)
+    (size,) = sizes
     traces = _Traces(weighted, params, batch, key, mesh, has_aux=exact)
     not_local = another = ""
     trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here

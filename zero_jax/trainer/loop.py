@@ -225,6 +225,7 @@ class _Training:
         run, config = self.run, self.config
         parts = config.zero.num_microbatches
         in_parts = f", in {parts} microbatches" if parts > 1 else ""
+        on_base = " of adapters, on a frozen base" if getattr(self.model, "base_init_fn", None) else ""
         rows = {
             "model": f"{self.model.name}, {num_params(self.state):,} params{on_base}",
             **run.input.rows,

@@ -153,15 +153,6 @@ def link_outside(app: object, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./(?!docs/)([^)]+)\)", to, source[0])
 
 
-def list_other_pages(app: object, docname: str, source: list[str]) -> None:
-    """Adds the pages that `index.md` does not list to its how-tos."""
-    if docname == "index":
-        listed = re.findall(r"^(?:.*<(.*)>|(\w+))$", source[0], re.MULTILINE)
-        known = {name for names in listed for name in names} | {"index"}
-        others = sorted({path.stem for path in HERE.glob("*.md")} - known)
-        source[0] = source[0].replace("OTHER_PAGES\n", "".join(f"{name}\n" for name in others))
-
-
 def code_as_in_markdown(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Rewrites the code spans of a docstring for Sphinx."""
 
@@ -200,7 +191,6 @@ def setup(app: object) -> None:
     """Connects the functions above to the build."""
     app.connect("builder-inited", write_api_pages)  # type: ignore[attr-defined]
     app.connect("source-read", link_outside)  # type: ignore[attr-defined]
-    app.connect("source-read", list_other_pages)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", code_as_in_markdown, priority=400)  # type: ignore[attr-defined]
     app.connect("autodoc-process-docstring", with_colons, priority=600)  # type: ignore[attr-defined]
     app.connect("autodoc-process-signature", signature)  # type: ignore[attr-defined]

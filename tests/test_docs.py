@@ -283,9 +283,8 @@ def test_paths_and_links_exist(page):
 
 
 def test_every_page_is_in_the_navigation_once():
-    source = [(ROOT / "docs" / "index.md").read_text(encoding="utf-8")]
-    imported(ROOT / "docs" / "conf.py").list_other_pages(None, "index", source)
-    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", source[0], re.MULTILINE | re.DOTALL)
+    source = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
     entries = [line for tree in trees for line in tree.splitlines() if line and line[0] != ":"]
     entries = [re.sub(r".*<(.*)>", r"\1", entry) for entry in entries]
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}

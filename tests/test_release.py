@@ -7,8 +7,11 @@ import tomllib
 import pytest
 import yaml
 
+import zero_jax
+
 ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -21,11 +24,13 @@ def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert zero_jax.__version__ == PROJECT["version"]
+    released = re.search(rf"^## \[{PROJECT['version']}\] - (.*)$", CHANGELOG, re.MULTILINE)[1]
+    assert citation["date-released"] == released
 
 
 def test_the_changelog_has_this_version_or_the_next():
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    version, state = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (unreleased|\d{4}-\d\d-\d\d)$", text, re.MULTILINE)[0]
+    version, state = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (unreleased|\d{4}-\d\d-\d\d)$", CHANGELOG, re.MULTILINE)[0]
     newest, own = (tuple(map(int, x.split("."))) for x in (version, PROJECT["version"]))
     assert newest >= own
     assert state == "unreleased" or newest == own

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     )
 
 # The module of each public name, imported when the name is first used: `import zero_jax` costs only what is used of it.
+__version__ = "0.2.0"
 _PUBLIC = {
     "zero_jax": "checkpoint cluster data pretrained trainer",
     "zero_jax.analysis": "LossTrace PAPER_CONFIGS StateSummary comms memory paper summary trace_loss",

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import zero_jax
 from zero_jax.cli import checkpoint as cli_checkpoint
 from zero_jax.cli import completion as cli_completion
 from zero_jax.cli import data as cli_data
@@ -56,6 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of `zero-jax` and its commands."""
     parser = Parser(prog="zero-jax", description="ZeRO for JAX: sharded training as PartitionSpec rules.")
+    parser.add_argument("--version", action="version", version=f"zero-jax {zero_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.add_commands(commands)

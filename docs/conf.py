@@ -154,13 +154,14 @@ def link_outside(app: object, docname: str, source: list[str]) -> None:
 
 
 def code_as_in_markdown(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Rewrites the code spans of a docstring for Sphinx."""
+    """Rewrites the code spans and the indented code of a docstring for Sphinx."""
 
     def literal(found: re.Match[str]) -> str:
         code = re.sub(r"\s+", " ", found[1])
         return f"``{code}``" + (f"\\ {found[2]}" if found[2] else "")  # as in `ShapeDtypeStruct`s
 
     text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w)?", literal, "\n".join(lines))
+    text = re.sub(r"\n\n(?=    \S)", "\n\n.. code-block:: python\n\n", text)
     if what == "property":  # napoleon takes what is before a colon for its type
         text = text.replace(":", COLON)
     lines[:] = text.split("\n")

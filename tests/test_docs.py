@@ -309,6 +309,14 @@ def test_every_public_name_is_in_the_api_reference():
     assert {f"zero_jax.{name}" for name in inside} <= documented
 
 
+def test_code_of_docstrings_is_code():
+    lines = ["Does `it`.", "", "    x = f(a, b)", "    y = x", "", "Args:", "  a: one"]
+    imported(ROOT / "docs" / "conf.py").code_as_in_markdown(None, "function", "f", None, None, lines)
+    assert (
+        lines[:5] == ["Does ``it``.", "", ".. code-block:: python", "", "    x = f(a, b)"] and lines[-1] == "  a: one"
+    )
+
+
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 

@@ -436,3 +436,16 @@ def test_two_processes_give_their_shares_and_go_on_where_each_was(own, tmp_path)
     assert [record["loss"] for record in two] == pytest.approx([record["loss"] for record in one], rel=1e-5)
     assert [record["error"] for record in two] == pytest.approx([record["error"] for record in one], rel=1e-5)
     assert two[-1]["examples"] == 40
+
+
+def test_leaves_of_a_batch_have_the_leading_dims_of_the_first_one(config):
+    """Edges and nodes of a graph; each leaf keeps its own size."""
+
+    def graph(step, num_edges=12):
+        return batch_of(step) | {"edges": np.zeros((num_edges, 2), np.int32)}
+
+    result, log, _ = train(config, graph)
+    assert result.status == "done" and "edges int32[12, 2], x float32[8, 32]" in log
+    other = dataclasses.replace(config, name="other")
+    with pytest.raises(ValueError, match="leaf 'edges' of step 3 has 14 examples, and that of the first batch 12"):
+        train(other, [graph(0), graph(1), graph(2, num_edges=14)])

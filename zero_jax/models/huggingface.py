@@ -231,16 +231,18 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_type(full)
     if kind == "default":
         return settings
-    if kind not in ("linear", "llama3"):
+    if kind == "linear":
+        return settings | {"rope_scaling": RopeScaling(factor=_positive(full, "factor"))}
+    if kind != "llama3":
         raise ValueError(f"rope_type={kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
-    fields = {"factor": "factor"}
-    if kind == "llama3":
-        fields |= {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
-        fields |= {"original_seq_len": "original_max_position_embeddings"}
-    numbers = {field: _positive(full, key) for field, key in fields.items()}
-    if "original_seq_len" in numbers:
-        numbers["original_seq_len"] = int(numbers["original_seq_len"])
-    return settings | {"rope_scaling": RopeScaling(**numbers)}
+    return settings | {
+        "rope_scaling": RopeScaling(
+            factor=_positive(full, "factor"),
+            low_freq_factor=_positive(full, "low_freq_factor"),
+            high_freq_factor=_positive(full, "high_freq_factor"),
+            original_seq_len=int(_positive(full, "original_max_position_embeddings")),
+        )
+    }
 
 
 def _rope_type(section: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import sys
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import planned
 import pytest
@@ -195,3 +196,10 @@ def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=120)
     assert ended.returncode == 1, ended.stderr
     assert not folder.exists()
+
+
+def test_a_graph_is_planned_as_it_is():
+    graph = {"nodes": np.zeros((24, 8), np.float32), "edges": np.zeros((40, 2), np.int32), "size": np.float32(24)}
+    with pytest.raises(ValueError, match=r"differ in their leading dim: {'edges': 40, 'nodes': 24}; no batch of 8"):
+        compile_job.batch_of(graph, 8)
+    assert compile_job.batch_of({"x": graph["nodes"], "size": graph["size"]}, 8)["x"].shape == (8, 8)

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
-from zero_jax.core.tree import PyTree, check_arrays
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
 from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_key
@@ -271,6 +271,17 @@ def batch_shapes(batch: PyTree) -> PyTree:
 
 
 def batch_of(batch: PyTree, batch_size: int) -> PyTree:
-    """Returns a batch's shapes with another leading dim; leaves without one stay as they are."""
+    """Returns a batch's shapes with another leading dim; leaves without one stay as they are.
+
+    Raises:
+      ValueError: leaves differ in their leading dim, as the nodes and edges of a graph do.
+    """
+    leaves = zip(leaf_names(batch), map(np.shape, jax.tree.leaves(batch)), strict=True)
+    sizes = {name: shape[0] for name, shape in leaves if shape}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the leaves of the batch differ in their leading dim: {sizes}; no batch of {batch_size} examples can be "
+            "made of it: plan it as it is, with zero.plan(..., batch=...)"
+        )
     resize = lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]) if x.ndim else (), x.dtype)  # noqa: E731
     return jax.tree.map(resize, batch_shapes(batch))

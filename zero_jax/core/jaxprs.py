@@ -180,7 +180,7 @@ def reshard(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
 def _apply_chain(x: jax.Array, *, forward: Chain, backward: Chain) -> jax.Array:
     del backward
     dtype = x.dtype
-    if forward.dtype is not None and jax.numpy.issubdtype(dtype, np.inexact):
+    if forward.dtype is not None and jax.numpy.issubdtype(dtype, np.floating):  # complex ones keep theirs
         x = x.astype(forward.dtype)
     parts = [x] if forward.coding is None else forward.coding.encode(x)
     if forward.barrier:

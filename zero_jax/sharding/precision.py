@@ -168,3 +168,8 @@ def promoted(*dtypes: Any) -> Any:
     is_small = [jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 for dtype in dtypes]
     wide = (jnp.bfloat16 if small else dtype for dtype, small in zip(dtypes, is_small, strict=True))
     return functools.reduce(jnp.promote_types, wide)
+
+
+def summed_dtype(own: Any, reduce: Any) -> Any:
+    """Returns the dtype that gradients of a dtype are summed in across devices; complex ones are in their own."""
+    return reduce if reduce is not None and jnp.issubdtype(own, jnp.floating) else own

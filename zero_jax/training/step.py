@@ -329,7 +329,7 @@ class _Program(UpdateProgram):
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
-            weight = [lax.stop_gradient(x.astype(jnp.float32)) for x in map(jnp.asarray, weight)]
+            weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, jnp.float32)), weight)
             return loss.astype(promoted(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
@@ -370,6 +370,7 @@ class _Program(UpdateProgram):
                 loss_weight=config.loss_weight,
                 local=bool(mapped or sends_own) and not passes_state,
                 exact=bool(mapped) and not (is_local or placement.grad_axes),
+                num_shards=accumulator.num_shards,
             )
             if passes_state:
                 found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
@@ -24,8 +25,30 @@ _KEEP_WEIGHT = frozenset(
 )
 
 
+class PartWeight(NamedTuple):
+    """The weight of parts of a batch: a scalar for one part, or arrays of those of several.
+
+    A divisor is often bounded, as `jnp.maximum(count, 1)` is. The bounded divisors of parts do not add up to that of
+    the batch, which is the larger of the sum of their counts and the bound.
+
+    Attributes:
+      count: what the loss is a mean over, such as a number of tokens: 0 for an empty part.
+      divisor: what the loss is divided by: `count`, or the bound if it is larger.
+      bound: the bound; minus infinity where there is none.
+    """
+
+    count: Any
+    divisor: Any
+    bound: Any = -np.inf
+
+    def joined(self) -> PartWeight:
+        """Returns the weight of all parts together."""
+        count, bound = jnp.sum(self.count), jnp.max(self.bound)
+        return PartWeight(count, jnp.maximum(count, bound), bound)
+
+
 def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedFunction:
-    """Returns `loss_fn` with the weight of its mean: `(variables, batch, key) -> (loss, (aux, model_state, weight))`.
+    """Returns `loss_fn` with its `PartWeight`: `(variables, batch, key) -> (loss, (aux, model_state, weight))`.
 
     Args:
       loss_fn: a `LossFunction`, or what was made of one: `(variables, batch, key) -> (loss, (aux, model_state))`.
@@ -34,14 +57,16 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
     """
 
     def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        weight: Any = jaxprs.literal(np.float32(1))
+        one, unbounded = (jaxprs.literal(np.float32(x)) for x in (1, -np.inf))
+        weight = PartWeight(one, one, unbounded)
         if loss_weight == "auto":
-            closed, divisor = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
-            weight = weight if divisor is None else divisor
+            closed, found = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
+            weight = weight if found is None else found._replace(bound=found.bound or unbounded)
         opened, _ = jaxprs.open_jaxpr(closed)
         loss, (aux, model_state) = jax.tree.unflatten(jax.tree.structure(out_shape), opened.outvars)
         if loss_weight not in ("auto", None):
-            weight = _named(aux, loss_weight)
+            named = _named(aux, loss_weight)
+            weight = PartWeight(named, named, unbounded)
         results, tree = jax.tree.flatten((loss, (aux, model_state, weight)))
         return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
@@ -49,7 +74,7 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
 
 
 def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any) -> Callable[..., Any] | None:
-    """Returns the weight of a part of a batch as a function of that and a key; None if all parts weigh the same.
+    """Returns the `PartWeight` of a part of a batch as a function of that and a key; None if all parts weigh the same.
 
     Args:
       traced: what `with_weight` returned.
@@ -64,12 +89,12 @@ def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: 
     def jaxpr_of(*args: Any) -> tuple[Any, Any]:
         closed, out_shape = traced.trace(*args)
         _, (*_, weight) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
-        return jaxprs.without_dead_code(jaxprs.with_results(closed, [weight])), jaxprs.open_jaxpr(closed)[1]
+        return jaxprs.without_dead_code(jaxprs.with_results(closed, weight)), jaxprs.open_jaxpr(closed)[1]
 
-    def weigh(batch: PyTree, key: Any) -> jax.Array:
+    def weigh(batch: PyTree, key: Any) -> PartWeight:
         jaxpr, consts = jaxpr_of(variables, batch, key)
-        (weight,) = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
-        return jax.numpy.asarray(weight).astype(np.float32)
+        weight = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
+        return PartWeight(*(jnp.asarray(x, jnp.float32) for x in weight))
 
     used = jaxprs.used_inputs(jaxpr_of(variables, batch, key)[0])
     if any(used[: len(jax.tree.leaves(variables))]):
@@ -87,16 +112,16 @@ def _named(aux: PyTree, name: str) -> Any:
     )
 
 
-def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, Any]:
-    """Returns the divisor that the first result ends in, or None, and a jaxpr of which it is a variable."""
+def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, PartWeight | None]:
+    """Returns the divisor that the first result ends in, or None, and a jaxpr of which its atoms are."""
     for _ in range(2):
         opened, consts = jaxprs.open_jaxpr(closed)
         inputs = [_Quotient(of_params=i < num_params, of_batch=i >= num_params) for i in range(len(opened.invars))]
         env: dict[Any, _Quotient] = {}
         divisor = _Quotients().run(opened, inputs, env)[0].divisor
-        if divisor is None or jaxprs.is_literal(divisor) or divisor in env:
+        if divisor is None or all(x is None or jaxprs.is_literal(x) or x in env for x in divisor):
             break
-        # It is a variable of a nested `jit`.
+        # It has a variable of a nested `jit`.
         closed = flattened(opened, consts)
     return closed, divisor
 
@@ -105,14 +130,14 @@ def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, Any]:
 class _Quotient:
     """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
-    `unbounded` is what a value is but for a constant bound, as in `jnp.maximum(mask.sum(), 1)`: an empty microbatch
-    weighs nothing, whatever it divides by.
+    `bounded` has the count and the bound of a value such as `jnp.maximum(mask.sum(), 1)`. A term that is added to such
+    a mean counts by the count alone, or parts below the bound would add too much of it: the divisor is the count then.
     """
 
     of_params: bool = False
     of_batch: bool = False
-    divisor: Any = None
-    unbounded: Any = None
+    divisor: PartWeight | None = None
+    bounded: tuple[Any, Any] | None = None
 
 
 class _Quotients(Pass[_Quotient]):
@@ -125,17 +150,21 @@ class _Quotients(Pass[_Quotient]):
 
     def operation(self, eqn: Any, operands: list[_Quotient]) -> list[_Quotient]:
         name, num_of_batch = eqn.primitive.name, sum(x.of_batch for x in operands)
-        divisor = unbounded = None
+        divisor = bounded = None
         if name == "div" and eqn.outvars[0].aval.ndim == 0:
             above, below = operands
             if above.of_params and below.of_batch and not below.of_params:
-                divisor = eqn.invars[1] if below.unbounded is None else below.unbounded
+                count, bound = below.bounded or (eqn.invars[1], None)
+                divisor = PartWeight(count, eqn.invars[1], bound)
         elif name in _KEEP_WEIGHT:
-            quotients = [x for x in operands if x.divisor is not None]
-            divisor = quotients[0].divisor if len(quotients) == 1 and num_of_batch == 1 else None
+            quotients = [x.divisor for x in operands if x.divisor is not None]
+            divisor = quotients[0] if len(quotients) == 1 and num_of_batch == 1 else None
+            if divisor is not None and divisor.bound is not None and name in ("add", "sub"):
+                divisor = divisor._replace(divisor=divisor.count)
         if name == "max" and num_of_batch == 1:
-            unbounded = next(atom for atom, x in zip(eqn.invars, operands, strict=True) if x.of_batch)
+            batch_first = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
+            bounded = batch_first[0][1], batch_first[1][1]
         elif name == "convert_element_type":
-            unbounded = operands[0].unbounded
+            bounded = operands[0].bounded
         of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
-        return [_Quotient(of_params, of_batch, divisor, unbounded)] * len(eqn.outvars)
+        return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)

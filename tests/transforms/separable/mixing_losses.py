@@ -197,6 +197,7 @@ MIXING = {
     "relu of a mean": lambda p, b: jax.nn.relu(jnp.mean(out_of(p, b))),
     "learnt weights": learnt_weights,
     "two means": two_means,
+    "bounded, with a regularizer": lambda p, b: masked(p, b) + 0.1 * jnp.square(p["w"]).sum(),
     # The number and the places of examples.
     "positions": lambda p, b: (error_of(p, b) * jnp.arange(len(b["x"]))).mean(),
     "numpy positions": lambda p, b: (error_of(p, b) * np.linspace(0, 1, len(b["x"]), dtype=np.float32)).mean(),
@@ -273,7 +274,10 @@ SEPARABLE = {
     "with a regularizer": lambda p, b: error_of(p, b).mean() + 0.1 * jnp.square(p["w"]).sum(),
     "masked": masked,
     "masked, moved by an epsilon": lambda p, b: (error_of(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-8),
-    "masked, with a regularizer": lambda p, b: masked(p, b) + 0.1 * jnp.square(p["w"]).sum(),
+    "masked, with a regularizer": lambda p, b: (
+        (error_of(p, b) * b["mask"]).sum() / b["mask"].sum() + 0.1 * jnp.square(p["w"]).sum()
+    ),
+    "by a bounded count": lambda p, b: error_of(p, b).sum() / jnp.maximum((b["label"] == 0).sum(), 1),
     "masked by where": lambda p, b: jnp.mean(error_of(p, b), where=b["mask"] > 0),
     "labelled": labelled,
     "looked up": lambda p, b: -jax.nn.log_softmax(out_of(p, b))[jnp.arange(len(b["x"])), b["label"]].mean(),

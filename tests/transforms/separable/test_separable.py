@@ -304,16 +304,30 @@ def test_one_example_is_not_taken_for_several():
     assert "one example" in judged(odd, size=8).not_local
 
 
-def test_groups_within_a_microbatch_are_no_other_loss():
-    """Pairs of examples are compared: each microbatch has whole ones, and each device a half."""
+def test_groups_of_examples_are_another_loss_where_microbatches_split_them():
+    """A microbatch has a run of examples of each device: groups of four that are two on one and two on another."""
 
     def paired(params, batch):
         error = mixing_losses.error_of(params, batch).reshape(-1, 4)
         return jnp.square(error - error.mean(1, keepdims=True)).mean()
 
     found = judged(paired, size=16)  # 2 examples a device
-    assert found.not_local and not found.another_loss
+    assert found.not_local and "mixed at" in found.another_loss
     assert not judged(paired, size=32).not_local
+
+
+@pytest.mark.parametrize("share", [1, 0.05])
+def test_parts_below_the_bound_of_their_divisor(share):
+    """As in detection: most microbatches of a device have no box, or all weights add up to less than the bound."""
+
+    def boxes_loss(params, batch):
+        return error_of(params, batch).sum() / jnp.maximum((share * (batch["tokens"][:, 0] < 5)).sum(), 1)
+
+    batch, tx = reference.make_batch(0), optax.sgd(0.01)
+    state, (metrics,) = reference.run_zero(boxes_loss, tx, [batch], mesh=mesh_of("8"), stage=1, num_microbatches=2)
+    params, _, (loss,) = reference.run_plain(boxes_loss, tx, [batch])
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    reference.assert_close(state.params, params, tolerance=1e-5)
 
 
 def on_shards(fn, *specs):

@@ -23,7 +23,7 @@ from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum
+from zero_jax.transforms import DeviceSum, PartWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Accumulator:
         merged = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[3:]) if x.ndim else x, parts)
 
         def body(carry: Any, index_and_part: Any) -> Any:
-            sums, total, model_state = carry
+            sums, model_state = carry
             index, part = index_and_part
             (loss, (aux, model_state, weight)), grads = grad_fn(
                 params, model_state, _rejoin(part, merged), jax.random.fold_in(key, index)
@@ -204,17 +204,17 @@ class Accumulator:
             # Without the barrier XLA:TPU puts off the head's gradient until all are squared, and holds the logits.
             grads = lax.optimization_barrier(grads)
             squares = shard_squares(grads, dims, mesh=self.mesh)
-            sums = pin([_add_weighed(s, weight, g) for s, g in zip(sums, grads, strict=True)])
-            return (sums, total + weight, model_state), (loss.astype(jnp.float32), weight, aux, squares)
+            sums = pin([_add_weighed(s, weight.divisor, g) for s, g in zip(sums, grads, strict=True)])
+            return (sums, model_state), (loss.astype(jnp.float32), weight, aux, squares)
 
         zeros = pin([jnp.zeros(p.shape, wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
-        begun = zeros, jnp.float32(0), model_state
-        (sums, total, model_state), (losses, weights, auxes, squares) = lax.scan(body, begun, xs)
+        (sums, model_state), (losses, weights, auxes, squares) = lax.scan(body, (zeros, model_state), xs)
+        total = weights.joined().divisor
         grads = [_divided(s, total) for s in sums]
         size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
-        out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
-        return out, grads, mean_of_parts(squares, weights)
+        out = self.mean(losses, weights), (self.combine(auxes, weights.count, size), model_state)
+        return out, grads, mean_of_parts(squares, weights.count)
 
     def local(
         self,
@@ -252,36 +252,36 @@ class Accumulator:
         if k == 1:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
             (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), rest)
-            total = nonzero(weights.sum())
+            total = nonzero(weights.joined().divisor)
             grads = [
-                self.reduce(d, c, _weighed_share(g, outer(weights, g), total))
+                self.reduce(d, c, _weighed_share(g, outer(weights.divisor, g), total))
                 for d, c, g in zip(dims, self.codings, grads, strict=True)
             ]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
-            aux = self.combine(auxes, weights[None], size)
+            aux = self.combine(auxes, weights.count[None], size)
             return (self.mean(losses.astype(jnp.float32), weights), (aux, model_state)), grads, None
 
-        def body(carry: Any, index_and_part: Any) -> Any:
-            sums, total = carry
+        def body(sums: list[jax.Array], index_and_part: Any) -> Any:
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
             (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys, rest)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
-            sums = [_add_weighed(s, outer(weights, g), g) for s, g in zip(sums, grads, strict=True)]
+            sums = [_add_weighed(s, outer(weights.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
-            return (sums, total + weights.sum()), (losses.astype(jnp.float32), weights, aux, squares)
+            return sums, (losses.astype(jnp.float32), weights, aux, squares)
 
         zeros = [
             lax.with_sharding_constraint(jnp.zeros((n, *p.shape), wide(p.dtype)), own)
             for p, own in zip(params, stacked, strict=True)
         ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
-        (sums, total), (losses, weights, auxes, squares) = lax.scan(body, (zeros, jnp.float32(0)), xs)
+        sums, (losses, weights, auxes, squares) = lax.scan(body, zeros, xs)
+        total = weights.joined().divisor
         grads = [self.reduce(d, c, _divided(s, total)) for d, c, s in zip(dims, self.codings, sums, strict=True)]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
-        out = self.mean(losses, weights), (self.combine(auxes, weights, size), model_state)
-        return out, grads, mean_of_parts(squares, weights)
+        out = self.mean(losses, weights), (self.combine(auxes, weights.count, size), model_state)
+        return out, grads, mean_of_parts(squares, weights.count)
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
         """Returns what `jax.vmap` of a function over the devices of the mapped axes returns.
@@ -315,9 +315,9 @@ class Accumulator:
         how = DeviceSum(mesh=self.mesh, axes=self.axes, over=self.mapped, dims=dims, dtype=dtype, **quantized)
         return how(stack).astype(stack.dtype)
 
-    def mean(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
+    def mean(self, losses: jax.Array, weights: PartWeight) -> jax.Array:
         """Returns the weighted mean of losses."""
-        return _weigh(weights, losses).sum() / nonzero(weights.sum())
+        return _weigh(weights.divisor, losses).sum() / nonzero(weights.joined().divisor)
 
     def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
         """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
 from zero_jax.training.grads.accumulator import Accumulator, nonzero, outer, wide
-from zero_jax.transforms import weight_alone
+from zero_jax.transforms import PartWeight, weight_alone
 
 
 def quantized_grads(
@@ -85,20 +85,20 @@ def _mapped(
     each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
     keys = jax.random.split(key, n)
     over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
-    weights = jnp.ones(n, jnp.float32)
+    weights = PartWeight(jnp.ones(n), jnp.ones(n), jnp.full(n, -jnp.inf))
     if weigh is not None:
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
-        other = jnp.argmax(weights)
-        parts = jax.tree.map(lambda x: jnp.where(outer(weights == 0, x), x[other], x) if x.ndim else x, parts)
-    total = weights.sum()
-    shares = weights * n / nonzero(total)
+        other, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
+        parts = jax.tree.map(lambda x: jnp.where(outer(is_empty, x), x[other], x) if x.ndim else x, parts)
+    total = weights.joined()
+    shares = weights.divisor * n / nonzero(total.divisor)
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
     in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
     (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
         params, parts, keys, shares
     )
     size = next((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim), 0)
-    aux = accumulator.combine(jax.tree.map(lambda x: x[None], auxes), weights[None], size)
+    aux = accumulator.combine(jax.tree.map(lambda x: x[None], auxes), weights.count[None], size)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
     return (accumulator.mean(losses, weights), (aux, model_state, total)), grads

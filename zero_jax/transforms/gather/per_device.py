@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.jaxprs import Chain, bind, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
 from zero_jax.transforms.gather.param_uses import param_uses
@@ -41,7 +41,7 @@ def copy_per_device(x: jax.Array, dims: Dims, *, mesh: Mesh, axes: Axes, dtype: 
     summed in `dtype` (None: the array's own).
     """
     own_dtype = x.dtype
-    x = x.astype(dtype or own_dtype)
+    x = x.astype(summed_dtype(own_dtype, dtype))
     data = [axis for axis in axes.data if mesh.shape[axis] > 1]
     shape, lead = x.shape, [axis for axis in axes.replica if mesh.shape[axis] > 1]
 
@@ -144,6 +144,7 @@ class DeviceSum:
         """
         mesh, dims, left = self.mesh, self.dims, list(self.over)
         wide = promoted(stack.dtype, jnp.float32)
+        moved = summed_dtype(wide, self.dtype)
         placed = without(dims, left)
         # Without it XLA may cut what the gradients are made of as it cuts their sum.
         stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))
@@ -157,7 +158,7 @@ class DeviceSum:
             there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
             if self.coding is None or axis not in self.coded or mesh.shape[axis] == 1:
                 # Pinned on both sides, or XLA moves it in the dtype from before the cast.
-                stack = lax.with_sharding_constraint(stack.astype(self.dtype or wide), here)
+                stack = lax.with_sharding_constraint(stack.astype(moved), here)
                 stack = lax.with_sharding_constraint(stack, there)
             else:
                 stack = lax.with_sharding_constraint(stack.astype(wide), here)
@@ -172,7 +173,7 @@ class DeviceSum:
                 stack = self._sum_quantized(stack, axis, left, placed, spread)
                 left.remove(axis)
         if left:  # replicas, and axes that this leaf is not sharded over
-            stack = stack.astype(self.dtype or wide)
+            stack = stack.astype(moved)
             stack = lax.with_sharding_constraint(stack, named(mesh, (*((a,) for a in left), *placed)))
             # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
             stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))

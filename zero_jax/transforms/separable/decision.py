@@ -22,6 +22,7 @@ from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
+from zero_jax.transforms.microbatch_weights import PartWeight
 from zero_jax.transforms.separable.relations import SAME, Kind, Relation, rows
 from zero_jax.transforms.separable.walk import TraceComparison
 
@@ -58,6 +59,7 @@ def separability(
     loss_weight: str | None = "auto",
     local: bool = True,
     exact: bool = False,
+    num_shards: int | None = None,
 ) -> Separability:
     """Says, by its traces on the batch and on parts of it, whether a loss function is a mean over examples.
 
@@ -76,9 +78,12 @@ def separability(
       local: whether it is asked if the loss can be called on each device's own examples.
       exact: whether aux and random numbers, too, have to be what they are for the whole batch then: aux as the step
         combines it, and none drawn.
+      num_shards: the devices that a batch is spread over, if they are more than those of `axes`. A microbatch has a run
+        of examples of each.
     """
     sizes = {x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
     num_devices = axis_size(mesh, axes.batch)
+    num_shards = num_shards or num_devices
     if len(sizes) != 1:
         why = "the leaves of its batch differ in their leading dim" if sizes else ""
         return Separability(another_loss="", not_local=why)
@@ -95,9 +100,9 @@ def separability(
     elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
         not_local = "it draws random numbers, which are those of the whole batch"
     elif local:
-        not_local = traces.why_no_mean(size // num_microbatches, num_devices, loss_weight, with_aux=exact)
+        not_local = traces.why_no_mean(size // num_microbatches, num_devices, num_shards, loss_weight, with_aux=exact)
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
-        another = traces.why_no_mean(size, num_microbatches, loss_weight, trusted=True)
+        another = traces.why_no_mean(size, num_microbatches, num_microbatches * num_shards, loss_weight, trusted=True)
     if another:
         verb = "may be" if "may mix" in another else "is"
         another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
@@ -130,17 +135,25 @@ class _Traces:
             results = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
             loss, (aux, _, weight) = results
             leaves = jax.tree.leaves(aux) if self.has_aux else []
-            self.traced[size] = jaxprs.with_results(closed, [loss, weight, *leaves])
+            self.traced[size] = jaxprs.with_results(closed, [loss, *weight, *leaves])
         return self.traced[size]
 
     def why_no_mean(
-        self, size: int, num_parts: int, loss_weight: str | None, *, trusted: bool = False, with_aux: bool = False
+        self,
+        size: int,
+        num_parts: int,
+        num_blocks: int,
+        loss_weight: str | None,
+        *,
+        trusted: bool = False,
+        with_aux: bool = False,
     ) -> str:
         """Says why the loss is not the mean over so many parts of a batch; empty if it is.
 
         Args:
           size: the number of examples of the batch.
           num_parts: the number of its parts.
+          num_blocks: the number of runs of examples that the parts are made of.
           loss_weight: as in `ZeroConfig`.
           trusted: whether None as a weight says that parts are averaged as if they weighed the same.
           with_aux: whether aux, too, has to be what the step combines that of the parts to.
@@ -161,8 +174,9 @@ class _Traces:
         inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
         inputs += [SAME] * len(jax.tree.leaves(self.key))
-        loss, weight, *aux = TraceComparison(num_parts).run(*traces, inputs)
-        avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[2:]]
+        loss, *rest = TraceComparison(num_parts, factor * num_blocks).run(*traces, inputs)
+        weight, aux = PartWeight(*rest[:3]), rest[3:]
+        avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[4:]]
         if with_aux and not all(
             _combines(x, weight, aval, size=factor * size) for x, aval in zip(aux, avals, strict=True)
         ):
@@ -172,25 +186,29 @@ class _Traces:
         )
 
 
-def _combines(aux: Relation, weight: Relation, aval: Any, *, size: int) -> bool:
+def _combines(aux: Relation, weight: PartWeight, aval: Any, *, size: int) -> bool:
     """Tells whether a leaf of aux of the whole batch is what a step makes of those of the parts."""
     if aux.kind is Kind.ROWS:
         return aux.is_plain and aux.dim == 0
     if aval.ndim and aval.shape[0] == size:  # it would be taken for values of examples
         return False
     if jax.numpy.issubdtype(aval.dtype, np.inexact):
-        return not _why_no_mean(aux, weight, named=False, trusted=False)
+        is_plain = aux.divisor is None or not weight.divisor.bounded  # aux is averaged by the count
+        return is_plain and not _why_no_mean(aux, weight, named=False, trusted=False)
     return aux.kind is Kind.SUM and not aux.power and aux.divisor is None and not aux.bounded and aval.dtype != bool
 
 
-def _why_no_mean(loss: Relation, weight: Relation, *, named: bool, trusted: bool) -> str:
+def _why_no_mean(loss: Relation, weight: PartWeight, *, named: bool, trusted: bool) -> str:
     if loss.kind is Kind.UNKNOWN:
         return loss.why.replace("{}", "a line that is not known")
     if not loss.is_mean:
         remedy = "return loss.mean(), or divide it by the number of examples"
         return f"the loss is a sum over examples, or depends on how many there are: {remedy}"
-    is_weight = loss.divisor is not None and (loss.divisor == weight.root or named or trusted)
-    is_even = loss.divisor is None and (loss.kind is Kind.SAME or (weight.kind is Kind.SAME and not weight.divisor))
+    is_weight = loss.divisor is not None and (loss.divisor == weight.count.root or named or trusted)
+    even = weight.count.kind is Kind.SAME and not weight.count.divisor
+    is_even = loss.divisor is None and (loss.kind is Kind.SAME or even)
+    if is_weight and weight.bound.number != -np.inf and not weight.divisor.bounded:
+        return "the loss adds a term to a mean with a bounded divisor: name its weight (ZeroConfig.loss_weight)"
     if is_weight or is_even:
         return ""
     return "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"

@@ -32,10 +32,13 @@ _ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIter
 
 
 class TraceComparison:
-    """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it."""
+    """Compares two traces of one function, on a batch and on one of `num_parts` equal parts of it.
 
-    def __init__(self, num_parts: int):
-        self.num_parts = num_parts
+    A part need not be one run of examples: it is of several of `num_blocks` equal runs. None takes `num_parts`.
+    """
+
+    def __init__(self, num_parts: int, num_blocks: int | None = None):
+        self.num_parts, self.num_blocks = num_parts, num_blocks or num_parts
         self.source = ""
         self.roots = itertools.count()
         self.calls: dict[Any, tuple[Any, Any, list[Relation]]] = {}
@@ -162,6 +165,8 @@ class TraceComparison:
         ]
         if not all(sizes):
             return self.refused("sized")
+        if x.kind is Kind.ROWS and any(i == x.dim and a % self.num_blocks for i, a in enumerate(whole)):
+            return self.refused("mixed")  # an element is made of examples of several blocks
         root = next(self.roots) if x.kind is Kind.SUM and x.root is None and not whole else x.root
         return dataclasses.replace(x, of_params=of_params or x.of_params, root=root)
 

@@ -29,6 +29,15 @@ def test_the_gradient_of_a_slice_of_part_of_two_shards():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="mended in JAX 0.12")
+def test_the_gradient_of_a_write():
+    w, x = jnp.sin(jnp.arange(256.0)).reshape(16, 16), jnp.cos(jnp.arange(512.0)).reshape(32, 16)
+    grad = jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w.at[:, 3].set(0.0))))
+    columns, rows = (NamedSharding(mesh_of("8"), PartitionSpec(*spec)) for spec in ((None, "data"), ("data",)))
+    got = jax.jit(grad, out_shardings=columns)(w, jax.device_put(x, rows))
+    assert np.abs(np.asarray(got) - grad(w, x)).max() > 1
+
+
 def test_the_gradient_of_max_pooling():
     pooled = lambda a: lax.reduce_window(a, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME")  # noqa: E731
     column = jnp.sin(jnp.arange(16.0)).reshape(16, 1)

@@ -217,9 +217,9 @@ def narrows(eqn: Any) -> bool:
     return taken and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
 
-def pads_cotangents(eqn: Any) -> bool:
-    """Tells whether the transpose of an equation pads: XLA pads some shards wrongly (docs/gather_on_use.md)."""
-    return eqn.primitive.name in ("slice", "pad")
+def has_wrong_gradient(eqn: Any) -> bool:
+    """Tells whether XLA shards the transpose of an equation wrongly, as of writes and pools (docs/xla_faults.md)."""
+    return eqn.primitive.name.startswith(("slice", "pad", "scatter", "reduce_window"))
 
 
 def is_float(aval: Any) -> bool:

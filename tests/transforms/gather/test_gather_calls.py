@@ -382,6 +382,20 @@ def test_slices_that_straddle_shards():
     assert {event.path for event in report.events if "gathered first" in event.reason} == set(params)
 
 
+def test_writes_and_pools_along_a_sharded_dim():
+    """XLA's own gradients of them are wrong on shards, with plain shardings too."""
+    mesh, uses = mesh_of("8"), {
+        "set": lambda w: w.at[:, 3].set(0.0),
+        "set to an input": lambda w: w.at[:, 3].set(w[:, 5]),
+        "multiply": lambda w: w.at[:, 3].multiply(2.0),
+        "pool": lambda w: lax.reduce_window(w, -jnp.inf, lax.max, (3, 3), (1, 1), "SAME"),
+    }  # fmt: skip
+    params = {name: normal(FEATURES, FEATURES, seed=i) for i, name in enumerate(uses)}
+    specs = jax.tree.map(lambda _: NamedSharding(mesh, P(None, "data")), params)
+    loss = lambda params, x: mean_square(sum(jnp.tanh(x @ use(params[name])) for name, use in uses.items()))  # noqa: E731
+    check(loss, params, examples(), mesh=mesh, specs=specs)
+
+
 @pytest.mark.parametrize("options", [{}, {"out_shardings": NamedSharding(mesh_of("8"), P())}], ids=["jit", "sharded"])
 def test_a_loop_gathers_once_what_it_uses_through_a_call(options):
     swapped = jax.jit(lambda w: w.T, **options)

@@ -43,7 +43,7 @@ from zero_jax.transforms.gather.param_uses import last_use
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
-from zero_jax.transforms.passthrough import is_contraction, is_local_reduction, pads_cotangents, passthrough
+from zero_jax.transforms.passthrough import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.
 MAX_RECIPE_DEPTH = 50
@@ -175,7 +175,8 @@ class GatherWalk:
     def gathered(self, eqn: Any, values: Sequence[Any]) -> tuple[Callable[..., list[Any]], Roots]:
         """Returns an equation on gathered params as a function of the arrays that its inputs are made of, and these."""
         inputs, evaluate = flat_product(eqn, values)
-        split, dtype, pin = Roots(inputs), self.options.product_dtype, id(eqn) in self.mixed
+        split, dtype = Roots(inputs), self.options.product_dtype
+        pin = id(eqn) in self.mixed or has_wrong_gradient(eqn)
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
 
@@ -215,7 +216,7 @@ class GatherWalk:
         split = Roots(values)
         lazy = [value for value in values if isinstance(value, Lazy)]
         cast = pending(eqn, values)[1] if out_dims is not None else None
-        pin = pads_cotangents(eqn)
+        pin = has_wrong_gradient(eqn)
 
         def make_all(arrays: Sequence[Any]) -> list[Any]:
             make = functools.partial(self.whole, pin=pin) if out_dims is None else lambda v, *roots: v.build(*roots)

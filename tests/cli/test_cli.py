@@ -158,7 +158,7 @@ def test_errors_name_the_value_and_the_remedy(arguments, message, capsys, tmp_pa
 
 
 def test_a_row_of_the_papers_table_stands_for_its_options(tmp_path):
-    (tmp_path / "a.toml").write_text("[zero]\nstage = 3\nclip_norm = 2.0\n")
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[zero]\r\nstage = 3\r\nclip_norm = 2.0\r\n")  # as Windows writes it
     for command, *arguments in (["train", "--config", str(tmp_path / "a.toml")], ["plan", "--stage", "2"]):
         options = cli.parse([command, *arguments, "--paper-config", "C5", "--precision", "fp16"])
         zero = cli_zero.read_zero(options, default=ZeroConfig())

@@ -56,9 +56,12 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> str:
-    """Reads a file that a user named, text in UTF-8; raises `ValueError` with `what` it is and the `remedy`."""
+    """Reads a file that a user named, text in UTF-8 without its byte order mark.
+
+    Raises `ValueError` with `what` it is and the `remedy`.
+    """
     try:
-        return read_file(epath.Path(path), limit_bytes=limit_bytes).decode()
+        return read_file(epath.Path(path), limit_bytes=limit_bytes).decode("utf-8-sig")
     except OSError as error:
         why = error.strerror
     except UnicodeDecodeError as error:

@@ -35,11 +35,30 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
-def with_results(jaxpr: Jaxpr, atoms: Sequence[Any]) -> Jaxpr:
-    """Returns a jaxpr, open or closed as it is given, with other variables or literals for its results."""
+def with_results(jaxpr: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
+    """Returns a jaxpr, open or closed, with other variables or literals for its results, and other `parts` of it."""
     if not hasattr(jaxpr, "consts"):
-        return jaxpr.replace(outvars=list(atoms))
-    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms)))
+        return jaxpr.replace(outvars=list(atoms), **parts)
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(outvars=list(atoms), **parts))
+
+
+def conditional(pred: jax.Array, closed: Jaxpr, operands: Sequence[Any], *, otherwise: Sequence[Any]) -> list[Any]:
+    """Returns the results of a closed jaxpr where `pred`, else some of its operands: `lax.cond` of what is traced.
+
+    Args:
+      pred: `bool[]`.
+      closed: the jaxpr.
+      operands: arrays that it takes.
+      otherwise: those of them that are returned where `pred` is false, of the shapes and dtypes of the results.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    variables = dict(zip(map(id, operands), jaxpr.invars, strict=True))
+    old = [variables[id(x)] for x in otherwise]
+    changed = {i for i, (var, same) in enumerate(zip(jaxpr.outvars, old, strict=True)) if var is not same}
+    new = closed if len(changed) == len(old) else with_results(closed, [jaxpr.outvars[i] for i in sorted(changed)])
+    branches = with_results(closed, [old[i] for i in sorted(changed)], eqns=[]), new
+    made = iter(lax.cond_p.bind(lax.convert_element_type(pred, np.int32), *operands, branches=branches))
+    return [next(made) if i in changed else x for i, x in enumerate(otherwise)]
 
 
 def literal(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 PyTree = Any
 
@@ -50,6 +51,16 @@ def eval_shapes(fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*tree.unflatten(full.values()))
 
     return jax.eval_shape(call, [leaves[i] for i in places])
+
+
+def strongly_typed(tree: PyTree) -> PyTree:
+    """Returns arrays of fixed dtypes: with Python's numbers, which have none, a step is traced anew."""
+
+    def fix(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
+
+    return jax.tree.map(fix, tree)
 
 
 def check_arrays(what: str, tree: PyTree, *, remedy: str) -> None:

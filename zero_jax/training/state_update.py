@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -16,8 +15,8 @@ from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.streaming import Argument, stream
-from zero_jax.training.optimizer.update import apply_update, trace_update, update_if
-from zero_jax.training.state.train_state import Placement, TrainState, merge, strongly_typed, trainable
+from zero_jax.training.optimizer.update import TracedUpdate, apply_update, trace_update, update_if
+from zero_jax.training.state.train_state import Placement, TrainState, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
@@ -162,19 +161,29 @@ class UpdateProgram:
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
     def update(
-        self, masters: PyTree, opt_state: PyTree, grads: PyTree, finite: jax.Array, offers: dict[str, Any]
+        self,
+        masters: PyTree,
+        opt_state: PyTree,
+        grads: PyTree,
+        finite: jax.Array,
+        offers: dict[str, Any],
+        traced: TracedUpdate | None = None,
     ) -> tuple[PyTree, PyTree]:
-        """Returns new master params and optimizer state; the old ones where a gradient is not finite."""
+        """Returns new master params and optimizer state; the old ones where a gradient is not finite.
 
-        def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-            updates, opt_state = apply_update(self.tx, grads, opt_state, params, **offers)
-            return optax.apply_updates(params, updates), strongly_typed(opt_state)
-
+        `traced` is the trace of the update for such arguments, if there is one.
+        """
+        params = trainable(masters)
+        apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, **offers)  # noqa: E731
         if self.config.skip_nonfinite is False:
-            new_params, opt_state = apply(trainable(masters), opt_state)
+            new_params, opt_state = apply(params, opt_state)
         else:
             in_place = self.mesh.devices.flat[0].platform == "cpu" and self.config.offload is None
-            new_params, opt_state = update_if(finite, apply, (trainable(masters), opt_state), in_place=in_place)
+            trace = None
+            if traced is not None and not traced.calls_functions:
+                operands = grads, opt_state, params, offers["value"], offers["full_grads"]
+                trace = traced.jaxpr, jax.tree.leaves(operands)
+            new_params, opt_state = update_if(finite, apply, (params, opt_state), in_place=in_place, traced=trace)
         return merge(masters, new_params), opt_state
 
     def streamed_update(

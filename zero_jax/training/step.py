@@ -206,7 +206,7 @@ class _Program(UpdateProgram):
             new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
-            new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers)
+            new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers, traced)
             new_masters = keep_same(masters, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             low = new_masters

@@ -36,8 +36,10 @@ def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:
     """
     if all(needed):
         return [False] * len(needed)
-    zeros = _Zeros().run(traced.jaxpr, [False] * len(open_jaxpr(traced.jaxpr)[0].invars))[: len(needed)]
-    return [zero and not read for zero, read in zip(zeros, needed, strict=True)]
+    zeros, values = _Zeros(), {}
+    zeros.run(traced.jaxpr, [False] * len(open_jaxpr(traced.jaxpr)[0].invars), values)
+    updates = [zeros.constant(x) if is_literal(x) else values[x] for x in traced.updates]
+    return [zero and not read for zero, read in zip(updates, needed, strict=True)]
 
 
 class _Zeros(Pass[bool]):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,8 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import is_on_host, used_inputs
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.jaxprs import conditional, is_on_host, open_jaxpr, used_inputs, with_results
+from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
 
@@ -94,7 +94,12 @@ def call_update(
 
 
 def update_if(
-    finite: jax.Array, update: Callable[..., tuple[PyTree, PyTree]], state: tuple[PyTree, PyTree], *, in_place: bool
+    finite: jax.Array,
+    update: Callable[..., tuple[PyTree, PyTree]],
+    state: tuple[PyTree, PyTree],
+    *,
+    in_place: bool,
+    traced: tuple[Any, Sequence[Any]] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Returns `update(*state)` where `finite`, else `state` bit for bit.
 
@@ -107,9 +112,13 @@ def update_if(
       update: a function of params and optimizer state that returns both.
       state: params and optimizer state.
       in_place: use a conditional.
+      traced: the closed jaxpr of `update` and its operands, `state` among them, if it has been traced.
     """
     if not in_place:
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*state), state)
+    old, tree = jax.tree.flatten(state)
+    if traced is not None and [x.dtype for x in traced[0].out_avals] == [x.dtype for x in old]:
+        return tree.unflatten(conditional(finite, *traced, otherwise=old))
 
     def as_wide(new: jax.Array, old: jax.Array) -> jax.Array:
         return new if new.dtype == old.dtype else new.astype(promoted(new.dtype, old.dtype))
@@ -128,7 +137,7 @@ class _Calls:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _traced_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
-) -> tuple[PyTree, PyTree, _Calls]:
+) -> tuple[tuple[PyTree, PyTree], PyTree, _Calls]:
     called = []
 
     def noted(function: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
@@ -137,7 +146,7 @@ def _traced_update(
     loss_fn, grad_fn = noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads))
     extras = {"value": value, "full_grads": full_grads, "loss_fn": loss_fn, "grad_fn": grad_fn}
     updates, new_state = call_update(tx.value, grads, opt_state, params, **extras)
-    return updates, new_state, _Calls(bool(called))
+    return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, _Calls(bool(called))
 
 
 class _Optimizer:
@@ -162,13 +171,15 @@ class TracedUpdate:
     """The trace of an optimizer's update.
 
     Attributes:
-      jaxpr: the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to updates and state.
+      jaxpr: the closed jaxpr: of gradients, state, params, the loss and unclipped gradients to params and state.
+      updates: the variables, or literals, of the updates in it.
       new_state: the shapes of the state that it returns.
       num_grads: the number of gradients.
       calls_functions: whether it calls functions of the params, which are stand-ins here.
     """
 
     jaxpr: Any
+    updates: Sequence[Any]
     new_state: PyTree
     num_grads: int
     calls_functions: bool
@@ -189,8 +200,11 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
-    _, new_state, calls = traced.out_info
-    return TracedUpdate(traced.jaxpr, new_state, len(leaves), calls.functions)
+    (_, new_state), updates, calls = traced.out_info
+    results, num_updates = open_jaxpr(traced.jaxpr)[0].outvars, len(jax.tree.leaves(updates))
+    num_results = len(results) - num_updates
+    jaxpr = with_results(traced.jaxpr, results[:num_results])
+    return TracedUpdate(jaxpr, results[num_results:], new_state, len(leaves), calls.functions)
 
 
 def _without_memory(x: Any) -> Any:
@@ -205,10 +219,11 @@ def _without_memory(x: Any) -> Any:
 def apply_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *, value: Any, full_grads: PyTree, **functions: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns what `call_update` does, from the trace of the update if there are no `functions` for it to call."""
+    """Returns updated params and the new state, from the trace of the update if it has no `functions` to call."""
     if functions:
-        return call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
-    return _traced_update(_Optimizer(tx), grads, opt_state, params, value, full_grads)[:2]
+        updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
+        return optax.apply_updates(params, updates), strongly_typed(state)
+    return _traced_update(_Optimizer(tx), grads, opt_state, params, value, full_grads)[0]
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, check_arrays, shown
+from zero_jax.core.tree import PyTree, check_arrays, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
@@ -23,7 +23,6 @@ from zero_jax.training.state.train_state import (
     Placement,
     TrainState,
     make_placement,
-    strongly_typed,
     train_state_shardings,
     trainable,
 )

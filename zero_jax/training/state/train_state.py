@@ -269,16 +269,6 @@ def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[
     return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 
 
-def strongly_typed(tree: PyTree) -> PyTree:
-    """Returns arrays of fixed dtypes: with Python's numbers, which have none, a step is traced anew."""
-
-    def fix(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
-
-    return jax.tree.map(fix, tree)
-
-
 def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
     """Returns the sharding of each leaf of a train state."""
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())

@@ -11,8 +11,8 @@ from reference import mesh_of, torus_mesh
 
 import zero_jax as zero
 from zero_jax import hlo
-from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.sharding import torus
+from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.spec import named
 
 

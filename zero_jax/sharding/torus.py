@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from zero_jax.core.jaxprs import Chain
+from zero_jax.sharding.chains import Chain
 from zero_jax.sharding.spec import (
     STAGED_FROM_NUM_CHIPS,
     Dims,

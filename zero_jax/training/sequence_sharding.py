@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import Chain, reshard
 from zero_jax.core.signatures import check_arguments
+from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import GPUS, axes_of, axis_size
 
 

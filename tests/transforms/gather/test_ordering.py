@@ -9,6 +9,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.core import jaxprs
+from zero_jax.transforms.gather.ordering import order, order_p
 
 LAYERS = 4
 
@@ -131,7 +132,7 @@ QUICK = ("with_head", "checkpointed", "sliced_in_turn", "stages")
 def ties(jaxpr):
     """Yields the shapes that each barrier holds together, wherever it is."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive is jaxprs.order_p and eqn.params["forward"]:
+        if eqn.primitive is order_p and eqn.params["forward"]:
             yield [var.aval.shape for var in eqn.outvars]
         for inner in jaxprs.inner_jaxprs(eqn):
             yield from ties(jaxprs.open_jaxpr(inner)[0])
@@ -199,12 +200,12 @@ def test_functions_without_blocks_have_no_ties():
 
 def test_order_is_linear_and_maps():
     x, y = jnp.arange(3.0), jnp.arange(4.0)
-    assert [a.tolist() for a in jaxprs.order(x, y)] == [x.tolist(), y.tolist()]
-    _, tangents = jax.jvp(lambda x: jaxprs.order(x, y), (x,), (2 * x,))
+    assert [a.tolist() for a in order(x, y)] == [x.tolist(), y.tolist()]
+    _, tangents = jax.jvp(lambda x: order(x, y), (x,), (2 * x,))
     np.testing.assert_array_equal(tangents[0], 2 * x)
     np.testing.assert_array_equal(tangents[1], 0 * y)
-    mapped = jax.vmap(lambda x: jaxprs.order(x, y)[0] * 2)(x)
+    mapped = jax.vmap(lambda x: order(x, y)[0] * 2)(x)
     np.testing.assert_array_equal(mapped, 2 * x)
-    grads = jax.grad(lambda x, y: sum(a.sum() for a in jaxprs.order(x, y)), argnums=(0, 1))(x, y)
+    grads = jax.grad(lambda x, y: sum(a.sum() for a in order(x, y)), argnums=(0, 1))(x, y)
     np.testing.assert_array_equal(grads[0], 1 + 0 * x)
     np.testing.assert_array_equal(grads[1], 1 + 0 * y)

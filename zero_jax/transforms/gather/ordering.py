@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
@@ -111,7 +117,7 @@ class Ordering:
             params = self.params(tied, env, evaluate)
             if activations and params:
                 split = Roots([*(env[var] for var in activations), *params.values()])
-                arrays = jaxprs.order(*split.arrays, **which)
+                arrays = order(*split.arrays, **which)
                 env.update(zip((*activations, *params), split.rebuild(arrays), strict=True))
 
     def params(self, segment: _Segment, env: dict[Any, Any], evaluate: Callable[[Any], None]) -> dict[Any, Any]:
@@ -158,3 +164,49 @@ def _made_of_params(jaxpr: Any, values: Sequence[Lazy | Value]) -> dict[Any, fro
         elif all(var in constants for var in variables):
             constants.update(eqn.outvars)
     return made
+
+
+# An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some
+# releases makes zeros for cotangents that there are none of, and so gradients for params that are frozen.
+
+order_p = jex_core.Primitive("zero_order")
+order_p.multiple_results = True
+
+
+def order(*arrays: jax.Array, forward: bool = True, backward: bool = True) -> list[jax.Array]:
+    """Returns the arrays as they are, none before all are there; their cotangents likewise, if `backward`."""
+    if len(arrays) < 2 or not (forward or backward):
+        return list(arrays)
+    return order_p.bind(*arrays, forward=forward, backward=backward)
+
+
+def _apply_order(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
+    del backward
+    return lax.optimization_barrier(list(arrays)) if forward else list(arrays)
+
+
+def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
+    present = [value for value in values if not isinstance(value, ad.Zero)]
+    ordered = iter(order(*present, **directions))
+    return [value if isinstance(value, ad.Zero) else next(ordered) for value in values]
+
+
+def _order_results(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
+    return order(*arrays, forward=True, backward=backward) if forward else list(arrays)
+
+
+def _order_tangents(*tangents: Any, forward: bool, backward: bool) -> list[Any]:
+    del forward
+    return _order_present(tangents, forward=False, backward=backward)
+
+
+def _order_transpose(cotangents: Sequence[Any], *_: Any, forward: bool, backward: bool) -> list[Any]:
+    return _order_present(cotangents, forward=backward, backward=forward)
+
+
+order_p.def_abstract_eval(lambda *avals, **_: avals)
+order_p.def_impl(lambda *xs, **directions: jax.jit(functools.partial(_apply_order, **directions))(*xs))
+jaxprs.define_tangents(order_p, _order_results, _order_tangents)
+ad.primitive_transposes[order_p] = _order_transpose
+batching.primitive_batchers[order_p] = lambda arrays, dims, **directions: (order(*arrays, **directions), dims)
+mlir.register_lowering(order_p, mlir.lower_fun(_apply_order, multiple_results=True))

@@ -23,7 +23,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
-from zero_jax.core.jaxprs import Chain, bind, reshard
+from zero_jax.core.jaxprs import bind
+from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over

@@ -20,10 +20,10 @@ from zero_jax.attention import mesh_context
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import trace_call
 from zero_jax.core.gather_names import gather_scope
-from zero_jax.core.jaxprs import Chain
 from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import variable_names
+from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
@@ -218,7 +218,7 @@ def _root(leaf: jax.Array, name: str, dims: Dims, options: Options) -> jax.Array
         return summed_use(leaf, device_sum(options, dims, refusal=refusal))
     with gather_scope(name):
         backward = Chain((named(options.mesh, dims),)) if is_cut else Chain()
-        return jaxprs.reshard(leaf, forward=Chain(), backward=backward)
+        return reshard(leaf, forward=Chain(), backward=backward)
 
 
 def _fetched(param: HostParam, name: str, dims: Dims, formats: Formats, options: Options) -> Lazy:

@@ -18,8 +18,8 @@ from zero_jax.core import jaxprs
 from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
-from zero_jax.core.jaxprs import Chain
 from zero_jax.core.subcalls import subcall
+from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
@@ -298,7 +298,7 @@ class GatherWalk:
             pure[:] = [isinstance(out, Lazy) or out.pure for out in outs]
             return [self.array(out) for out in outs]
 
-        function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=jaxprs.refuse_gathered(policy))
+        function = jax.checkpoint(call, prevent_cse=prevent_cse, policy=refuse_gathered(policy))
         return SharedRegion(jaxpr=inner, function=function, pure=pure)
 
     def cond(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
@@ -346,7 +346,7 @@ class GatherWalk:
         options, dims, array = self.options, value.shard, value.build(*value.roots)
         with gather_scope(value.path):
             forward = gathering(options, value, array.shape)
-            array = jaxprs.reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
+            array = reshard(array, forward=forward, backward=Chain((named(options.mesh, dims),)))
             return copy_per_device(array, dims, mesh=options.mesh, axes=options.axes, dtype=options.reduce_dtype)
 
     def before(self, value: Lazy | Value, eqn: Any, reason: str) -> Value:
@@ -378,3 +378,14 @@ class GatherWalk:
         array, stored_whole = table.build(*table.roots), self.options.stored_whole
         with gather_scope(table.path):
             return [Value(move_rows(eqn, plan, array, indices.array, stored_whole=stored_whole), pure=False)]
+
+
+def refuse_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Returns a remat policy which never saves a gathered param and otherwise is the one given."""
+    if policy is None:
+        return None
+
+    def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
+        return False if primitive is reshard_p else policy(primitive, *args, **params)
+
+    return refusing

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate
-from zero_jax.core.jaxprs import Chain
+from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.transforms.remat.kept import is_kept, keep, keep_names
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
     Mark,
@@ -90,7 +91,7 @@ class RematRegion:
         if remat.policy == "full":
             return set()
         if remat.policy == "own":
-            return {v for eqn in jaxpr.eqns if jaxprs.is_kept(self.own_policy, eqn) for v in eqn.outvars}
+            return {v for eqn in jaxpr.eqns if is_kept(self.own_policy, eqn) for v in eqn.outvars}
         if remat.policy == "names":
             named = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in remat.names)
             return {var for eqn in named for var in eqn.outvars}
@@ -122,7 +123,7 @@ class RematRegion:
         # Names and products may also be in loops within the region, where nothing is placed.
         fused = [RESIDUALS] if remat.policy in ("dots", "attention") else []
         (away if remat.residuals == "offloaded" else ours).extend([*remat.names, *fused])
-        return jaxprs.keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)
+        return keep_names(on_device=ours, on_host=away, otherwise=self.own_policy)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """Evaluates the region with its residuals named and placed."""
@@ -161,8 +162,8 @@ class RematRegion:
         # or shards what is computed like the copy. It takes the last of a chain of pins for all that uses the value, so
         # the value has a pin of its own, and a barrier ends the chain.
         shard, whole = (self.sharding(array.ndim, dim, axes) for axes in (self.setting.axes.model, None))
-        array = jaxprs.reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
-        return jaxprs.keep(array, name=PLACED, shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
+        array = reshard(array, forward=Chain((whole,)), backward=Chain((whole,)))
+        return keep(array, name=PLACED, shard=Chain((shard,), barrier=True), unshard=Chain((shard, whole)))
 
     def sharding(self, num_dims: int, dim: int, axes: tuple[str, ...] | None) -> NamedSharding:
         """Returns the sharding of one dim, with the others as they are."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
+from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
@@ -71,14 +72,14 @@ def pinned_dims(eqn: Any, model: tuple[str, ...]) -> Dims | None:
     sharding = None
     if eqn.primitive.name == "sharding_constraint":
         sharding = eqn.params["sharding"]
-    elif eqn.primitive is jaxprs.reshard_p and eqn.params["forward"].shardings:
+    elif eqn.primitive is reshard_p and eqn.params["forward"].shardings:
         sharding = eqn.params["forward"].shardings[-1]
     return None if sharding is None else dims_on_model(sharding, len(eqn.outvars[0].aval.shape), model)
 
 
 def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: tuple[str, ...]) -> Dims | None:
     name, shape = eqn.primitive.name, getattr(var.aval, "shape", ())
-    if name == "sharding_constraint" or (eqn.primitive is jaxprs.reshard_p and eqn.params["forward"].shardings):
+    if name == "sharding_constraint" or (eqn.primitive is reshard_p and eqn.params["forward"].shardings):
         return pinned_dims(eqn, model)
     if all(dims is None for dims in ins):
         return None
@@ -103,7 +104,7 @@ def _product_dims(eqn: Any, ins: Sequence[Dims | None]) -> Dims:
 
 
 def is_large(aval: Any) -> bool:
-    """Tells whether a value is worth placing: a floating array of some size, not complex (`jaxprs.keep_names`)."""
+    """Tells whether a value is worth placing: a floating array of some size, not complex (`kept.keep_names`)."""
     is_real = hasattr(aval, "shape") and jnp.issubdtype(aval.dtype, jnp.floating)
     return is_real and aval.size * aval.dtype.itemsize >= MIN_PLACED_BYTES
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
@@ -54,12 +54,8 @@ class OffloadedState:
     def masters(self) -> PyTree:
         """Returns the master params, sharded; of those on the host the shapes."""
         leaves, tree = jax.tree.flatten(self.state.masters)
-        flags = self._master_flags
-        shardings = jax.tree.leaves(self.placement.param_shardings("master"))
-        placed = zip(leaves, shardings, flags, strict=True)
-        return tree.unflatten(
-            [_shape(x) if on_host else lax.with_sharding_constraint(x, s) for x, s, on_host in placed]
-        )
+        leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
+        return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
     def update(self, tx: Any, function: Callable[..., Any], *others: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Returns new master params, their low-precision copy and the new optimizer state, where the old ones are.
@@ -119,12 +115,17 @@ class OffloadedState:
 
 
 def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Argument]:
-    leaves = jax.tree.leaves(tree)
-    pairs = zip(leaves, jax.tree.leaves(shardings), on_host, strict=True)
-    return [
-        Argument(array=x if flag else lax.with_sharding_constraint(x, sharding), sharding=sharding, on_host=flag)
-        for x, sharding, flag in pairs
-    ]
+    arrays = pinned(jax.tree.leaves(tree), shardings, but=on_host)
+    of_each = zip(arrays, jax.tree.leaves(shardings), on_host, strict=True)
+    return [Argument(array=x, sharding=sharding, on_host=flag) for x, sharding, flag in of_each]
+
+
+def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
+    """Returns the leaves of a tree pinned to shardings, all at once; those where `but` is true as they are."""
+    pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
+    picked = [(x, sharding) for x, sharding, skip in pairs if not skip]
+    made = iter(lax.with_sharding_constraint([x for x, _ in picked], [sharding for _, sharding in picked]))
+    return [x if skip else next(made) for x, skip in zip(leaves, but, strict=True)]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -142,15 +143,14 @@ class UpdateProgram:
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
         """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
 
-        def finish(master: jax.Array, sharding: NamedSharding, grad: jax.Array | None) -> jax.Array | None:
-            if grad is None:
-                return None
-            grad = grad.astype(master.dtype)
-            if loss_scale is not None:
-                grad = grad / loss_scale.scale.astype(master.dtype)
-            return lax.with_sharding_constraint(grad, sharding)
+        def unscaled(grad: jax.Array, dtype: Any) -> jax.Array:
+            grad = grad.astype(dtype)
+            return grad if loss_scale is None else grad / loss_scale.scale.astype(dtype)
 
-        return jax.tree.map(finish, masters, placement.param_shardings("master"), grads, is_leaf=lambda x: x is None)
+        leaves, tree = jax.tree.flatten(masters)
+        of_each = zip(leaves, tree.flatten_up_to(grads), strict=True)
+        finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
+        return tree.unflatten(pinned(finished, placement.param_shardings("master"), but=[x is None for x in finished]))
 
     def clip(self, grads: PyTree, norm: jax.Array) -> PyTree:
         """Scales gradients down to the config's largest norm."""

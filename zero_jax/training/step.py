@@ -41,7 +41,7 @@ from zero_jax.training.state.train_state import (
     train_state_shardings,
     trainable,
 )
-from zero_jax.training.state_update import OffloadedState, UpdateProgram
+from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import (
@@ -111,7 +111,10 @@ class TrainStep:
             shardings = train_state_shardings(state, placement)
             options = {} if is_nested else step_options(program.mesh, program.config).values
             jitted = jax.jit(
-                program.step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options or None
+                functools.partial(program.step, placement=placement),
+                donate_argnums=0,
+                out_shardings=(shardings, None),
+                compiler_options=options or None,
             )
             self.compiled_for[structure] = _Compiled(
                 jitted=jitted, shardings=jax.tree.leaves(shardings), dtypes=[x.dtype for x in leaves]
@@ -179,8 +182,8 @@ class _Program(UpdateProgram):
 
     loss_fn: Callable[..., Any]
 
-    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
+    def step(self, state: TrainState, batch: PyTree, placement: Placement | None = None) -> tuple[TrainState, Metrics]:
+        placement = placement or make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         offloaded = OffloadedState.of(state, placement)
         masters = offloaded.masters()
@@ -241,12 +244,9 @@ class _Program(UpdateProgram):
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         whole = NamedSharding(self.mesh, PartitionSpec())
-        grads = jax.tree.map(
-            lambda g, s: None if g is None else lax.with_sharding_constraint(g, s),
-            grads,
-            placement.param_shardings("master"),
-            is_leaf=lambda g: g is None,
-        )
+        tree = jax.tree.structure(state.masters)
+        leaves = tree.flatten_up_to(grads)
+        grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
         return lax.with_sharding_constraint(loss.astype(jnp.float32) / scale, whole), grads
 
     def objective(

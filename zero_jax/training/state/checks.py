@@ -130,6 +130,9 @@ def checked_placement(
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
     wanted = first_opt_state(tx, trainable(state.masters))
+    of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
+    if of_leaves(state.opt_state) == of_leaves(wanted):
+        return placement
     have, need = (
         [(name, f"{x.dtype}{list(x.shape)}") for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
         for tree in (state.opt_state, wanted)

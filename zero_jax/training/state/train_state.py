@@ -273,8 +273,9 @@ def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[
 def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
     """Returns the sharding of each leaf of a train state."""
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
-    names = variable_names(state.variables) + leaf_names(state.opt_state)
-    check_matched("overrides", placement.rules.overrides, names)
+    if placement.rules.overrides:
+        names = variable_names(state.variables) + leaf_names(state.opt_state)
+        check_matched("overrides", placement.rules.overrides, names)
     flags = placement.on_host(state.opt_state, state.master, state.params)
     return TrainState(
         step=whole,

@@ -112,7 +112,13 @@ class EqnSequence:
 
     def makes_floats(self, start: int, stop: int) -> bool:
         """Tells whether the equations between two places make floating values."""
-        return any(_is_float(var.aval) for i in self.eqns[start:stop] for var in self.jaxpr.eqns[i].outvars)
+        return bool(self.num_floats[start] < self.num_floats[stop])
+
+    @functools.cached_property
+    def num_floats(self) -> np.ndarray:
+        """How many floating values are made up to each place."""
+        made = [sum(_is_float(var.aval) for var in self.jaxpr.eqns[i].outvars) for i in self.eqns]
+        return np.cumsum([0, *made])
 
     @functools.cached_property
     def float_reads(self) -> np.ndarray:

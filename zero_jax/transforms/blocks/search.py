@@ -53,33 +53,21 @@ class Block:
     repeat: int
 
 
-def find_blocks(jaxpr: Any, is_param: Sequence[bool]) -> tuple[Block, ...]:
+def find_blocks(sequence: EqnSequence) -> tuple[Block, ...]:
     """Finds the repeated blocks of a jaxpr that each use params of their own.
 
     Where several ways to cut the equations into blocks cover equally many of them, the fewest bytes of activations go
     from block to block: the blocks of a transformer are cut where only the residual stream passes.
 
-    Args:
-      jaxpr: An open jaxpr.
-      is_param: For each of its inputs whether it is a param.
-
     Returns:
       The blocks in order and disjoint; none where nothing repeats.
     """
-    if sum(is_param) == 0 or len(jaxpr.eqns) < 2:
-        return ()
-    sequence = EqnSequence(jaxpr, is_param)
     runs = sorted(_runs(sequence, 0, len(sequence.eqns)))
     return tuple(block for number, run in enumerate(runs) for block in _blocks(sequence, run, number))
 
 
-def find_left_out(jaxpr: Any, is_param: Sequence[bool], blocks: Sequence[Block]) -> tuple[int, ...]:
-    """Finds what is like the blocks of a jaxpr and yet not among them.
-
-    Args:
-      jaxpr: An open jaxpr.
-      is_param: For each of its inputs whether it is a param.
-      blocks: What `find_blocks` returns for them.
+def find_left_out(sequence: EqnSequence, blocks: Sequence[Block]) -> tuple[int, ...]:
+    """Finds what is like the blocks of a jaxpr, as `find_blocks` returns them, and yet not among them.
 
     Returns:
       The index of an equation for each stretch before, between and after the blocks that has more than a third of the
@@ -87,7 +75,6 @@ def find_left_out(jaxpr: Any, is_param: Sequence[bool], blocks: Sequence[Block])
     """
     if not blocks:
         return ()
-    sequence = EqnSequence(jaxpr, is_param)
     bounds = np.searchsorted(sequence.eqns, [(block.start, block.stop) for block in blocks])
     of_blocks = [sequence.uses(*pair) for pair in bounds]
     edges = [0, *bounds.reshape(-1).tolist(), len(sequence.eqns)]
@@ -110,7 +97,7 @@ def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[
     for start, stop in itertools.pairwise(bounds):
         inside = eqns[start:stop]
         made = {var for eqn in inside for var in eqn.outvars}
-        read = dict.fromkeys(atom for eqn in inside for atom in eqn.invars if not jaxprs.is_literal(atom))
+        read = dict.fromkeys(var for eqn in inside for var in jaxprs.variables(eqn))
         yield Block(
             start=start,
             stop=stop,

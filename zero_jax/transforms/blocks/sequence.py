@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ class EqnSequence:
     """The equations of a jaxpr that are not on params alone, by their place among each other."""
 
     def __init__(self, jaxpr: Any, is_param: Sequence[bool]):
-        self.jaxpr = jaxpr
+        self.jaxpr, self.last_read = jaxpr, jaxprs.last_reads(jaxpr)
         self.origins: dict[Any, _Origin] = {}  # of what is made of params and constants alone
         for i, (var, mark) in enumerate(zip(jaxpr.invars, is_param, strict=True)):
             if mark:
@@ -51,22 +52,16 @@ class EqnSequence:
 
     def measure(self) -> None:
         """Works out how many bytes are made up to each place, and how many of them cross it."""
-        num = len(self.eqns)
-        made, made_at, last_use, num_bytes = np.zeros(num + 1), {}, {}, {}
+        made, changes = np.zeros(len(self.eqns) + 1), np.zeros(len(self.eqns) + 2)
         for place, i in enumerate(self.eqns):
-            eqn = self.jaxpr.eqns[i]
-            for var in eqn.outvars:
-                made_at[var], num_bytes[var] = place, _num_bytes(var.aval)
-                made[place + 1] += num_bytes[var]
-            last_use.update((atom, place) for atom in eqn.invars if not jaxprs.is_literal(atom))
-        last_use.update((atom, num) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
-        changes = np.zeros(num + 2)
-        for var, place in made_at.items():
-            if var in last_use:
-                changes[place + 1] += num_bytes[var]
-                changes[last_use[var] + 1] -= num_bytes[var]
+            for var in self.jaxpr.eqns[i].outvars:
+                num_bytes = _num_bytes(var.aval)
+                made[place + 1] += num_bytes
+                if var in self.last_read:
+                    changes[place + 1] += num_bytes
+                    changes[bisect.bisect_left(self.eqns, self.last_read[var]) + 1] -= num_bytes
         self.cheapest: dict[tuple[int, int], int] = {}
-        self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[: num + 1]
+        self.made, self.crossing = np.cumsum(made), np.cumsum(changes)[:-1]
 
     def cheapest_cut(self, before: int, after: int) -> int:
         """Returns the place between two where the fewest bytes cross, the first one past `before` and up to `after`."""
@@ -74,15 +69,6 @@ class EqnSequence:
             crossing = self.crossing[before + 1 : after + 1]
             self.cheapest[before, after] = before + 1 + int(np.argmin(crossing))
         return self.cheapest[before, after]
-
-    @functools.cached_property
-    def last_read(self) -> dict[Any, int]:
-        """For each variable the index of the last equation that reads it, past the end for results."""
-        last = {}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            last.update((atom, i) for atom in eqn.invars if not jaxprs.is_literal(atom))
-        last.update((atom, len(self.jaxpr.eqns)) for atom in self.jaxpr.outvars if not jaxprs.is_literal(atom))
-        return last
 
     def begin(self, start: int, stop: int) -> int:
         """Returns the index of a block's first equation: what is made of its params just before it is its own."""
@@ -127,8 +113,7 @@ class EqnSequence:
         pairs: list[tuple[int, int]] = []
         for place, i in enumerate(self.eqns):
             eqn = self.jaxpr.eqns[i]
-            variables = {atom for atom in eqn.invars if not jaxprs.is_literal(atom)}
-            pairs += [(made_at[var], place) for var in variables if var in made_at]
+            pairs += [(made_at[var], place) for var in {*jaxprs.variables(eqn)} if var in made_at]
             made_at.update((var, place) for var in eqn.outvars if _is_float(var.aval))
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
 
@@ -138,8 +123,8 @@ class EqnSequence:
         numbers: dict[Hashable, int] = {}
         pairs: list[tuple[int, int]] = []
         for place in self.users.tolist():
-            variables = [x for x in self.jaxpr.eqns[self.eqns[place]].invars if not jaxprs.is_literal(x)]
-            used = [self.origins[var] for var in variables if var in self.origins]
+            read = jaxprs.variables(self.jaxpr.eqns[self.eqns[place]])
+            used = [self.origins[var] for var in read if var in self.origins]
             pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used if x.params]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
 

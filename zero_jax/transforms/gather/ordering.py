@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from zero_jax.core import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
+from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is
 from zero_jax.transforms.passthrough import is_float, moves_elements
 
@@ -54,10 +55,15 @@ class Ordering:
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
         if not any(isinstance(value, Lazy) and value.is_deferred for value in values):
             return
-        blocks = find_blocks(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
+        sequence = EqnSequence(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
+        blocks = find_blocks(sequence)
         if not blocks:
             return
-        self.of_params = _made_of_params(jaxpr, values)
+        pairs = zip(jaxpr.invars, values, strict=True)
+        params = {i for i, (var, x) in enumerate(pairs) if isinstance(x, Lazy) or (x.pure and is_float(var.aval))}
+        # For what is made of params and constants alone, the numbers of these params.
+        made_of = {var: origin.params & params for var, origin in sequence.origins.items()}
+        self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
         segments = self.segments([(block.start, block.stop) for block in blocks])
         made = [frozenset(), *(segment.writes for segment in segments)]
         for segment, following, before in zip(segments, [*segments[1:], None], made[:-1], strict=True):
@@ -88,10 +94,10 @@ class Ordering:
         """Returns the equations between two indices as a segment."""
         eqns = self.jaxpr.eqns[start:stop]
         made = frozenset(var for eqn in eqns for var in eqn.outvars)
-        read = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not jaxprs.is_literal(atom))
+        read = dict.fromkeys(var for eqn in eqns for var in jaxprs.variables(eqn))
         params: set[Any] = set()
         for eqn in reversed(eqns):
-            inputs = {atom for atom in eqn.invars if not jaxprs.is_literal(atom) and atom in self.of_params}
+            inputs = {var for var in jaxprs.variables(eqn) if var in self.of_params}
             if not all(var in self.of_params for var in eqn.outvars):
                 params |= {var for var in inputs if var.aval.size > 1}  # a scalar is a regularizer's, of all params
             elif not params.isdisjoint(eqn.outvars):
@@ -124,13 +130,13 @@ class Ordering:
         """Returns what a segment reads of params, in the form in which it is to be tied."""
         for i in range(segment.start, segment.stop):
             eqn = self.jaxpr.eqns[i]
-            known = all(jaxprs.is_literal(atom) or atom in env for atom in eqn.invars)
+            known = all(var in env for var in jaxprs.variables(eqn))
             if known and eqn.outvars[0] in segment.params and moves_elements(eqn):
                 evaluate(eqn)
                 self.evaluated.add(i)
         rest = [self.jaxpr.eqns[i] for i in range(segment.start, segment.stop) if i not in self.evaluated]
         found = {}
-        for var in dict.fromkeys(atom for eqn in rest for atom in eqn.invars if not jaxprs.is_literal(atom)):
+        for var in dict.fromkeys(var for eqn in rest for var in jaxprs.variables(eqn)):
             if var in segment.params and self.num_readers[var] == 1 and (value := self.tied(var, env.get(var))):
                 found[var] = value
         return found
@@ -145,25 +151,6 @@ class Ordering:
         if value.dims is None:
             return None
         return dataclasses.replace(value, roots=(value.build(*value.roots),), build=as_it_is, depth=0, on_host=False)
-
-
-def _made_of_params(jaxpr: Any, values: Sequence[Lazy | Value]) -> dict[Any, frozenset[int]]:
-    """Returns, for what is made of params and constants alone, the numbers of these params."""
-    made: dict[Any, frozenset[int]] = {}
-    constants: set[Any] = set()
-    for i, (var, value) in enumerate(zip(jaxpr.invars, values, strict=True)):
-        if isinstance(value, Lazy) or (value.pure and is_float(var.aval)):
-            made[var] = frozenset((i,))
-        elif value.pure:
-            constants.add(var)
-    for eqn in jaxpr.eqns:
-        variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
-        sources = frozenset().union(*(made.get(var, ()) for var in variables))
-        if sources and all(var in made or var in constants for var in variables):
-            made.update(dict.fromkeys(eqn.outvars, sources))
-        elif all(var in constants for var in variables):
-            constants.update(eqn.outvars)
-    return made
 
 
 # An `optimization_barrier` over values, over their cotangents, or over both. JAX has one over both, which in some

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from zero_jax.core.cached_bind import CachedBind, can_be_nested
-from zero_jax.core.jaxprs import is_literal, is_traced, name_stack, source_line
+from zero_jax.core.jaxprs import is_literal, is_traced, last_reads, name_stack, source_line, variables
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 
@@ -21,9 +21,7 @@ class OrdinaryRuns:
     """
 
     def __init__(self, jaxpr: Any):
-        self.eqns = jaxpr.eqns
-        self.last_read = {atom: i for i, eqn in enumerate(self.eqns) for atom in eqn.invars if not is_literal(atom)}
-        self.last_read.update((atom, len(self.eqns)) for atom in jaxpr.outvars if not is_literal(atom))
+        self.eqns, self.last_read = jaxpr.eqns, last_reads(jaxpr)
 
     def at(self, start: int, env: dict[Any, Lazy | Value], ordering: Ordering) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
@@ -49,8 +47,8 @@ class OrdinaryRuns:
         eqns = [self.eqns[i] for i in run]
         pure: dict[Any, bool] = {}
         for eqn in eqns:
-            inputs = [atom for atom in eqn.invars if not is_literal(atom)]
-            is_pure = all(pure[atom] if atom in pure else env[atom].pure for atom in inputs)  # type: ignore[union-attr]
+            read = variables(eqn)
+            is_pure = all(pure[var] if var in pure else env[var].pure for var in read)  # type: ignore[union-attr]
             pure.update(dict.fromkeys(eqn.outvars, is_pure))
         wanted = [var for var in pure if self.last_read.get(var, -1) > run[-1]]
         read = lambda atom: atom.val if is_literal(atom) else env[atom].array  # type: ignore[union-attr]  # noqa: E731
@@ -62,12 +60,10 @@ class OrdinaryRuns:
 def _is_ordinary(eqn: Any, env: dict[Any, Lazy | Value], made: Collection[Any]) -> bool:
     """Tells whether all inputs are ordinary values, some of them traced."""
     is_any_traced = False
-    for atom in eqn.invars:
-        if is_literal(atom):
-            continue
-        if atom in made:
+    for var in variables(eqn):
+        if var in made:
             is_any_traced = True
-        elif type(value := env.get(atom)) is Value:
+        elif type(value := env.get(var)) is Value:
             is_any_traced = is_any_traced or is_traced(value.array)
         else:
             return False

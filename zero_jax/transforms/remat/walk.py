@@ -17,6 +17,7 @@ from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, flattened, run_scan
 from zero_jax.core.subcalls import equations, subcall
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
+from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.passthrough import narrows
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
@@ -100,9 +101,9 @@ class RematWalk:
         """Returns the repeated blocks by where they begin, and notes what is like them and none."""
         if self.policy == "own":
             return {}
-        is_param = [mark.kind == "param" for mark in marks]
-        found = find_blocks(jaxpr, is_param)
-        for i in find_left_out(jaxpr, is_param, found):
+        sequence = EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])
+        found = find_blocks(sequence)
+        for i in find_left_out(sequence, found):
             self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
         blocks = {block.start: block for block in found if _makes_more(jaxpr, block)}
         for block in found if not blocks else ():
@@ -160,7 +161,7 @@ class RematWalk:
             ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in eqn.invars]
             if _kind(eqn) == "scan" and _is_over_layers(eqn, ins):
                 return True
-        return bool(find_blocks(jaxpr, [mark.kind == "param" for mark in marks]))
+        return bool(find_blocks(EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])))
 
     def region(
         self,

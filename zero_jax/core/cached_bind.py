@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ class CachedBind:
 
         Args:
           eqns: the equations, of each of which `can_be_nested` holds.
-          read: from an input that none of them makes to its value.
+          read: from an input that none of them makes to its value; the inputs of the last one first, in their order.
           wanted: the results to return.
         """
         run = _Run(eqns, wanted)
@@ -76,18 +75,8 @@ class CachedBind:
         """Evaluates an equation on values and returns its results, always as a list."""
         if not can_be_nested(eqn) or all(not is_traced(value) for value in values):
             return bind(eqn, values)
-        try:
-            key = eqn.primitive, tuple(eqn.params.items()), eqn.ctx
-            function = self.jitted.get(key)
-        except TypeError:  # a parameter that has no hash
-            return bind(eqn, values)
-        if function is None:
-            function = self.jitted[key] = jax.jit(
-                functools.partial(bind_primitive, eqn.primitive, eqn.params), inline=True
-            )
-        with source_context(eqn):
-            result = function(*values)
-        return list(result) if eqn.primitive.multiple_results else [result]
+        remaining = iter(values)
+        return self.evaluate([eqn], lambda _: next(remaining), eqn.outvars)
 
 
 class _Run:

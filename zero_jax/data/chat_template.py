@@ -13,10 +13,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etils import epath
-
 from zero_jax.core.extras import extra
-from zero_jax.core.files.untrusted import mapping, parse_json, read_file
+from zero_jax.core.files.untrusted import mapping, parse_json, read_text
 
 _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _MAX_BYTES = 1 << 24
@@ -133,7 +131,7 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
     config = _read_json(folder / _CONFIG)
     path, source = folder / _CONFIG, config.get("chat_template")
     if (folder / _FILE).is_file():
-        path, source = folder / _FILE, _read(folder / _FILE).decode(errors="replace")
+        path, source = folder / _FILE, _read(folder / _FILE)
     elif isinstance(source, list):  # several by name
         named = [mapping(each) for each in source]
         source = next((each.get("template") for each in named if each.get("name") == "default"), None)
@@ -147,13 +145,8 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
     return ChatTemplate(path=path, source=source, tokens=tokens)
 
 
-def _read(path: pathlib.Path) -> bytes:
-    try:
-        return read_file(epath.Path(path), limit_bytes=_MAX_BYTES)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"cannot read {path} ({getattr(error, 'strerror', None) or error}): mend or remove it"
-        ) from error
+def _read(path: pathlib.Path) -> str:
+    return read_text(path, "the tokenizer's", remedy="mend or remove it", limit_bytes=_MAX_BYTES)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -161,6 +154,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(mapping(parse_json(_read(path))))
+        return dict(mapping(parse_json(_read(path).encode())))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON object ({error}): mend or remove it") from error

@@ -92,7 +92,7 @@ def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
     if missing:
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
-        files = _Files(pathlib.Path(folder))
+        files = _Files(*(pathlib.Path(folder, name) for name in ("job", "result", "phases", "errors")))
         arguments = {"name": options.name, "cache": options.cache_path, "settings": program_settings()}
         files.job.write_bytes(cloudpickle.dumps((job, arguments)))
         where = f"{options.name} on {job.topology}"
@@ -107,23 +107,12 @@ def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    folder: pathlib.Path
+    """What a process reads, and what it writes."""
 
-    @property
-    def job(self) -> pathlib.Path:
-        return self.folder / "job"
-
-    @property
-    def result(self) -> pathlib.Path:
-        return self.folder / "result"
-
-    @property
-    def phases(self) -> pathlib.Path:
-        return self.folder / "phases"
-
-    @property
-    def errors(self) -> pathlib.Path:
-        return self.folder / "errors"
+    job: pathlib.Path
+    result: pathlib.Path
+    phases: pathlib.Path
+    errors: pathlib.Path
 
     def phase(self) -> str:
         """Returns what the process is doing: the last line that it printed."""

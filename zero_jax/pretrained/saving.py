@@ -133,11 +133,10 @@ def save_arrays(
     add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
 ) -> SavedHF:
     """Writes arrays on the devices of any number of processes; arguments as for `write_folder`."""
+    how: dict[str, Any] = {"dtype": dtype, "dtypes": dtypes, "max_file_bytes": max_file_bytes, "add": add}
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
-        return write_folder(
-            folder, leaves, names, pieces, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add
-        )
+        return write_folder(folder, leaves, names, pieces, **how)
     target = pathlib.Path(folder).absolute()
 
     def begin() -> str:
@@ -153,10 +152,7 @@ def save_arrays(
             plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)  # the same error in all processes
             result = None
             if jax.process_index() == 0:
-                pieces = pieces_of_parts(parts, leaves)
-                result = write_folder(
-                    folder, leaves, names, pieces, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add
-                )
+                result = write_folder(folder, leaves, names, pieces_of_parts(parts, leaves), **how)
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(parts, ignore_errors=True)

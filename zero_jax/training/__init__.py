@@ -13,15 +13,21 @@ from zero_jax.training.loss_function import LossFunction, key_parameter, model_s
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.offload import Offload
-from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state
 from zero_jax.training.state.shardings import sharding_report, state_shardings
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement, merge, trainable, trained_params
+from zero_jax.training.state.train_state import (
+    Placement,
+    TrainState,
+    make_placement,
+    merge,
+    trainable,
+    trained_params,
+    used_by_optimizer,
+)
 from zero_jax.training.state.whole_leaves import read_leaf, read_leaves, write_leaf, write_leaves
 from zero_jax.training.step import TrainStep, make_train_step
 from zero_jax.training.xla_options import CompilerOption, StepOptions, compiler_options, flag_words, step_options
@@ -56,7 +62,6 @@ __all__ = [
     "make_train_step",
     "merge",
     "model_state_parameter",
-    "needed_grads",
     "nonfinite_leaves",
     "normalize_loss",
     "params_ema",
@@ -68,10 +73,9 @@ __all__ = [
     "softmax_cross_entropy_with_integer_labels",
     "state_shardings",
     "step_options",
-    "trace_update",
     "trainable",
     "trained_params",
-    "unchanged",
+    "used_by_optimizer",
     "write_leaf",
     "write_leaves",
 ]

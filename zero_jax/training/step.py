@@ -40,6 +40,7 @@ from zero_jax.training.state.train_state import (
     merge,
     train_state_shardings,
     trainable,
+    used_by_optimizer,
 )
 from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
 from zero_jax.training.xla_options import step_options
@@ -237,7 +238,7 @@ class _Program(UpdateProgram):
         placement = make_placement(state.variables, mesh=self.mesh, config=self.config)
         check_batch(batch, mesh=self.mesh, axes=placement.axes, num_microbatches=self.config.num_microbatches)
         key = jax.random.fold_in(state.key, state.step)
-        needed = needed_grads(trace_update(self.tx, trainable(state.masters), state.opt_state))
+        needed, _ = used_by_optimizer(self.tx, state)
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)

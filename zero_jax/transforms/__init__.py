@@ -9,7 +9,7 @@ value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zer
 
 from zero_jax.transforms.attention.report import AttentionReport
 from zero_jax.transforms.attention.transform import attention_report, fuse_attention
-from zero_jax.transforms.flops import count_flops, forward_flops, training_flops
+from zero_jax.transforms.flops import count_flops, training_flops
 from zero_jax.transforms.gather.host_params import HostParam, differentiated, used_shapes, with_gradient
 from zero_jax.transforms.gather.per_device import DeviceSum
 from zero_jax.transforms.gather.transform import (
@@ -54,7 +54,6 @@ __all__ = [
     "count_flops",
     "differentiated",
     "evaluate_adapted",
-    "forward_flops",
     "fuse_attention",
     "gather_on_use",
     "gather_report",

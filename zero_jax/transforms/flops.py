@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import inner_jaxprs, open_jaxpr
@@ -16,25 +15,14 @@ from zero_jax.core.subcalls import CALLS, KINDS, equations, subcall
 _EXPONENTIALS = ("exp", "exp2")
 
 
-def forward_flops(fn: Callable[..., Any], *args: Any) -> int:
-    """Counts the operations of a function's matrix products and convolutions, two for each multiply-add.
+def count_flops(jaxpr: Any) -> int:
+    """Counts the operations of a jaxpr's matrix products and convolutions, two for each multiply-add.
 
     Nothing else is counted, as is the custom for MFU (Chowdhery et al., "PaLM", appendix B); `training_flops` counts
     those of a step. Kernels count by their own cost estimate, else by the products of their body at each step of the
-    grid, whether a mask skips it or not; so attention counts whole, by a kernel as without.
-
-    Args:
-      fn: the function.
-      *args: arrays or `ShapeDtypeStruct`s.
-
-    Returns:
-      Operations of one call, over all devices. A `while_loop`'s body counts once, of `cond` the costliest branch.
+    grid, whether a mask skips it or not; so attention counts whole, by a kernel as without. A `while_loop`'s body
+    counts once, of `cond` the costliest branch.
     """
-    return count_flops(jax.make_jaxpr(fn)(*args))
-
-
-def count_flops(jaxpr: Any) -> int:
-    """Counts the operations of a jaxpr, as `forward_flops` does those of a function."""
     return _count(jaxpr, None)
 
 

@@ -30,10 +30,7 @@ from zero_jax.training import (
     ZeroConfig,
     check_is_state,
     make_placement,
-    needed_grads,
-    trace_update,
-    trainable,
-    unchanged,
+    used_by_optimizer,
 )
 
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
@@ -132,11 +129,7 @@ def estimate(
     leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    needed, same = [True] * len(floats), [False] * len(floats)
-    if tx is not None:
-        update = trace_update(tx, trainable(state.masters), state.opt_state)
-        needed = needed_grads(update)
-        same = unchanged(update, needed=needed)
+    needed, same = used_by_optimizer(tx, state)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
         num_params += _num_elements(leaf, placement)
         moves = {"forward": True, "backward": any(needed), "update": not is_same}

@@ -25,7 +25,6 @@ from zero_jax.analysis.memory.groups import (
     grad_differences,
     grad_group,
     is_inexact,
-    needed_grads,
     secondary_bytes,
     state_groups,
     uneven_differences,
@@ -35,7 +34,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import resolve_precision
-from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement
+from zero_jax.training import Placement, TrainState, ZeroConfig, check_is_state, make_placement, used_by_optimizer
 from zero_jax.transforms import resolve_remat
 
 _ON_HOST = "in host memory"
@@ -216,7 +215,7 @@ def estimate(
     check_arguments(residuals=residuals, traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(state.params, mesh=mesh, config=config)
     groups = state_groups(state, mesh=mesh, config=config)
-    groups["grads"] = grad_group(state, placement, config, needed_grads(tx, state))
+    groups["grads"] = grad_group(state, placement, config, used_by_optimizer(tx, state)[0])
     sizes = _sizes(groups, state, placement)
     formula = _formula(sizes, placement)
     has_model_state = bool(groups["model_state"].leaves)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names
@@ -22,10 +21,7 @@ from zero_jax.training import (
     ZeroConfig,
     make_placement,
     state_shardings,
-    trace_update,
-    trainable,
 )
-from zero_jax.training import needed_grads as grads_read_by_optimizer
 
 _FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5
@@ -137,14 +133,6 @@ def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) 
         )
         for path, x, sharding in named
     )
-
-
-def needed_grads(tx: optax.GradientTransformation | None, state: TrainState) -> list[bool]:
-    """Returns which gradients the optimizer reads, as the train step does; all, where it is not known."""
-    params = trainable(state.masters)
-    if tx is None:
-        return [True] * len(jax.tree.leaves(params))
-    return grads_read_by_optimizer(trace_update(tx, params, state.opt_state))
 
 
 def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:

@@ -31,7 +31,7 @@ from zero_jax.sharding.rules import (
 )
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.training.optimizer.frozen import needed_grads
+from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -264,9 +264,23 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
     return jax.tree.map(lambda old, new: old if new is None else new, params, updated, is_leaf=lambda x: x is None)
 
 
+def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState) -> tuple[list[bool], list[bool]]:
+    """Tells of a state's trainable params whose gradients an optimizer reads, and which it leaves as they are.
+
+    All, and none, where the optimizer is not known (None).
+    """
+    params = trainable(state.masters)
+    if tx is None:
+        num_params = len(jax.tree.leaves(params))
+        return [True] * num_params, [False] * num_params
+    traced = trace_update(tx, params, state.opt_state)
+    needed = needed_grads(traced)
+    return needed, unchanged(traced, needed=needed)
+
+
 def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
     """Tells of which leaves of a state's params a step computes gradients."""
-    needed = iter(needed_grads(trace_update(tx, trainable(state.masters), state.opt_state)))
+    needed = iter(used_by_optimizer(tx, state)[0])
     return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 
 

@@ -223,8 +223,8 @@ def has_wrong_gradient(eqn: Any) -> bool:
 
 
 def is_float(aval: Any) -> bool:
-    """Tells whether an abstract value can have a gradient."""
-    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+    """Tells whether an abstract value can have a gradient; a token has no dtype."""
+    return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
 
 def moves_elements(eqn: Any) -> bool:

@@ -126,27 +126,19 @@ def update_if(
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Calls:
-    """Whether an update calls functions of the params: part of the structure of its traced result."""
-
-    functions: bool
-
-
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _traced_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
-) -> tuple[tuple[PyTree, PyTree], PyTree, _Calls]:
-    called = []
+) -> tuple[tuple[PyTree, PyTree], PyTree, list[None]]:
+    called: list[None] = []  # once for each call: part of the structure of the traced result
 
     def noted(function: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
-        return lambda at: called.append(True) or function(at)
+        return lambda at: called.append(None) or function(at)
 
     loss_fn, grad_fn = noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads))
     extras = {"value": value, "full_grads": full_grads, "loss_fn": loss_fn, "grad_fn": grad_fn}
     updates, new_state = call_update(tx.value, grads, opt_state, params, **extras)
-    return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, _Calls(bool(called))
+    return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, called
 
 
 class _Optimizer:
@@ -204,7 +196,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     results, num_updates = open_jaxpr(traced.jaxpr)[0].outvars, len(jax.tree.leaves(updates))
     num_results = len(results) - num_updates
     jaxpr = with_results(traced.jaxpr, results[:num_results])
-    return TracedUpdate(jaxpr, results[num_results:], new_state, len(leaves), calls.functions)
+    return TracedUpdate(jaxpr, results[num_results:], new_state, len(leaves), bool(calls))
 
 
 def _without_memory(x: Any) -> Any:
@@ -236,7 +228,7 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
       ValueError: an update changes the state's structure in another way.
     """
     state, settled = tx.init(params), first_opt_state(tx, params)
-    if _described(jax.eval_shape(lambda x: x, state)) == _described(settled):
+    if described(jax.eval_shape(lambda x: x, state)) == described(settled):
         return state
     first = dict(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
     names, (leaves, tree) = leaf_names(settled), jax.tree.flatten(settled)
@@ -268,7 +260,7 @@ def _first_opt_state(tx: _Optimizer, tree: Any, leaves: tuple[tuple[Any, Any], .
     before = settled = jax.eval_shape(tx.value.init, params)
     for _ in range(3):  # a wider leaf may widen others
         wider = _widened(settled, trace_update(tx.value, params, settled).new_state)
-        if _described(wider) == _described(settled):
+        if described(wider) == described(settled):
             break
         settled = wider
     names, names_before = leaf_names(settled), leaf_names(before)
@@ -286,13 +278,14 @@ def _first_opt_state(tx: _Optimizer, tree: Any, leaves: tuple[tuple[Any, Any], .
     return settled
 
 
-def _described(tree: PyTree) -> list[tuple[str, Any, Any]]:
+def described(tree: PyTree) -> list[tuple[str, Any, Any]]:
+    """Returns path, shape and dtype of each leaf."""
     return [(name, x.shape, x.dtype) for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
 
 
 def _widened(old: PyTree, new: PyTree) -> PyTree:
     """Returns the shapes of a new state, each leaf in a dtype that holds the old one's values too."""
-    shapes = {name: (shape, dtype) for name, shape, dtype in _described(old)}
+    shapes = {name: (shape, dtype) for name, shape, dtype in described(old)}
 
     def widen(name: str, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
         old_shape, old_dtype = shapes.get(name, (shape, dtype))
@@ -303,7 +296,7 @@ def _widened(old: PyTree, new: PyTree) -> PyTree:
             )
         return jax.ShapeDtypeStruct(shape, dtype if dtype == old_dtype else promoted(dtype, old_dtype))
 
-    return jax.tree.structure(new).unflatten(widen(*leaf) for leaf in _described(new))
+    return jax.tree.structure(new).unflatten(widen(*leaf) for leaf in described(new))
 
 
 def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
@@ -335,7 +328,7 @@ def _unmasked(at: PyTree, params: PyTree) -> PyTree:
 
 def _check_updates(updates: PyTree, params: PyTree) -> None:
     """Raises `ValueError` for updates that would be broadcast to the params, or are not of these params."""
-    have, need = ([leaf[:2] for leaf in _described(tree)] for tree in (updates, params))
+    have, need = ([leaf[:2] for leaf in described(tree)] for tree in (updates, params))
     if have == need:
         return
     odd = next(x for x in [*need, *have] if (x in need) != (x in have))

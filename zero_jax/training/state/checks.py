@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
-from zero_jax.training.optimizer.update import first_opt_state
+from zero_jax.training.optimizer.update import described, first_opt_state
 from zero_jax.training.state.train_state import Placement, TrainState, make_placement, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
@@ -133,13 +133,10 @@ def checked_placement(
     of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
     if of_leaves(state.opt_state) == of_leaves(wanted):
         return placement
-    have, need = (
-        [(name, f"{x.dtype}{list(x.shape)}") for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)]
-        for tree in (state.opt_state, wanted)
-    )
+    trees = map(described, (state.opt_state, wanted))
+    have, need = ([f"{name} {dtype}{list(shape)}" for name, shape, dtype in tree] for tree in trees)
     if have != need:
-        odd = next((f"{name} {shape}" for name, shape in have if (name, shape) not in need), "no other leaf")
-        lacks = next((f"{name} {shape}" for name, shape in need if (name, shape) not in have), "no other leaf")
+        odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))
         raise ValueError(
             f"state.opt_state does not match the optimizer: it holds {odd}, "
             f"and the optimizer's own state has {lacks}. "

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
+from zero_jax.transforms.passthrough import is_float
 
 _TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
 
@@ -103,7 +103,7 @@ class EqnSequence:
     @functools.cached_property
     def num_floats(self) -> np.ndarray:
         """How many floating values are made up to each place."""
-        made = [sum(_is_float(var.aval) for var in self.jaxpr.eqns[i].outvars) for i in self.eqns]
+        made = [sum(is_float(var.aval) for var in self.jaxpr.eqns[i].outvars) for i in self.eqns]
         return np.cumsum([0, *made])
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class EqnSequence:
         for place, i in enumerate(self.eqns):
             eqn = self.jaxpr.eqns[i]
             pairs += [(made_at[var], place) for var in {*jaxprs.variables(eqn)} if var in made_at]
-            made_at.update((var, place) for var in eqn.outvars if _is_float(var.aval))
+            made_at.update((var, place) for var in eqn.outvars if is_float(var.aval))
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
 
     @functools.cached_property
@@ -195,7 +195,3 @@ def _kind(aval: Any) -> Hashable:
 
 def _num_bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0
-
-
-def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)

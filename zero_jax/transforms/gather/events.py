@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -95,14 +96,11 @@ class Notes:
         """Notes a use if it computes in a wider dtype than the param's."""
         if self.events is None:
             return
+        itemsize = operator.attrgetter("itemsize")
         dtypes = [atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")]
-        used = max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=_size, default=None)
-        own = min((root.dtype for root in value.roots), key=_size, default=value.aval.dtype)
-        if used is not None and _size(used) > _size(own):
+        used = max((d for d in dtypes if jnp.issubdtype(d, jnp.floating)), key=itemsize, default=None)
+        own = min((root.dtype for root in value.roots), key=itemsize, default=value.aval.dtype)
+        if used is not None and used.itemsize > own.itemsize:
             operation, where = eqn.primitive.name, source_line(eqn)
             use = WideUse(path=value.path, where=where, operation=operation, dtype=str(used), param_dtype=str(own))
             self.events.append(use)
-
-
-def _size(dtype: Any) -> int:
-    return dtype.itemsize

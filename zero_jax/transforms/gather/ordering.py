@@ -178,22 +178,15 @@ def _order_present(values: Sequence[Any], **directions: bool) -> list[Any]:
     return [value if isinstance(value, ad.Zero) else next(ordered) for value in values]
 
 
-def _order_results(*arrays: jax.Array, forward: bool, backward: bool) -> list[jax.Array]:
-    return order(*arrays, forward=True, backward=backward) if forward else list(arrays)
-
-
-def _order_tangents(*tangents: Any, forward: bool, backward: bool) -> list[Any]:
-    del forward
-    return _order_present(tangents, forward=False, backward=backward)
-
-
-def _order_transpose(cotangents: Sequence[Any], *_: Any, forward: bool, backward: bool) -> list[Any]:
-    return _order_present(cotangents, forward=backward, backward=forward)
-
-
 order_p.def_abstract_eval(lambda *avals, **_: avals)
 order_p.def_impl(lambda *xs, **directions: jax.jit(functools.partial(_apply_order, **directions))(*xs))
-jaxprs.define_tangents(order_p, _order_results, _order_tangents)
-ad.primitive_transposes[order_p] = _order_transpose
+jaxprs.define_tangents(
+    order_p,
+    lambda *xs, forward, backward: order(*xs, backward=backward) if forward else list(xs),
+    lambda *dots, forward, backward: _order_present(dots, forward=False, backward=backward),
+)
+ad.primitive_transposes[order_p] = lambda cotangents, *_, forward, backward: _order_present(
+    cotangents, forward=backward, backward=forward
+)
 batching.primitive_batchers[order_p] = lambda arrays, dims, **directions: (order(*arrays, **directions), dims)
 mlir.register_lowering(order_p, mlir.lower_fun(_apply_order, multiple_results=True))

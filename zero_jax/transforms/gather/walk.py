@@ -94,9 +94,7 @@ class GatherWalk:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Evaluates a jaxpr and returns its results."""
-        env: dict[Any, Lazy | Value] = {}
-        constvars = tuple(getattr(jaxpr, "constvars", ()))
-        env.update(zip((*constvars, *jaxpr.invars), (*consts[: len(constvars)], *ins), strict=True))
+        env: dict[Any, Lazy | Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *ins), strict=True))
 
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]

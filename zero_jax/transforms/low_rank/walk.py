@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import run_scan, trace_call
+from zero_jax.core.evaluation import evaluate, run_scan, trace_call
 from zero_jax.core.subcalls import subcall
 from zero_jax.transforms.low_rank.products import product_of
 from zero_jax.transforms.low_rank.weight import STACK, Weight
@@ -93,19 +93,15 @@ class _Walk:
 
     def run(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[Any], frame: _Frame) -> list[Any]:
         """Evaluates a jaxpr and returns its results: arrays, and weights still to be made."""
-        constvars = tuple(getattr(jaxpr, "constvars", ()))
-        env: dict[Any, Any] = dict(zip((*constvars, *jaxpr.invars), (*consts, *ins), strict=True))
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in jaxpr.eqns:
-            values = [read(atom) for atom in eqn.invars]
+
+        def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
             if not any(isinstance(value, Weight) for value in values):
-                outs = jaxprs.bind(eqn, values)
-            else:
-                sub = subcall(eqn)
-                handler = self.operation if sub is None else self.handlers.get(sub.kind, self.operation)
-                outs = handler(eqn, values, frame)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+                return jaxprs.bind(eqn, values)
+            sub = subcall(eqn)
+            handler = self.operation if sub is None else self.handlers.get(sub.kind, self.operation)
+            return handler(eqn, values, frame)
+
+        return evaluate(jaxpr, consts, ins, equation)
 
     # --- operations --------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.transforms.passthrough import ELEMENTWISE
+from zero_jax.transforms.passthrough import ELEMENTWISE, is_float
 from zero_jax.transforms.separable import lookups as relation_lookups
 from zero_jax.transforms.separable import reductions as relation_reductions
 from zero_jax.transforms.separable.pair import Pair, Rule, check, without_dims
@@ -35,10 +33,6 @@ def _elementwise(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [applied(inputs)]
 
 
-def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
-
-
 def _same_value(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     del pair
     return list(inputs)
@@ -48,7 +42,7 @@ def _cast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     (x,) = inputs
     before, after = pair.whole.invars[0].aval.dtype, pair.whole.outvars[0].aval.dtype
     grows = before.kind in "biu" and after.kind in "iu" and after.itemsize >= before.itemsize
-    return [x if _is_inexact(pair.whole.outvars[0]) or grows else applied(inputs)]
+    return [x if is_float(pair.whole.outvars[0].aval) or grows else applied(inputs)]
 
 
 def _negated(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -68,7 +62,7 @@ def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 
 
 def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    return [divided(*inputs) if _is_inexact(pair.whole.outvars[0]) else applied(inputs)]
+    return [divided(*inputs) if is_float(pair.whole.outvars[0].aval) else applied(inputs)]
 
 
 def _largest(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:

@@ -1,14 +1,16 @@
 """CPU seconds of lowering a train step of many unrolled layers, against plain `jax.jit` of the same loss and optimizer.
 
 Run: `python scripts/bench_lowering.py`; prints a table with the ratio of the medians. Rounds are interleaved, so that
-other load on the machine hits both alike.
+other load on the machine hits both alike. With `--calls` it counts calls of functions, which load does not change.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import functools
 import os
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -88,19 +90,31 @@ def seconds(lower: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
+def million_calls(lower: Callable[[], Any]) -> float:
+    """Returns the calls of functions, Python's and C's, of a lowering, without what JAX remembers of an earlier one."""
+    lower()
+    jax.clear_caches()
+    with cProfile.Profile() as profile:
+        lower()
+    return pstats.Stats(profile).total_calls / 1e6  # type: ignore[attr-defined]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4])
+    parser.add_argument("--calls", action="store_true", help="count millions of calls of functions, in one round")
     args = parser.parse_args()
+    measure, what = (million_calls, "millions of calls") if args.calls else (seconds, "CPU seconds")
+    rounds = 1 if args.calls else args.rounds
     tx, mesh = optax.adamw(1e-3), zero.make_mesh()
     init_fn = functools.partial(init, num_layers=args.layers)
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     batch = {name: jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32) for name in ("inputs", "targets")}
     opt_shapes = jax.eval_shape(tx.init, shapes)
-    print(f"{args.layers} layers, jax {jax.__version__}: CPU seconds of lower(), medians of {args.rounds} rounds")
+    print(f"{args.layers} layers, jax {jax.__version__}: {what} of lower(), medians of {rounds} rounds")
     print(f"{'checkpoint':<11}{'stage':>6}{'microbatches':>14}{'plain':>8}{'zero_jax':>10}{'ratio':>7}")
     for checkpoint in (False, True):
         loss_fn = loss_of(checkpoint)
@@ -114,9 +128,9 @@ def main() -> None:
         jitted = functools.partial(jax.jit, plain(loss_fn, tx))
         cases["plain"] = functools.partial(lambda jitted: jitted().lower(shapes, opt_shapes, batch), jitted)
         times: dict[Any, list[float]] = {case: [] for case in cases}
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             for case, lower in cases.items():
-                times[case].append(seconds(lower))
+                times[case].append(measure(lower))
         medians = {case: statistics.median(values) for case, values in times.items()}
         for (stage, k), zero_seconds in ((case, value) for case, value in medians.items() if case != "plain"):
             base = medians["plain"]

@@ -191,12 +191,16 @@ def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Calla
     def jvp(primals: Sequence[Any], dots: Sequence[Any], **params: Any) -> tuple[Any, Any]:
         return results(*primals, **params), tangents(*dots, **params)
 
+    # What a rule of reverse mode keeps for its tangents, by release; others than these may ask for something else.
+    kept: tuple[Any, ...] | None = {(0, 10): ((),), (0, 12): ((), None)}.get(jax.__version_info__[:2])
+
     def linearize(_: bool, has_tangent: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
         flags = list(has_tangent) if primitive.multiple_results else has_tangent[0]
-        return results(*primals, **params), flags, (), lambda _, *dots: tangents(*dots, **params)
+        assert kept is not None
+        return results(*primals, **params), flags, *kept, lambda *xs: tangents(*xs[len(kept) :], **params)
 
     ad.primitive_jvps[primitive] = jvp
-    if jax.__version_info__ < (0, 13):  # how such a rule is called is not known of later releases
+    if kept is not None:
         importlib.import_module("jax._src.interpreters.ad").primitive_linearizations[primitive] = linearize
 
 

@@ -44,11 +44,7 @@ def with_results(jaxpr: Jaxpr, atoms: Sequence[Any], **parts: Any) -> Jaxpr:
 def conditional(pred: jax.Array, closed: Jaxpr, operands: Sequence[Any], *, otherwise: Sequence[Any]) -> list[Any]:
     """Returns the results of a closed jaxpr where `pred`, else some of its operands: `lax.cond` of what is traced.
 
-    Args:
-      pred: `bool[]`.
-      closed: the jaxpr.
-      operands: arrays that it takes.
-      otherwise: those of them that are returned where `pred` is false, of the shapes and dtypes of the results.
+    `otherwise` are these operands, of the shapes and dtypes of the results.
     """
     jaxpr, _ = open_jaxpr(closed)
     variables = dict(zip(map(id, operands), jaxpr.invars, strict=True))

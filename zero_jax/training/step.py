@@ -111,12 +111,8 @@ class TrainStep:
             placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
             shardings = train_state_shardings(state, placement)
             options = {} if is_nested else step_options(program.mesh, program.config).values
-            jitted = jax.jit(
-                functools.partial(program.step, placement=placement),
-                donate_argnums=0,
-                out_shardings=(shardings, None),
-                compiler_options=options or None,
-            )
+            step, outputs = functools.partial(program.step, placement=placement), (shardings, None)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options or None)
             self.compiled_for[structure] = _Compiled(
                 jitted=jitted, shardings=jax.tree.leaves(shardings), dtypes=[x.dtype for x in leaves]
             )

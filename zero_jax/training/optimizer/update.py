@@ -193,10 +193,10 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
-    results, num_updates = open_jaxpr(traced.jaxpr)[0].outvars, len(jax.tree.leaves(updates))
-    num_results = len(results) - num_updates
-    jaxpr = with_results(traced.jaxpr, results[:num_results])
-    return TracedUpdate(jaxpr, results[num_results:], new_state, len(leaves), bool(calls))
+    results = open_jaxpr(traced.jaxpr)[0].outvars
+    num = len(results) - len(jax.tree.leaves(updates))
+    jaxpr = with_results(traced.jaxpr, results[:num])
+    return TracedUpdate(jaxpr, results[num:], new_state, len(leaves), bool(calls))
 
 
 def _without_memory(x: Any) -> Any:

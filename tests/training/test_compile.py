@@ -178,6 +178,23 @@ def test_steps_move_nothing_between_host_and_devices(name):
     assert np.isfinite(float(metrics.loss))
 
 
+def test_simulated_devices_have_one_program_in_flight():
+    """More than 32 can deadlock them (docs/xla_faults.md)."""
+    mesh, tx = mesh_of("8"), optax.sgd(0.1)
+    config = zero.ZeroConfig(stage=1, min_shard_size=0)
+
+    def long_loss(params, batch):
+        return jax.numpy.mean(jax.lax.fori_loop(0, 40, lambda _, x: jax.numpy.tanh(x @ params), batch) ** 2)
+
+    params = np.eye(256, dtype=np.float32)
+    state = zero.init_state(params, tx, jax.random.key(0), mesh=mesh, config=config)
+    assert state.params.is_ready()
+    batch = zero.shard_batch(np.ones((4096, 256), np.float32), mesh=mesh)
+    assert zero.make_eval_step(long_loss, mesh=mesh, config=config)(state, batch).loss.is_ready()
+    _, metrics = zero.make_train_step(long_loss, tx, mesh=mesh, config=config)(state, batch)
+    assert metrics.loss.is_ready()
+
+
 def test_aux_of_python_numbers():
     def with_aux(params, batch):
         return loss_fn(params, batch), {"temperature": 0.5, "size": batch["inputs"].shape[0], "none": None}

@@ -36,7 +36,18 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Moves an array on the devices to another sharding of the same mesh; without a copy where it has that already."""
-    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(_identity, out_shardings=sharding)(x)
+    if x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
+    return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
+
+
+def wait_on_cpu(results: Any, mesh: Any) -> Any:
+    """Returns the results of a program with collectives; on CPU devices it waits for them.
+
+    More than 32 of these programs in flight can deadlock simulated devices (JAX 0.10; docs/xla_faults.md).
+    """
+    is_on_cpu = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return jax.block_until_ready(results) if is_on_cpu else results
 
 
 def to_device(x: Any, *, after: Any = None) -> Any:

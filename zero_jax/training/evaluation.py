@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import to_device
+from zero_jax.core.device_put import to_device, wait_on_cpu
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
@@ -101,7 +101,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
-        return jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes))
+        return wait_on_cpu(jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes)), mesh)
 
     return evaluate
 

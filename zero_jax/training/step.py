@@ -14,6 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
@@ -78,7 +79,8 @@ class TrainStep:
         check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
         check_no_leaf_twice(state)
         compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
-        return compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
+        state, metrics = compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
+        return state, wait_on_cpu(metrics, self.program.mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""

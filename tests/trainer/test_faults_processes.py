@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(fault, after, kept_prog
     ("fault", "phase", "place"),
     [
         ("reading hangs", "'data' at step 7", "in hang"),
-        ("a step hangs", "'step' at step 8", "add_step"),
+        ("a step hangs", "'step' at step 7", "wait_on_cpu"),
         ("a save hangs", "'save' at step 12", "wait"),
     ],
 )

@@ -23,6 +23,12 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def leading_dims(tree: PyTree) -> dict[str, int]:
+    """Returns the size of the first dim of each leaf that has one, by path."""
+    leaves = zip(leaf_names(tree), map(np.shape, jax.tree.leaves(tree)), strict=True)
+    return {name: shape[0] for name, shape in leaves if shape}
+
+
 def shown(value: Any) -> str:
     """Returns a value's `repr`, cut where it is long; of arrays, which may be large or gone, what they are."""
     if isinstance(value, jax.Array):

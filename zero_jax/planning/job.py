@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from zero_jax.core.files.user_cache import evict_oldest, has_mark, read_entry, write_entry
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leading_dims
 from zero_jax.hlo import HeapLayout, Program, layout_options, read_layout
 from zero_jax.planning.kernel_text import program_text
 from zero_jax.planning.key import SCHEMA, compile_key
@@ -276,8 +276,7 @@ def batch_of(batch: PyTree, batch_size: int) -> PyTree:
     Raises:
       ValueError: leaves differ in their leading dim, as the nodes and edges of a graph do.
     """
-    leaves = zip(leaf_names(batch), map(np.shape, jax.tree.leaves(batch)), strict=True)
-    sizes = {name: shape[0] for name, shape in leaves if shape}
+    sizes = leading_dims(batch)
     if len(set(sizes.values())) > 1:
         raise ValueError(
             f"the leaves of the batch differ in their leading dim: {sizes}; no batch of {batch_size} examples can be "

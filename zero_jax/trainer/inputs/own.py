@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.agreement import from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leading_dims, leaf_names
 from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
@@ -187,7 +187,7 @@ class OwnBatches(Iterator[PyTree]):
 
     def __next__(self) -> PyTree:
         batch = next(self._batches)
-        for name, size in _sizes(batch).items():
+        for name, size in leading_dims(batch).items():
             if size != (before := self._sizes.get(name, size)):
                 raise ValueError(
                     f"batch leaf {name!r} of step {self.position + 1} has {size} examples, and that of the first batch "
@@ -248,7 +248,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         mesh=mesh,
         shapes=shapes,
         batch_size=_num_examples(shapes),
-        local_sizes=_sizes(first),
+        local_sizes=leading_dims(first),
         validation=validation,
         loss_weight=weight,
         fingerprints=tuple(from_all_processes(_fingerprint(first))),
@@ -304,14 +304,8 @@ def _fingerprint(batch: PyTree) -> str:
     return digest.hexdigest()
 
 
-def _sizes(batch: PyTree) -> dict[str, int]:
-    """Returns the leading dim of each leaf that has one."""
-    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
-    return {name: np.shape(leaf)[0] for name, leaf in leaves if np.ndim(leaf)}
-
-
 def _num_examples(batch: PyTree) -> int:
-    return next(iter(_sizes(batch).values()))
+    return next(iter(leading_dims(batch).values()))
 
 
 def _own_state(states: Any) -> str | None:

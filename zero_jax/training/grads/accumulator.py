@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, leaf_names, map_named
+from zero_jax.core.tree import PyTree, leading_dims, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.quantized import Blocks
@@ -72,9 +72,7 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
       ValueError: a leaf does not divide, or leaves of microbatches differ in size.
     """
     shards = axis_size(mesh, axes.batch)
-    sizes = {
-        name: leaf.shape[0] for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True) if leaf.ndim
-    }
+    sizes = leading_dims(batch)
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
             what = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)

@@ -11,7 +11,7 @@ import pytest
 
 import zero_jax
 from zero_jax.cluster.watchdog import Watchdog
-from zero_jax.trainer.schedules import make_schedule
+from zero_jax.trainer.optimizers import OptimizerConfig, make_schedule
 from zero_jax.training.ema import params_ema
 from zero_jax.training.noise_scale import NoiseScale
 
@@ -97,11 +97,7 @@ def test_so_do_functions(tmp_path):
         "min_steps": lambda x: NoiseScale(min_steps=x),
         "ema_decay": params_ema,
         "seconds": lambda x: Watchdog(x, tmp_path),
-        "peak": lambda x: make_schedule("cosine", peak=x, num_steps=10),
-        "num_steps": lambda x: make_schedule("cosine", peak=1e-3, num_steps=x),
-        "warmup_steps": lambda x: make_schedule("cosine", peak=1e-3, num_steps=10, warmup_steps=x),
-        "final_learning_rate": lambda x: make_schedule("linear", peak=1e-3, num_steps=10, final_share=x),
-        "decay_fraction": lambda x: make_schedule("wsd", peak=1e-3, num_steps=10, decay_fraction=x),
+        "num_steps": lambda x: make_schedule(OptimizerConfig(), num_steps=x),
     }
     for name, make in makers.items():
         for value in (math.nan, math.inf, -math.inf, "1", [1], 10**400, -1, True):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zero_jax.trainer import schedules
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.training.ema import ema_params
 
@@ -20,7 +19,7 @@ def rates(num_steps=STEPS, **fields):
     return np.array([float(schedule(step)) for step in range(num_steps + 1)])
 
 
-@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
 def test_every_schedule_warms_up_and_stays_within_bounds(schedule):
     found = rates(schedule=schedule, warmup_steps=9)
     np.testing.assert_allclose(found[:10], 2 * np.arange(1, 11) / 10 - 0.2 * np.arange(10) / 90, atol=0.03)

@@ -1,26 +1,31 @@
-"""Optimizers by name, with a learning-rate schedule and a moving average of the params."""
+"""Optimizers by name, with a learning-rate schedule and a moving average of the params.
+
+Schedules are pure functions of the step, the same in a resumed run.
+"""
 
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import check_fields
+from zero_jax.core.field_checks import check_fields, check_value
 from zero_jax.core.tree import leaf_names, path_name
 from zero_jax.sharding.rules import check_matched
-from zero_jax.trainer import schedules
 from zero_jax.training import check_decay, params_ema
 
 # Gains and offsets have no weight decay. Embeddings are not orthogonalized by Muon: a gradient has single rows.
 _NOT_DECAYED = ("scale", "bias", "norm")
 _TABLES = ("embed", "embedding", "position")
 _USUAL_WARMUP_STEPS = 50
+# Defaults of the learning rate at the last step, as a share of the highest.
+_USUAL_FINAL_SHARE = {"cosine": 0.1, "linear": 0.0, "wsd": 0.0, "constant": 1.0}
+_USUAL_DECAY_FRACTION = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,7 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adamw"
-    schedule: schedules.ScheduleName = "cosine"
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     learning_rate: float | None = None
     warmup_steps: int | None = None
     final_learning_rate: float | None = None
@@ -64,15 +69,14 @@ class OptimizerConfig:
     def __post_init__(self):
         """Raises `ValueError` for invalid values, and for options that the optimizer does not have."""
         check_fields(self, lowest={"warmup_steps": 0, "weight_decay": 0})
-        _check_name("optimizer", self.optimizer, tuple(_OPTIMIZERS))
-        _check_name("schedule", self.schedule, schedules.SCHEDULES)
+        if self.optimizer not in _OPTIMIZERS:
+            hint = did_you_mean(self.optimizer, _OPTIMIZERS, cutoff=0)
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: {hint}Choose one of {', '.join(_OPTIMIZERS)}")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise ValueError(
                 f"learning_rate={self.learning_rate}: give a positive learning rate, or None for the usual"
             )
-        schedules.check_schedule(
-            self.schedule, final_share=self.final_learning_rate, decay_fraction=self.decay_fraction
-        )
+        self._check_schedule()
         self._check_options()
         if self.ema_decay is not None:
             check_decay(self.ema_decay)
@@ -83,6 +87,24 @@ class OptimizerConfig:
                 raise ValueError(
                     f"no_decay={self.no_decay!r} is not a regular expression of leaf paths: {error}"
                 ) from error
+
+    def _check_schedule(self) -> None:
+        """Raises `ValueError` for options that the schedule does not have, and for invalid shares."""
+        share, fraction = self.final_learning_rate, self.decay_fraction
+        if share is not None and self.schedule == "constant":
+            raise ValueError(
+                f"final_learning_rate={share}: the schedule 'constant' does not fall; leave it out, or take another "
+                "schedule, such as 'linear'"
+            )
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"final_learning_rate={share}: give a share of the highest, at least 0 and at most 1")
+        if fraction is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"decay_fraction={fraction} is for the schedule 'wsd'; {self.schedule!r} has no such phase: leave it "
+                "out"
+            )
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"decay_fraction={fraction}: give a share of the steps, above 0 and at most 1")
 
     def _check_options(self) -> None:
         known = _OPTIMIZERS[self.optimizer].options
@@ -97,26 +119,50 @@ class OptimizerConfig:
                 wanted = "a positive number" if name == "epsilon" else "a number from 0 to below 1"
                 raise ValueError(f"{name}={value}: give {wanted}, or None for the usual")
 
-    @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate after the warm-up."""
-        return _OPTIMIZERS[self.optimizer].learning_rate if self.learning_rate is None else self.learning_rate
-
 
 def make_schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     """Makes the schedule of a run: a function from the updates so far to the learning rate of the next one.
 
+    Warmup-stable-decay (Hu et al. 2024, "MiniCPM", section 4) stays at the highest rate until the last part of the run,
+    in which it falls, here along a line. What comes before does not depend on `num_steps`: a run can go on from there
+    for longer.
+
     Raises:
       ValueError: the warm-up, or warm-up and decay, are not over when the run is.
     """
-    return schedules.make_schedule(
-        config.schedule,
-        peak=config.peak_learning_rate,
-        num_steps=num_steps,
-        warmup_steps=min(_USUAL_WARMUP_STEPS, num_steps // 4) if config.warmup_steps is None else config.warmup_steps,
-        final_share=config.final_learning_rate,
-        decay_fraction=config.decay_fraction,
-    )
+    check_value("num_steps", num_steps, int)
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps}: give at least 1")
+    schedule, warmup_steps, share = config.schedule, config.warmup_steps, config.final_learning_rate
+    if warmup_steps is None:
+        warmup_steps = min(_USUAL_WARMUP_STEPS, num_steps // 4)
+    if warmup_steps >= num_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} leaves nothing of a run of {num_steps} steps: make it smaller, "
+            f"{num_steps // 10} for example, or train for longer"
+        )
+    peak = _OPTIMIZERS[config.optimizer].learning_rate if config.learning_rate is None else config.learning_rate
+    # A rate of exactly 0 would waste the first step.
+    start, end = peak / (warmup_steps + 1), peak * (_USUAL_FINAL_SHARE[schedule] if share is None else share)
+    if schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(start, peak, warmup_steps, num_steps, end)
+    parts = [optax.linear_schedule(start, peak, warmup_steps)] if warmup_steps else []
+    boundaries = [warmup_steps] if warmup_steps else []
+    if schedule == "linear":
+        parts.append(optax.linear_schedule(peak, end, num_steps - warmup_steps))
+    else:
+        parts.append(optax.constant_schedule(peak))
+    if schedule == "wsd":
+        fraction = _USUAL_DECAY_FRACTION if config.decay_fraction is None else config.decay_fraction
+        decay_steps = max(1, round(num_steps * fraction))
+        if warmup_steps + decay_steps > num_steps:
+            raise ValueError(
+                f"decay_fraction={fraction} of {num_steps} steps are {decay_steps}, which leaves no room for "
+                f"warmup_steps={warmup_steps}: give at most {(num_steps - warmup_steps) / num_steps:.3g}"
+            )
+        parts.append(optax.linear_schedule(peak, end, decay_steps))
+        boundaries.append(num_steps - decay_steps)
+    return optax.join_schedules(parts, boundaries)
 
 
 def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.GradientTransformation:
@@ -131,17 +177,10 @@ def make_optimizer(config: OptimizerConfig, *, num_steps: int) -> optax.Gradient
     values = {name: getattr(config, name) for name in optimizer.options}
     options = {name: optimizer.options[name] if value is None else value for name, value in values.items()}
     mask = functools.partial(decay_mask, no_decay=config.no_decay)
-    tx = optimizer.make(make_schedule(config, num_steps=num_steps), config.weight_decay, mask, options)
+    tx = optimizer.make(make_schedule(config, num_steps=num_steps), config.weight_decay, mask, **options)
     if config.ema_decay is not None:
         tx = optax.chain(tx, params_ema(config.ema_decay))
     return tx if config.no_decay is None else _with_checked_paths(tx, config.no_decay)
-
-
-def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ValueError(
-            f"unknown {what} {name!r}: {did_you_mean(name, known, cutoff=0)}Choose one of {', '.join(known)}"
-        )
 
 
 def _with_checked_paths(tx: optax.GradientTransformation, no_decay: str) -> optax.GradientTransformation:
@@ -179,54 +218,43 @@ def _is_named(path: tuple[Any, ...], names: tuple[str, ...]) -> bool:
 
 
 _Mask = Callable[[Any], Any]
-_Options = Mapping[str, Any]
 
 
-def _adamw(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
-    return optax.adamw(
-        schedule,
-        b1=options["beta1"],
-        b2=options["beta2"],
-        eps=options["epsilon"],
-        weight_decay=weight_decay,
-        mask=mask,
-    )
+def _adamw(schedule: Any, weight_decay: float, mask: _Mask, *, beta1: float, beta2: float, epsilon: float) -> Any:
+    return optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=mask)
 
 
-def _sgd(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
-    return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.sgd(schedule, momentum=options["momentum"], nesterov=True),
-    )
+def _sgd(schedule: Any, weight_decay: float, mask: _Mask, *, momentum: float) -> Any:
+    decay = optax.add_decayed_weights(weight_decay, mask)
+    return optax.chain(decay, optax.sgd(schedule, momentum=momentum, nesterov=True))
 
 
-def _lion(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
-    return optax.lion(schedule, b1=options["beta1"], b2=options["beta2"], weight_decay=weight_decay, mask=mask)
+def _lion(schedule: Any, weight_decay: float, mask: _Mask, *, beta1: float, beta2: float) -> Any:
+    return optax.lion(schedule, b1=beta1, b2=beta2, weight_decay=weight_decay, mask=mask)
 
 
-def _adafactor(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
-    # optax.adafactor's own weight decay is not scaled by the learning rate, unlike that of the others here.
-    def decay(step: Any) -> Any:
-        return weight_decay * schedule(step)
-
+def _adafactor(schedule: Any, weight_decay: float, mask: _Mask, *, epsilon: float, momentum: float | None) -> Any:
     return optax.adafactor(
         schedule,
         multiply_by_parameter_scale=False,
-        weight_decay_rate=decay,
+        # Its own weight decay is not scaled by the learning rate, unlike that of the others here.
+        weight_decay_rate=lambda step: weight_decay * schedule(step),
         weight_decay_mask=mask,
-        eps=options["epsilon"],
-        momentum=options["momentum"],
+        eps=epsilon,
+        momentum=momentum,
     )
 
 
-def _muon(schedule: optax.Schedule, weight_decay: float, mask: _Mask, options: _Options) -> Any:
+def _muon(
+    schedule: Any, weight_decay: float, mask: _Mask, *, momentum: float, beta1: float, beta2: float, epsilon: float
+) -> Any:
     # With `consistent_rms` Muon takes steps as large as AdamW's, so that one learning rate serves both kinds of leaves.
     return muon(
         schedule,
-        beta=options["momentum"],
-        adam_b1=options["beta1"],
-        adam_b2=options["beta2"],
-        eps=options["epsilon"],
+        beta=momentum,
+        adam_b1=beta1,
+        adam_b2=beta2,
+        eps=epsilon,
         weight_decay=weight_decay,
         weight_decay_mask=mask,
         muon_weight_dimension_numbers=_muon_dims,
@@ -240,7 +268,7 @@ class _Optimizer:
 
     learning_rate: float
     options: Mapping[str, float | None]
-    make: Callable[[optax.Schedule, float, _Mask, _Options], Any]
+    make: Callable[..., Any]
 
 
 _OPTIONS = ("beta1", "beta2", "epsilon", "momentum")

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from zero_jax.trainer.reporting import console as console_module
 from zero_jax.trainer.reporting.console import Console, figures, format_duration, lasting
 
 RECORD = {
@@ -81,9 +82,10 @@ def test_a_resumed_run_shows_its_first_step_and_skipped_steps_always_show():
     assert lines[-1].endswith("validation loss 1.000")
 
 
-def test_the_time_left_leaves_out_the_first_step():
+def test_the_time_left_leaves_out_the_first_step(monkeypatch):
     lines, now = [], [0.0]
-    console = Console(10, 1, log=lines.append, clock=lambda: now[0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+    console = Console(10, 1, log=lines.append)
     for step in range(1, 11):
         now[0] += 100 if step == 1 else 10
         run(console, [step])

@@ -332,7 +332,9 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch
     (tmp_path / "runs/run/loss.png").unlink(missing_ok=True)
     (tmp_path / "runs/run/loss.png").mkdir()
     lines = []
-    assert train(tmp_path, lines=lines).status == "done"
+    result = train(tmp_path, lines=lines)
+    assert result.status == "done" and result.loss_curve is None
+    assert "\nno loss curve " in str(result) and "loss.png" not in str(result)
     assert any(line.startswith("no picture of the loss: ") for line in lines)
 
 

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from zero_jax.core.files.json_lines import JsonLinesWriter, read_records
+from zero_jax.trainer.reporting import writers as writers_module
 from zero_jax.trainer.reporting.writers import TensorBoardWriter, WandbWriter, WriterConfig, Writers, open_writers
 
 
@@ -189,8 +190,9 @@ def test_tensorboard_hides_what_came_after_the_step_that_a_run_goes_on_from(tmp_
     assert (start.step, start.session_log.status) == (3, start.session_log.START)
 
 
-def test_tensorboard_flushes_now_and_then(tmp_path):
-    writer = TensorBoardWriter(tmp_path, flush_seconds=0)
+def test_tensorboard_flushes_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers_module, "_FLUSH_SECONDS", 0)
+    writer = TensorBoardWriter(tmp_path)
     writer.write(train(1))
     assert scalars_of(tmp_path) == [(1, "train/loss", 1.0)]
     writer.close()

@@ -158,7 +158,7 @@ class _Training:
         self.console.close()
         self._beat("end")
         losses = run_losses(self.run.folder, train=self.progress.train, validation=self.progress.validation)
-        self._draw(losses)
+        loss_curve = self._draw(losses) if self.is_first else None
         return TrainResult(
             status=status,
             directory=str(self.run.folder),
@@ -178,6 +178,7 @@ class _Training:
             noise_scale=None if self.noise.estimate is None else self.noise.estimate.num_examples,
             prompt=self.config.sample_prompt,
             sample=sample,
+            loss_curve=loss_curve,
             **{"tokens_per_second": None, **self.progress.throughput},
             **{f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in groups(self.state).items()},
         )
@@ -234,14 +235,14 @@ class _Training:
         rows["batch"] += in_parts
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
-    def _draw(self, losses: RunRecords) -> None:
-        if not self.is_first:
-            return
+    def _draw(self, losses: RunRecords) -> str | None:
+        """Draws the losses; returns the path of the picture, or None where there is none."""
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
         path = self.run.folder / "loss.png"
         failure = draw_losses(path, losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
         if failure:
             self.say(f"no picture of the loss: {failure}")
+        return None if failure else str(path)
 
     def _beat(self, phase: str, step: int | None = None) -> None:
         """Reports a phase to the watchdog; the first execution of a phase compiles, and autotunes kernels."""
@@ -351,16 +352,16 @@ class _Training:
         if self.validation is None:
             return None
         self._beat("evaluation")
-        found = self.validation.measure(self.state, goes_on=continues)
-        if found is None:
+        figures = self.validation.measure(self.state, goes_on=continues)
+        if figures is None:
             return None
-        self.progress.add_validation(self.step, found.loss, found.ema_loss, found.own)
-        return found.loss
+        self.progress.add_validation(self.step, figures)
+        return figures["loss"]
 
     def _save(self, loss: float | None, *, is_last: bool) -> bool:
         """Starts to save the state if it is finite; returns whether the run can continue."""
         self._beat("save")
-        goes_on = self.saver.save(
+        return self.saver.save(
             self.step,
             self.state,
             loss=loss,
@@ -373,7 +374,6 @@ class _Training:
             num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,
             is_last=is_last,
         )
-        return goes_on
 
     def _log_sample(self) -> str:
         """Logs and returns text that the model generates after the prompt; '' without a sampler."""

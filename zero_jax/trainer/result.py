@@ -23,7 +23,8 @@ class TrainResult:
     """The final metrics of a run; losses are those of the first and the last step of the run, however often resumed.
 
     Losses of text are in nats per token. Validation losses are None where nothing is validated, `tokens_per_second` is
-    None where the model is not about tokens, and `examples_per_second` where it is.
+    None where the model is not about tokens, and `examples_per_second` where it is. `loss_curve` is the path of a
+    picture of the losses, or None where it could not be drawn.
 
     `status` is `done`, `ended` (saved; the batches ended before the steps), `unsaved` (done, but the last state could
     not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
@@ -54,6 +55,7 @@ class TrainResult:
     prompt: str
     sample: str
     examples_per_second: float | None = None
+    loss_curve: str | None = None
 
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""
@@ -80,7 +82,9 @@ class TrainResult:
             f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
             *validation,
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
-            f"loss curve       {self.directory}/loss.png (figures in metrics.jsonl and config.json beside it)",
+            f"loss curve       {self.loss_curve} (figures in metrics.jsonl and config.json beside it)"
+            if self.loss_curve
+            else f"no loss curve    (figures in {self.directory}/metrics.jsonl)",
         ]
         return "\n".join(lines)
 

@@ -26,8 +26,7 @@ from zero_jax.data import DataConfig, Dataset
 from zero_jax.sharding.mesh import axes_of, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.trainer.capacity import check_params_fit, check_text_fits
-from zero_jax.trainer.inputs.own import OwnModel, own_input
-from zero_jax.trainer.inputs.run_input import RunInput
+from zero_jax.trainer.inputs.own import OwnInput, OwnModel, own_input
 from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
@@ -187,6 +186,9 @@ class TrainConfig:
                 f"run's 1:{self.steps}"
             )
         return range(int(match[1]), int(match[2]) + 1)
+
+
+RunInput = TextInput | OwnInput  # with the same attributes and methods
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

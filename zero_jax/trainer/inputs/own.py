@@ -61,7 +61,7 @@ class OwnModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OwnInput:
-    """Batches of the user's own; see `RunInput`.
+    """Batches of the user's own, with what the loop asks of the data of a run.
 
     Attributes:
       source: the batches.

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from zero_jax.core.tree import PyTree, shown
 
@@ -23,32 +23,6 @@ _REMEDY = (
 
 class BatchesEnded(Exception):
     """Raised where an iterator has no more batches and cannot begin again."""
-
-
-class Source(Protocol):
-    """Batches in an order that can be begun at any position; it is opened once.
-
-    Attributes:
-      kind: what it is, in words.
-      is_endless: whether it goes on for ever, as a function of the step does.
-    """
-
-    kind: str
-    is_endless: bool
-
-    def first(self) -> PyTree:
-        """Returns the first batch, which is read again when the source is opened."""
-        ...
-
-    def open(
-        self, position: int, state: str | None, *, say: Callable[[str], None], beat: Callable[[], None]
-    ) -> Iterator[PyTree]:
-        """Returns the batches after `position` ones, or from a saved state."""
-        ...
-
-    def state(self) -> str | None:
-        """Returns the state of the open iterator as text, or None where there is none."""
-        ...
 
 
 def find_source(what: str, batches: Any) -> Source:
@@ -106,7 +80,7 @@ class StepSource:
 
     def __init__(self, batch_of: Callable[[int], PyTree], kind: str, size: int | None = None):
         """Takes the function; a sequence has a size, after which it begins again."""
-        self._batch_of, self.kind, self.is_endless, self._size = batch_of, kind, size is None, size
+        self._batch_of, self.kind, self._size = batch_of, kind, size
 
     def first(self) -> PyTree:
         """Returns the batch of step 0."""
@@ -123,17 +97,18 @@ class StepSource:
         return map(self._batch_of, itertools.count() if self._size is None else range(self._size))
 
     def state(self) -> None:
-        """Returns None: the position says all."""
+        """Returns the state of the open iterator as text: none, the position says all."""
 
 
 class IterableSource:
     """Batches of an iterable, which begins again at its end if it can."""
 
-    def __init__(self, what: str, iterator: Iterator[PyTree], again: Callable[[], Iterator[PyTree]] | None):
+    def __init__(self, what: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
         """Takes an iterator of the first pass, and what makes that of another one."""
-        self._what, self._iterator, self._again = what, iterator, again
+        self._what, self._again = what, again
+        self._iterator: Any = iterator
         self._taken: list[PyTree] = []
-        self.kind, self.is_endless = "an iterable without a state", False
+        self.kind = "an iterable without a state"
         self._why_dropped = f"{self.kind} has no position to save; a function of the step or a grain dataset has one"
 
     def first(self) -> PyTree:
@@ -214,18 +189,19 @@ class StateSource(IterableSource):
 
     def state(self) -> str:
         """Returns the state of the iterator, as text."""
-        iterator: Any = self._iterator
-        return _encode(self._what, iterator.get_state())
+        return _encode(self._what, self._iterator.get_state())
 
     def _set(self, state: Any) -> None:
-        iterator: Any = self._iterator
         try:
-            iterator.set_state(state)
+            self._iterator.set_state(state)
         except Exception as error:
             raise ValueError(
                 f"{self._what} does not take the state {shown(state)} back ({type(error).__name__}: {error}): give the "
                 "dataset that the checkpoint was written with"
             ) from error
+
+
+Source = StepSource | IterableSource
 
 
 def _encode(what: str, state: Any) -> str:

@@ -34,7 +34,7 @@ from zero_jax.training import Metrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextInput:
-    """Rows of tokens of a data set; see `RunInput`.
+    """Rows of tokens of a data set, with what the loop asks of the data of a run.
 
     Attributes:
       dataset: the documents.
@@ -58,27 +58,27 @@ class TextInput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in a batch."""
+        """Tokens in a batch, which throughput is counted in."""
         return self.batch_size * self.seq_len
 
     @property
     def rows(self) -> dict[str, str]:
-        """The data set, and the sizes of a batch."""
+        """Lines of the description of the run: `data` and `batch`."""
         return {"data": str(self.dataset), "batch": f"{self.batch_size} sequences of {self.seq_len} tokens"}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the order of the examples."""
+        """What determines the order of the examples: it has to stay where a run is resumed."""
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
 
     @property
     def identity_words(self) -> str:
-        """The data, seed and length."""
+        """The same in words, for errors."""
         return "the data, seed and seq_len"
 
     @property
     def validation(self) -> Sequence[Batch]:
-        """Rows of the validation part."""
+        """Batches to validate on, the same each time."""
         return validation_batches(self.dataset, num_batches=self.eval_batches, **self._sizes)
 
     def batch_shapes(self) -> PyTree:
@@ -86,7 +86,7 @@ class TextInput:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.validation[0])
 
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
-        """Opens the training batches, prefetched by threads."""
+        """Opens the training batches after those of a checkpoint's record (None: all), prefetched by threads."""
         position = 0 if saved is None else saved["position"]
         return train_batches(
             self.dataset,
@@ -105,11 +105,11 @@ class TextInput:
         return self._buffers.fill(batch)
 
     def weight(self, batch: PyTree, metrics: Metrics) -> float:
-        """Returns the number of targets, by weight."""
+        """Returns the weight of a validation batch: the number of its targets."""
         return float(self._total(batch["weights"]))
 
     def figures(self, aux: PyTree) -> dict[str, float]:
-        """Returns nothing: the loss says all."""
+        """Returns what is recorded of a loss function's aux beside the loss: nothing."""
         return {}
 
     @functools.cached_property

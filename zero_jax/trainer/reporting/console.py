@@ -50,7 +50,6 @@ class Console:
         log: Log = print,
         terminal: TextIO | None = None,
         first_step: int = 0,
-        clock: Callable[[], float] = time.monotonic,
     ):
         """Starts to show a run.
 
@@ -60,10 +59,9 @@ class Console:
           log: called with the lines where there is no live bar.
           terminal: stream for a live bar, if it is a terminal that can move its cursor; None shows none.
           first_step: steps done before, in a resumed run.
-          clock: monotonic clock, in seconds.
         """
         self._num_steps, self._log_every, self._log = num_steps, log_every, log
-        self._clock, self._start = clock, (first_step, clock())
+        self._start = first_step, time.monotonic()
         self._shown_any, self._figures = False, Text()
         self._live: Live | None = None
         if terminal is not None and terminal.isatty():
@@ -138,11 +136,11 @@ class Console:
     def _eta(self, step: int) -> str:
         """Returns the time left, at the speed since the first step that was shown, which compiles."""
         if not self._shown_any:
-            self._start = step, self._clock()
+            self._start = step, time.monotonic()
         first, started = self._start
         if step <= first or step >= self._num_steps:
             return ""
-        left = (self._clock() - started) / (step - first) * (self._num_steps - step)
+        left = (time.monotonic() - started) / (step - first) * (self._num_steps - step)
         return f"  {format_duration(left)} left"
 
 

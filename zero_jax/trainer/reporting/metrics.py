@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -214,16 +213,10 @@ class Progress:
             }
         )
 
-    def add_validation(
-        self,
-        step: int,
-        loss: float,
-        ema_loss: float | None = None,
-        own: Mapping[str, float] = types.MappingProxyType({}),
-    ) -> None:
-        """Writes the validation loss after `step` steps, and restarts the timing of steps."""
-        self.validation.append((step, loss))
-        self._write({"kind": "validation", "step": step, "loss": loss, "ema_loss": ema_loss, **own})
+    def add_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Writes the figures of a validation after `step` steps, and restarts the timing of steps."""
+        self.validation.append((step, figures["loss"]))
+        self._write({"kind": "validation", "step": step, "loss": figures["loss"], "ema_loss": None, **figures})
         self.resume_clock()
 
     def resume_clock(self) -> None:

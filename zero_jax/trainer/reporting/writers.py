@@ -10,11 +10,13 @@ import pathlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater
+
+_FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,22 +42,10 @@ class WriterConfig:
             raise ValueError(f'wandb={self.wandb!r} needs wandb: pip install "zero-jax[wandb]", or leave it out')
 
 
-class Writer(Protocol):
-    """Writes records, in the order of their steps."""
-
-    def write(self, record: Record) -> None:
-        """Writes one record."""
-        ...
-
-    def close(self) -> None:
-        """Writes what is buffered, and closes the writer."""
-        ...
-
-
 class TensorBoardWriter:
     """Writes each metric as a scalar `kind/name`, such as `train/loss`."""
 
-    def __init__(self, folder: str | pathlib.Path, *, resume_step: int | None = None, flush_seconds: float = 10):
+    def __init__(self, folder: str | pathlib.Path, *, resume_step: int | None = None):
         """Starts a file of events in a folder; a resumed run adds a file.
 
         TensorBoard hides what an earlier file has of steps after `resume_step`.
@@ -64,7 +54,7 @@ class TensorBoardWriter:
             from tensorboardX.event_file_writer import EventsWriter
 
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-        self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
+        self._flushed = time.monotonic()
         # Not `SummaryWriter`: its thread dies of a full disk, and blocks the run ten records later. File names have a
         # resolution of a second, within which a resumed run must not overwrite its file.
         suffix = f".{os.getpid()}.{secrets.token_hex(3)}"
@@ -82,7 +72,7 @@ class TensorBoardWriter:
         for name, value in _scalars(record).items():
             event.summary.value.add(tag=name, simple_value=value)
         self._events.write_event(event)
-        if time.monotonic() - self._flushed >= self._flush_seconds:
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self._events.flush()
             self._flushed = time.monotonic()
 
@@ -130,6 +120,9 @@ def _scalars(record: Record) -> dict[str, float]:
     kind = record.get("kind", "run")
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     return {f"{kind}/{name}": float(value) for name, value in numbers.items()}
+
+
+Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter
 
 
 class Writers:

@@ -94,7 +94,7 @@ def table(runs: dict[str, Watched], marks: list[int]) -> str:
         for mark in marks:
             figures = run.num_arrays[mark - 1], run.array_bytes[mark - 1], run.resident_bytes[mark - 1] / 2**20
             lines.append(f"{name:<12}{mark:>6}{figures[0]:>8}{figures[1]:>13,}{figures[2]:>14.1f}")
-        lines.append(f"  the state lay in {run.state_places} set(s) of buffers, training batches in {run.batch_places}")
+        lines.append(f"  the state was in {run.state_places} set(s) of buffers, training batches in {run.batch_places}")
     return "\n".join(lines)
 
 

@@ -5,21 +5,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-
-class Outcome(Protocol):
-    """The outcome of an attempt; a `PlanReport` is one."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits."""
-        ...
-
-    @property
-    def needed_bytes(self) -> int | None:
-        """The bytes needed, or None if unknown."""
-        ...
+from zero_jax.planning.report import PlanReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +18,7 @@ class LargestFit:
       largest: the largest size that fits, or None.
       too_large: the smallest size that does not fit, or None.
       is_settled: whether the two are within the tolerance.
-      outcomes: the outcome of each size, in the order of the attempts.
+      outcomes: the plan of each size, in the order of the attempts.
     """
 
     largest: int | None
@@ -40,7 +28,7 @@ class LargestFit:
 
 
 def largest_fit(
-    attempt: Callable[[int], Outcome],
+    attempt: Callable[[int], PlanReport],
     *,
     sizes: Sequence[int],
     first: float,
@@ -51,14 +39,14 @@ def largest_fit(
     """Searches for the largest size that fits, until a size at most `tolerance` larger, or the next one, does not.
 
     Args:
-      attempt: returns the outcome of a size.
+      attempt: returns the plan of a size.
       sizes: the candidate sizes, ascending.
       first: the first size to try; rather too large than too small where a refusal is cheap.
       capacity_bytes: available memory.
       tolerance: how much larger, as a fraction, the size that does not fit may be.
       max_attempts: maximum number of attempts.
     """
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, PlanReport] = {}
     size = _at_most(sizes, first)
     while True:
         outcomes[size] = attempt(size)
@@ -69,7 +57,7 @@ def largest_fit(
         size = _next(sizes, largest, too_large, _crossing(outcomes, capacity_bytes), tolerance)
 
 
-def _bounds(outcomes: Mapping[int, Outcome]) -> tuple[int | None, int | None]:
+def _bounds(outcomes: Mapping[int, PlanReport]) -> tuple[int | None, int | None]:
     """Returns the largest size that fits, and the smallest above it that does not."""
     largest = max((size for size, one in outcomes.items() if one.fits), default=None)
     above = (size for size, one in outcomes.items() if not one.fits and (largest is None or size > largest))
@@ -100,7 +88,7 @@ def _next(
     return max(_below(sizes, too_large, aim), sizes[sizes.index(largest) + 1])
 
 
-def _crossing(outcomes: Mapping[int, Outcome], capacity_bytes: float) -> float | None:
+def _crossing(outcomes: Mapping[int, PlanReport], capacity_bytes: float) -> float | None:
     """Returns where a line through the two outcomes nearest to the capacity (or zero) crosses the capacity."""
     known = [(size, one.needed_bytes) for size, one in outcomes.items() if one.needed_bytes]
     nearest = sorted(sorted(known, key=lambda point: abs(point[1] - capacity_bytes))[:2])

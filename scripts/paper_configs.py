@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -26,7 +26,6 @@ from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli.models.options import reference_model
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.models import gpt
-from zero_jax.planning.process import CompilerCrash
 from zero_jax.planning.report import PlanReport
 from zero_jax.sharding import topology
 
@@ -80,11 +79,7 @@ def compile_step(cell: Cell, num_layers: int) -> PlanReport:
         name=planned.name,
         timeout_seconds=2400,
     )
-    verdict = "fits" if report.fits else "does not fit"
-    needed = "an unknown amount" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.1f} GB"
-    said = f"{verdict}, needs {needed} ({report.compile_seconds:.0f} s{', before' if report.from_cache else ''})"
-    print(f"  {planned.name}, {cell.num_microbatches} x {EXAMPLES} examples: {said}", file=sys.stderr, flush=True)
-    return report
+    return paper_tables.shown(f"{planned.name}, {cell.num_microbatches} x {EXAMPLES} examples", report)
 
 
 def figures(report: PlanReport) -> Row:
@@ -159,6 +154,11 @@ def figure_6(cell: Cell, rows: Sequence[Row], compile: Compile) -> Row:
     return row
 
 
+def figure_7(cell: Cell, num_layers: int, compile: Compile) -> Row:
+    """Measures a model in a configuration."""
+    return {"num_layers": num_layers, **figures(compile(cell, num_layers))}
+
+
 def key(figure: int, cell: Cell, size: str | None = None) -> Row:
     """Returns the identity of a row."""
     names = {"figure": figure, "config": cell.name, "hardware": cell.hardware, "size": size}
@@ -171,29 +171,16 @@ def run(args: argparse.Namespace, compile: Compile) -> None:
         cell = Cell(name=name, hardware=args.hardware, num_microbatches=args.microbatches)
         sizes = args.size if args.figure == 7 else [None]
         for size in sizes:
-            which = key(args.figure, cell, size)
-            print(", ".join(f"{name} {value}" for name, value in which.items()), file=sys.stderr, flush=True)
-            try:
-                if size is None:
-                    row = figure_6(cell, load(args.out), compile)
-                else:
-                    row = {"num_layers": SIZES[size], **figures(compile(cell, SIZES[size]))}
-            except (CompilerCrash, RuntimeError) as error:
-                row = {"error": f"{type(error).__name__}: {error}"}
-                print(f"  {row['error']}", file=sys.stderr, flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.write(json.dumps({**which, **row}) + "\n")
+            if size is None:
+                measure = functools.partial(figure_6, cell, load(args.out), compile)
+            else:
+                measure = functools.partial(figure_7, cell, SIZES[size], compile)
+            paper_tables.append(args.out, key(args.figure, cell, size), measure)
 
 
 def load(path: pathlib.Path) -> list[Row]:
     """Returns the rows of a file, the last of each cell."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    names = tuple(key(6, Cell(name="C1", hardware="v4", num_microbatches=1)))
-    for line in path.read_text().splitlines() if path.exists() else ():
-        row: Mapping[str, Any] = json.loads(line)
-        rows[tuple(row[name] for name in names)] = dict(row)
-    return list(rows.values())
+    return paper_tables.load(path, tuple(key(6, Cell(name="C1", hardware="v4", num_microbatches=1))))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import compile_only  # noqa: F401 - before JAX
@@ -36,6 +36,7 @@ SHAPES = {64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16"}
 TABLE_1_PARAMS = (7.5e9, 128e9, 1e12)
 SCALED = "gpt-60b"
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+KEY = ("hardware", "kind", "num_devices", "stage", "paper_params")
 Compile = Callable[..., PlanReport]
 
 
@@ -78,10 +79,15 @@ def plan_step(
         name=planned.name,
         timeout_seconds=1800,
     )
+    return shown(f"{shape}, {planned.name}, batch {per_device_batch_size}", report)
+
+
+def shown(name: str, report: PlanReport) -> PlanReport:
+    """Returns a plan, and prints whether it fits."""
     verdict = "fits" if report.fits else "does not fit"
     needed = "an unknown amount" if report.needed_bytes is None else f"{report.needed_bytes / 1e9:.1f} GB"
-    said = f"{verdict}, needs {needed} ({report.compile_seconds:.0f} s{', before' if report.from_cache else ''})"
-    print(f"  {shape}, {planned.name}, batch {per_device_batch_size}: {said}", file=sys.stderr, flush=True)
+    seconds = f"{report.compile_seconds:.0f} s{', before' if report.from_cache else ''}"
+    print(f"  {name}: {verdict}, needs {needed} ({seconds})", file=sys.stderr, flush=True)
     return report
 
 
@@ -198,26 +204,27 @@ def cells(args: argparse.Namespace, compile: Compile) -> Iterable[tuple[dict[str
 
 def run(args: argparse.Namespace, compile: Compile) -> None:
     """Measures the cells and appends each to the file."""
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     for key, measure in cells(args, compile):
-        print(", ".join(f"{name} {value}" for name, value in key.items()), file=sys.stderr, flush=True)
-        try:
-            row = measure()
-        except (CompilerCrash, RuntimeError) as error:
-            row = {"error": f"{type(error).__name__}: {error}"}
-            print(f"  {row['error']}", file=sys.stderr, flush=True)
-        with args.out.open("a") as file:
-            file.write(json.dumps({"hardware": args.hardware, **key, **row}) + "\n")
+        append(args.out, {"hardware": args.hardware, **key}, measure)
 
 
-def load(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file, the last of each cell."""
+def append(path: pathlib.Path, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+    """Measures a cell, and appends its key and figures, or its error, to a file."""
+    print(", ".join(f"{name} {value}" for name, value in key.items()), file=sys.stderr, flush=True)
+    try:
+        row = measure()
+    except (CompilerCrash, RuntimeError) as error:
+        row = {"error": f"{type(error).__name__}: {error}"}
+        print(f"  {row['error']}", file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({**key, **row}) + "\n")
+
+
+def load(path: pathlib.Path, names: Sequence[str] = KEY) -> list[dict[str, Any]]:
+    """Returns the rows of a file, the last of each cell; `names` are the fields that identify a cell."""
     lines = path.read_text().splitlines() if path.exists() else []
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in map(json.loads, lines):
-        names = ("hardware", "kind", "num_devices", "stage", "paper_params")
-        rows[tuple(row.get(name) for name in names)] = row
-    return list(rows.values())
+    return list({tuple(row.get(name) for name in names): row for row in map(json.loads, lines)}.values())
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from zero_jax.planning.estimates import Estimator
 from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate
+from zero_jax.pretrained import attend
 
 TOLERANCE = 0.25
 # Stage, replica, model, microbatches, remat.
@@ -35,10 +36,6 @@ SPREAD = (
     (3, 1, 2, 1, "own"), (3, 1, 4, 1, "own"), (2, 1, 4, 1, "full_sharded"), (3, 1, 8, 4, "own"),
     (3, 4, 1, 2, "own"), (2, 2, 1, 2, "dots"), (2, 8, 1, 4, "none"), (1, 2, 2, 1, "own"),
 )  # fmt: skip
-
-
-def _kernel(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    return zero.dot_product_attention(query, key, value, is_causal=True, segment_ids=segments)
 
 
 def main() -> int:
@@ -57,7 +54,7 @@ def main() -> int:
     config = dataclasses.replace(gpt.PRESETS[options.model], seq_len=options.seq_len)
     tokens = jax.ShapeDtypeStruct((options.batch_size, config.seq_len), jnp.int32)
     job = make_job(
-        loss_fn=gpt.loss_fn(config) if options.xla_attention else gpt.loss_fn(config, attend=_kernel),
+        loss_fn=gpt.loss_fn(config) if options.xla_attention else gpt.loss_fn(config, attend=attend),
         init_fn=functools.partial(gpt.init, config),
         tx=optax.adamw(3e-4),
         batch={"inputs": tokens, "targets": tokens},

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from zero_jax.cluster.elastic import STARTED_AFTER, Elastic
 from zero_jax.cluster.log_merging import Merger
 from zero_jax.cluster.preemption import EXIT_CODE as SAVED
-from zero_jax.cluster.processes import Ending, run_round
+from zero_jax.cluster.processes import Ending, Round, run_round
 from zero_jax.core.field_checks import check_fields
 
 _RESTARTS = "ZERO_JAX_RESTARTS"  # for programs that want to know
@@ -66,25 +66,16 @@ class LaunchConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchResult:
+class LaunchResult(Round):
     """How the processes that were started last ended; prints the first failure first.
 
     Attributes:
-      num_processes: processes that were started last.
-      endings: how they ended, in that order.
       num_restarts: how often the command was started again.
       reason: why it was not started again, where it could have been.
     """
 
-    num_processes: int
-    endings: tuple[Ending, ...]
     num_restarts: int = 0
     reason: str = ""
-
-    @property
-    def first_failure(self) -> Ending | None:
-        """The process that failed first."""
-        return next((ending for ending in self.endings if ending.returncode != 0), None)
 
     @property
     def status(self) -> int:
@@ -161,12 +152,7 @@ def launch(
             size = None
             if config.min_processes is not None and events.empty():  # no signal came between
                 size = elastic.next_size(ended, step=_take_step(reported))
-    return LaunchResult(
-        num_processes=ended.num_processes,
-        endings=ended.endings,
-        num_restarts=elastic.num_restarts,
-        reason=elastic.reason,
-    )
+    return LaunchResult(**vars(ended), num_restarts=elastic.num_restarts, reason=elastic.reason)
 
 
 def _take_step(path: pathlib.Path) -> int | None:

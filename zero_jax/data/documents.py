@@ -7,10 +7,11 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_jax.data.sources import Source, SourceFile
 
+_T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
@@ -46,11 +47,16 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
       ValueError: a file cannot be read; names the file and the line.
     """
     read = _READERS[source.format]
+    return _of_each_file(source, lambda file: read(file, text_field))
+
+
+def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) -> Iterator[_T]:
+    """Yields what is read of the files of a source, which must not change meanwhile."""
     for file in source.files:
         try:
-            yield from read(file, text_field)
+            yield from read(file)
         except (OSError, EOFError, zlib.error) as error:
-            raise _unreadable(file, error) from error
+            raise ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again") from error
         file.check()
 
 
@@ -98,34 +104,22 @@ def json_lines(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
       ValueError: a file cannot be read, or a line is no object in UTF-8.
     """
-    for file in source.files:
-        try:
-            for where, record, num_replaced in _records(file):
-                if num_replaced:
-                    raise ValueError(f"{where} is not in UTF-8: mend or remove the line")
-                yield where, record
-        except (OSError, EOFError, zlib.error) as error:
-            raise _unreadable(file, error) from error
-        file.check()
+    for where, record, num_replaced in _of_each_file(source, _records):
+        if num_replaced:
+            raise ValueError(f"{where} is not in UTF-8: mend or remove the line")
+        yield where, record
 
 
 def _records(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Reads the objects of a file, each with its place and the number of replacements for invalid Unicode."""
-    with _open_maybe_zipped(file) as stream:
+    is_zipped = file.path.name.lower().endswith(".gz")
+    with gzip.open(file.path) if is_zipped else file.path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
                 decoded, where = _decode(line), f"line {number} of {file.path}"
                 yield where, _json_object(decoded.text, where), decoded.num_replaced
-
-
-def _unreadable(file: SourceFile, error: Exception) -> ValueError:
-    return ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again")
-
-
-def _open_maybe_zipped(file: SourceFile) -> Any:
-    return gzip.open(file.path) if file.path.name.lower().endswith(".gz") else file.path.open("rb")
 
 
 def _json_object(line: str, where: str) -> Mapping[str, Any]:

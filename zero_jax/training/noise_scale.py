@@ -92,23 +92,13 @@ def mean_of_parts(squares: Squares, weights: jax.Array) -> Parts:
     return Parts(grad_norm_sq=total / jnp.where(weight == 0, 1, weight), num_parts=(weights != 0).sum(dtype=jnp.int32))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepEstimate:
-    """Unbiased estimates from one step; both are noisy and may be negative.
-
-    Attributes:
-      signal: estimate of `|G|^2`, the squared norm of the true gradient.
-      noise: estimate of `tr(Sigma)`, the variance of the gradient of one example.
-    """
-
-    signal: float
-    noise: float
-
-
 def estimate_step(
     *, grad_norm: float, small_grad_norm_sq: float, num_small_grads: int, batch_size: int
-) -> StepEstimate | None:
+) -> tuple[float, float] | None:
     """Estimates signal and noise from one step (appendix A.1); None for a single part or a non-finite gradient.
+
+    The signal is `|G|^2`, the squared norm of the true gradient; the noise `tr(Sigma)`, the variance of the gradient of
+    one example. Both are unbiased and noisy, and may be negative.
 
     With parts of equal size, `small_grad_norm_sq` is `|G_small|^2` for `B_small = batch_size / num_small_grads`. With
     uneven ones it is the mean by weight, and the result is as unbiased if noise goes down as one over the weight (as it
@@ -126,7 +116,7 @@ def estimate_step(
     # (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small), and (|G_small|^2 - |G_big|^2) / (1/B_small - 1/B_big)
     signal = (num_small_grads * big - small_grad_norm_sq) / (num_small_grads - 1)
     noise = batch_size * (small_grad_norm_sq - big) / (num_small_grads - 1)
-    return StepEstimate(signal=signal, noise=noise)
+    return signal, noise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,22 +189,15 @@ class NoiseScale:
                 batch_size=batch_size,
             )
             if step is not None:
-                self._add(step)
+                self._add(*step)
         estimate = self.estimate
         return None if estimate is None else estimate.num_examples
 
-    def _add(self, step: StepEstimate) -> None:
+    def _add(self, signal: float, noise: float) -> None:
         keep, new = self.decay, 1 - self.decay
-        values = {
-            "signal": step.signal,
-            "noise": step.noise,
-            "signal_sq": step.signal**2,
-            "noise_sq": step.noise**2,
-            "product": step.signal * step.noise,
-            "weight": 1.0,
-        }
+        values = (signal, noise, signal**2, noise**2, signal * noise, 1.0)
         weight_sq = keep * keep * self._sums["weight_sq"] + new * new
-        self._sums = {name: keep * self._sums[name] + new * value for name, value in values.items()}
+        self._sums = {name: keep * self._sums[name] + new * value for name, value in zip(_SUMS, values, strict=False)}
         self._sums["weight_sq"] = weight_sq
         self._num_steps += 1
 

@@ -20,13 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.checkpoint.fingerprint import fingerprint
 from zero_jax.checkpoint.record import SavedLeaf, is_bits
 from zero_jax.core.device_put import map_on_device
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import leaves_by_name
 from zero_jax.training import TrainState
 
 
 def saved_leaves(state: TrainState) -> dict[str, Any]:
     """Returns the leaves to save by name and in order, of a state of arrays or of `ShapeDtypeStruct`s."""
-    tree = {
+    return leaves_by_name({
         "params": state.masters,
         "opt_state": state.opt_state,
         "model_state": state.model_state,
@@ -34,21 +34,7 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
         "key": state.key,
         "loss_scale": state.loss_scale,
         "num_skipped_steps": state.num_skipped_steps,
-    }
-    return dict(zip(unique_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def unique_names(tree: PyTree) -> list[str]:
-    """Returns the paths of a tree's leaves, with numbers where several have the same (`a/b` and `a/b~2`).
-
-    A Haiku module name holds slashes of its own, so that `{"a/b": x}` and `{"a": {"b": y}}` have the same path.
-    """
-    counts: dict[str, int] = {}
-    names = []
-    for name in leaf_names(tree):
-        counts[name] = counts.get(name, 0) + 1
-        names.append(name if counts[name] == 1 else f"{name}~{counts[name]}")
-    return names
+    })  # fmt: skip
 
 
 def dtype_name(x: Any) -> str:

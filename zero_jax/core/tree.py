@@ -23,6 +23,19 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """Returns a tree's leaves by path, in order; where several have the same, numbers follow (`a/b` and `a/b~2`).
+
+    A Haiku module name holds slashes of its own, so that `{"a/b": x}` and `{"a": {"b": y}}` have the same path.
+    """
+    counts: dict[str, int] = {}
+    leaves = {}
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        counts[name] = counts.get(name, 0) + 1
+        leaves[name if counts[name] == 1 else f"{name}~{counts[name]}"] = leaf
+    return leaves
+
+
 def leading_dims(tree: PyTree) -> dict[str, int]:
     """Returns the size of the first dim of each leaf that has one, by path."""
     leaves = zip(leaf_names(tree), map(np.shape, jax.tree.leaves(tree)), strict=True)

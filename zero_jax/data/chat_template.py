@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra
-from zero_jax.core.files.untrusted import mapping, parse_json, read_text
+from zero_jax.core.files.untrusted import mapping, read_json, read_text
 
 _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-_MAX_BYTES = 1 << 24
+_READ: Mapping[str, Any] = {"what": "the tokenizer's", "remedy": "mend or remove it", "limit_bytes": 1 << 24}
 ANSWER = "assistant"
 
 
@@ -128,10 +128,14 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
     Raises:
       ValueError: a file that cannot be read, or that has something else in the place of the template.
     """
-    config = _read_json(folder / _CONFIG)
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json(folder / name, **_READ) if (folder / name).exists() else {}
+
+    config = read(_CONFIG)
     path, source = folder / _CONFIG, config.get("chat_template")
     if (folder / _FILE).is_file():
-        path, source = folder / _FILE, _read(folder / _FILE)
+        path, source = folder / _FILE, read_text(folder / _FILE, **_READ)
     elif isinstance(source, list):  # several by name
         named = [mapping(each) for each in source]
         source = next((each.get("template") for each in named if each.get("name") == "default"), None)
@@ -139,21 +143,7 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise ValueError(f"{path}: 'chat_template' holds {type(source).__name__}, not a string: mend or remove it")
-    given = _read_json(folder / _TOKENS) | config
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+    special = (read(_TOKENS) | config).items()
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in special}
     tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
     return ChatTemplate(path=path, source=source, tokens=tokens)
-
-
-def _read(path: pathlib.Path) -> str:
-    return read_text(path, "the tokenizer's", remedy="mend or remove it", limit_bytes=_MAX_BYTES)
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of a file, empty if there is none."""
-    if not path.exists():
-        return {}
-    try:
-        return dict(mapping(parse_json(_read(path).encode())))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON object ({error}): mend or remove it") from error

@@ -7,25 +7,26 @@ alone, `saving` writes a state back in the same names, `exporting` does so with 
 
 from zero_jax.models.huggingface import TensorName
 from zero_jax.pretrained.exporting import export_hf
-from zero_jax.pretrained.folder import TOKENIZER, copy_companions, run_companions
-from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf, read_decoder
-from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors, write_config
+from zero_jax.pretrained.loading import HFModel, Pretrained, load_hf, load_tensors, open_hf
+from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors
+
+# For the command line alone.
+from zero_jax.pretrained.folder import TOKENIZER as TOKENIZER  # isort: skip
+from zero_jax.pretrained.folder import copy_companions as copy_companions  # isort: skip
+from zero_jax.pretrained.folder import run_companions as run_companions  # isort: skip
+from zero_jax.pretrained.loading import attend as attend  # isort: skip
+from zero_jax.pretrained.loading import read_decoder as read_decoder  # isort: skip
+from zero_jax.pretrained.saving import write_config as write_config  # isort: skip
 
 __all__ = [
-    "TOKENIZER",
     "HFModel",
     "Pretrained",
     "SavedHF",
     "TensorName",
-    "attend",
-    "copy_companions",
     "export_hf",
     "load_hf",
     "load_tensors",
     "open_hf",
-    "read_decoder",
-    "run_companions",
     "save_hf",
     "save_tensors",
-    "write_config",
 ]

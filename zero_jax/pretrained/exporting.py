@@ -8,10 +8,8 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
-
 from zero_jax.checkpoint import open_params
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
 from zero_jax.models.huggingface import decoder_config, hf_config, tensor_names
 from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
@@ -56,14 +54,12 @@ def export_hf(
             copy_companions(source, target)
         write_config(target, found, written)
 
+    how: dict[str, Any] = {"dtype": dtype, "dtypes": {}, "max_file_bytes": max_file_bytes, "add": add}
     if params is not None:
-        own = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-        return save_arrays(out, own, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes, add=add)
+        return save_arrays(out, leaves_by_name(params), names, **how)
     _check_no_adapters(saved.leaves, names)
     pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
-    return write_folder(
-        out, saved.leaves, names, pieces, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes, add=add
-    )
+    return write_folder(out, saved.leaves, names, pieces, **how)
 
 
 def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
 from typing import Any
-
-from etils import epath
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
-from zero_jax.core.files.untrusted import mapping, parse_json, read_file, text
+from zero_jax.core.files.untrusted import mapping, read_json, text
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -42,7 +39,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = _local(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give one with {CONFIG} and *.safetensors, as the hub has them")
-    return dict(_read_json(path / CONFIG))
+    return _read_json(path / CONFIG)
 
 
 def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -103,12 +100,5 @@ def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(folder).expanduser()
 
 
-def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
-    try:
-        # Not the largest size: so much memory would be taken for a small file too.
-        limit_bytes = min(path.stat().st_size, _MAX_JSON_BYTES)
-        return mapping(parse_json(read_file(epath.Path(path), limit_bytes=limit_bytes)))
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON object: {error}") from error
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    return read_json(path, "the checkpoint's", remedy="copy or download it again", limit_bytes=_MAX_JSON_BYTES)

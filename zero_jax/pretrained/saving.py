@@ -13,7 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import Array
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import TensorName, hf_config, tensor_names
 from zero_jax.pretrained.folder import CONFIG, copy_companions
@@ -33,20 +33,6 @@ from zero_jax.training import TrainState
 
 MAX_FILE_BYTES = 5 * 10**9
 _FLOATS = ("float32", "float16", "bfloat16")
-
-
-class Leaf(Protocol):
-    """A param to write: an array, or the record of a saved one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """Its dtype."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +84,7 @@ def save_hf(
             copy_companions(source.folder, target)
         write_config(target, found, written)
 
-    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    leaves = leaves_by_name(tree)
     _check_shapes(leaves, config.shapes)
     return save_arrays(folder, leaves, names, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add)
 
@@ -118,7 +104,7 @@ def save_tensors(
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     tree = params.masters if isinstance(params, TrainState) else params
-    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    leaves = leaves_by_name(tree)
     return save_arrays(folder, leaves, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes)
 
 
@@ -167,7 +153,7 @@ def save_arrays(
 
 def write_folder(
     folder: str | os.PathLike[str],
-    leaves: Mapping[str, Leaf],
+    leaves: Mapping[str, Any],
     names: Mapping[str, TensorName],
     pieces: Mapping[str, Pieces],
     *,
@@ -180,7 +166,7 @@ def write_folder(
 
     Args:
       folder: the folder to make; it must not exist, or be empty.
-      leaves: the params, by path.
+      leaves: the params by path, arrays or the records of saved ones: shape and dtype are read.
       names: the tensors of each.
       pieces: returns the slices of each, which are written one after the other.
       dtype: floating dtype of the files, or None.
@@ -223,7 +209,7 @@ def write_folder(
 
 
 def plan_tensors(
-    leaves: Mapping[str, Leaf], names: Mapping[str, TensorName], *, dtype: str | None, dtypes: Mapping[str, str]
+    leaves: Mapping[str, Any], names: Mapping[str, TensorName], *, dtype: str | None, dtypes: Mapping[str, str]
 ) -> dict[str, dict[tuple[int, ...], Tensor]]:
     """Returns the tensors to write of each param, by the index of its leading dims."""
     dtype = None if dtype is None else jnp.dtype(dtype).name

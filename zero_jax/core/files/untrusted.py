@@ -71,6 +71,15 @@ def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_byt
     raise ValueError(f"cannot read {what} {path} ({why}): {remedy}")
 
 
+def read_json(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> dict[str, Any]:
+    """Reads a file that a user named, a JSON object, as `read_text` reads text."""
+    text = read_text(path, what, remedy=remedy, limit_bytes=limit_bytes)
+    try:
+        return dict(mapping(parse_json(text.encode())))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON object ({error}): {remedy}") from error
+
+
 def _check_kind(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.agreement import from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
-from zero_jax.core.tree import PyTree, check_arrays, leading_dims, leaf_names
+from zero_jax.core.tree import PyTree, check_arrays, leading_dims, leaf_names, leaves_by_name
 from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
@@ -164,9 +164,7 @@ class OwnInput:
     def weight(self, batch: PyTree, metrics: Metrics) -> float:
         """Returns the number of examples, or the weight that the loss function returned."""
         if self.loss_weight is not None:
-            return float(
-                dict(zip(leaf_names(metrics.aux), jax.tree.leaves(metrics.aux), strict=True))[self.loss_weight]
-            )
+            return float(leaves_by_name(metrics.aux)[self.loss_weight])
         return _num_examples(batch)
 
     def figures(self, aux: PyTree) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import leaf_names
+from zero_jax.core.tree import leaves_by_name
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training import MeshLoss, Metrics, NoiseScale, TrainState, normalize_loss, trained_params
 from zero_jax.transforms import training_flops
@@ -230,16 +230,12 @@ class Progress:
 
 def scalar_figures(aux: Any) -> dict[str, float]:
     """Returns the scalars of a loss function's aux by name, to be recorded beside the loss."""
-    return {_own_name(name): float(x) for name, x in _leaves(aux) if _is_figure(x)}
+    return {_own_name(name): float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
 
 
 def unshown_leaves(aux: Any) -> list[str]:
     """Returns the leaves of an aux that are no scalars, and so not recorded, such as `logits float32[8, 10]`."""
-    return [f"{name} {x.dtype}{list(x.shape)}" for name, x in _leaves(aux) if not _is_figure(x)]
-
-
-def _leaves(aux: Any) -> list[tuple[str, Any]]:
-    return list(zip(leaf_names(aux), jax.tree.leaves(aux), strict=True))
+    return [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves_by_name(aux).items() if not _is_figure(x)]
 
 
 def _own_name(name: str) -> str:

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global
-from zero_jax.core.tree import PyTree, check_arrays, leaf_names, shown
+from zero_jax.core.tree import PyTree, check_arrays, leaves_by_name, shown
 from zero_jax.training.state.train_state import TrainState
 
 _SHOWN_PATHS = 3
@@ -39,7 +39,7 @@ def read_leaf(tree: PyTree, path: str) -> np.ndarray:
     Raises:
       ValueError: no such leaf, one that is gone or has no values, or another path in another process.
     """
-    leaves = dict(_unique(tree))
+    leaves = leaves_by_name(tree)
     leaf = leaves[_found(leaves, path)]
     _check_agreed(f"read_leaf of {path}")
     return _whole(path, leaf)
@@ -59,7 +59,7 @@ def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.nda
       ValueError: no regular expression, or one that no leaf's path matches.
     """
     check_arrays("tree", tree, remedy="give a TrainState, its params, or any pytree of arrays")
-    leaves = dict(_unique(tree))
+    leaves = leaves_by_name(tree)
     if not isinstance(pattern, str):
         raise ValueError(f"pattern={shown(pattern)}: give a regular expression of leaf paths, such as 'params/.*'")
     try:
@@ -97,7 +97,7 @@ def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, A
       tree: a `TrainState`, its params, gradients, or any pytree of arrays.
       values: the values by path, or an iterable of `(path, value)`, of which one is in host memory at a time.
     """
-    leaves = dict(_unique(tree))
+    leaves = leaves_by_name(tree)
     for path, value in _pairs(values):
         for name in _copies(tree, _found(leaves, path)):
             leaves[name] = _written(name, leaves[name], value)
@@ -115,14 +115,6 @@ def _pairs(values: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(wrong)
         yield pair[0], pair[1]
-
-
-def _unique(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """Yields path and leaf; paths that two leaves have are numbered, as in checkpoints."""
-    counts: dict[str, int] = {}
-    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-        counts[name] = counts.get(name, 0) + 1
-        yield (name if counts[name] == 1 else f"{name}~{counts[name]}"), leaf
 
 
 def _found(names: Collection[str], path: str) -> str:

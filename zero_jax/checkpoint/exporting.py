@@ -8,7 +8,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -201,13 +201,31 @@ def _ema_leaf(record: Record, param: str) -> str:
 
 
 def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
-    """Writes a safetensors file slice by slice: the library `safetensors` takes all tensors of a file from memory."""
-    stored = create(path, tensors, metadata={"step": str(record.step)})
-    for tensor in tensors:
-        for index, part in _parts(record, tensor):
-            stored[tensor.name].open("r+")[index] = part
+    """Writes a safetensors file slice by slice.
+
+    The library `safetensors` takes all tensors of a file from memory: 1.3 GiB for a tensor of 1 GiB, against 0.3 GiB.
+    """
+    places = create(path, tensors, metadata={"step": str(record.step)})
     with path.open("r+b") as file:
+        for tensor in tensors:
+            for index, part in _parts(record, tensor):
+                _write_part(file, places[tensor.name].offset, tensor.shape, index, part)
+        file.flush()
         os.fsync(file.fileno())
+
+
+def _write_part(file: BinaryIO, start: int, shape: tuple[int, ...], index: tuple[slice, ...], part: np.ndarray) -> None:
+    """Writes a slice of an array to its places in a file that holds the array from `start` on."""
+    outer = part.ndim
+    while outer and part.shape[outer - 1] == shape[outer - 1]:
+        outer -= 1
+    outer = max(outer - 1, 0)  # dims of whose indices each has a run of bytes of its own
+    rows = np.ascontiguousarray(part).reshape(*part.shape[:outer], -1)
+    strides = [part.itemsize * int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(part.ndim)]
+    first = start + sum(at.start * stride for at, stride in zip(index, strides, strict=True))
+    for place in np.ndindex(rows.shape[:-1]):
+        file.seek(first + sum(i * stride for i, stride in zip(place, strides, strict=False)))
+        file.write(rows[place].view(np.uint8).data)
 
 
 def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:

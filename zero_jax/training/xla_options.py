@@ -164,8 +164,9 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
-    device = _own_device(mesh)
-    is_one_host = len({each.process_index for each in mesh.devices.flat}) == 1
+    devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
+    device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
+    is_one_host = len({each.process_index for each in devices}) == 1
     wanted = wanted_options(device, config, os.environ, is_one_host=is_one_host)
     unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
     for name in unknown:
@@ -251,12 +252,6 @@ def _flag_names(environment: Mapping[str, str]) -> set[str]:
     words = [word for name in _FLAG_VARIABLES for word in flag_words(environment.get(name, ""))]
     names = {word.partition("=")[0].lstrip("-") for word in words}
     return names | {name.removeprefix("no") for name in names}  # --noxla_option is --xla_option=false
-
-
-def _own_device(mesh: Mesh) -> Any:
-    """Returns a device that this process can compile for."""
-    devices = list(mesh.devices.flat)
-    return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,14 +106,12 @@ _GPU_HOST = (
     _option("xla_gpu_enable_while_loop_double_buffering", True,
             "loops run two iterations at a time, so that values of the next are not copied"),
 )  # fmt: skip
-# What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
-# runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for
-# all-gathers, of which libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
+# What lets collectives run beside computation on TPUs, by the name of the hardware. What is not here has no options:
+# XLA:CPU runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for all-gathers, of which
+# libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,
     "v6e": _SPARSE_CORE,
-    "gpu": _GPU,
-    "one gpu host": _GPU_HOST,
 }
 # The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
 # within the layers, is slower with it (docs/overlap.md).
@@ -199,7 +197,7 @@ def wanted_options(
 
 def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:
     if _is_cuda(device):
-        return _OVERLAP["one gpu host" if is_one_host else "gpu"]
+        return _GPU_HOST if is_one_host else _GPU
     hardware = hardware_of(device)
     if hardware is None:
         return ()

@@ -100,9 +100,9 @@ def table(runs: dict[str, Watched], marks: list[int]) -> str:
 
 def draw(runs: dict[str, Watched], path: pathlib.Path) -> None:
     """Plots bytes and resident memory over the steps."""
-    from matplotlib.figure import Figure
+    from zero_jax.analysis.figures import new_figure, save_figure
 
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = new_figure(path, width=9, height=3.4)
     arrays, resident = figure.subplots(1, 2)
     for style, (name, run) in zip(("-", "--"), runs.items(), strict=False):
         steps = range(1, len(run.num_arrays) + 1)
@@ -112,7 +112,7 @@ def draw(runs: dict[str, Watched], path: pathlib.Path) -> None:
         axes.set(title=title, xlabel="step", ylim=(0, 1.15 * axes.get_ylim()[1]))
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zero_jax.analysis.figures import new_figure, save_figure, tidy
 from zero_jax.analysis.paper import CONFIGS, PaperTable, show_gb, show_params
 from zero_jax.sharding.topology import HARDWARE
 
@@ -99,11 +100,7 @@ def figure_7(rows: Rows, hardware: str, num_microbatches: int) -> PaperTable:
 
 def plot(path: pathlib.Path, rows: Rows) -> None:
     """Plots Figure 6 beside the paper's, and Figure 7 as stacked bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, width=12, height=4.4)
     panels = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     _draw_figure_6(panels[0], [row for row in rows if row["figure"] == 6 and "num_params" in row])
     least = min((row["num_microbatches"] for row in rows if row["figure"] == 7), default=1)
@@ -112,11 +109,10 @@ def plot(path: pathlib.Path, rows: Rows) -> None:
         _draw_figure_7(panel, [row for row in stacks if row["size"] == size])
         panel.set_title(f"Figure 7: {size}, {_batch(least)}", fontsize="medium")
     for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", alpha=0.25)
-        panel.set_axisbelow(True)
+        tidy(panel)
+        panel.grid(axis="x", visible=False)
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower right", ncols=5, frameon=False)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _draw_figure_6(panel: Any, rows: Rows) -> None:

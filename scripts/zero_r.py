@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import zero_jax as zero
+from zero_jax.analysis.figures import new_figure, save_figure, tidy
 from zero_jax.models import gpt
 
 TOPOLOGY, MODEL = "v5p:2x2x4", 4
@@ -93,17 +94,13 @@ def compile_row(name: str, *, policy: str, scan: bool, chunked: bool = False, se
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
     """Plots a bar for each row: state, residuals and other temporaries on a device, and host memory."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     parts = {
         "params and optimizer state": ([r.state_bytes for r in rows], "#009E73"),
         "residuals": ([min(r.residual_bytes, r.temp_bytes) for r in rows], "#CC79A7"),
         "other temporaries": ([max(r.temp_bytes - r.residual_bytes, 0) for r in rows], "#999999"),
     }
-    figure, axes = plt.subplots(figsize=(11, 4.8), layout="constrained")
+    figure = new_figure(path, width=11, height=4.8)
+    axes = figure.add_subplot()
     places, width = range(len(rows)), 0.6
     bottom = [0.0] * len(rows)
     for label, (sizes, colour) in parts.items():
@@ -116,8 +113,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes.set_ylabel("MiB a device")
     axes.set_title(f"Where the bytes of a step live: {TOPOLOGY}, data=4 x model={MODEL}, stage 3, {GPT.seq_len} tokens")
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    tidy(axes)
+    save_figure(figure, path)
 
 
 def main() -> None:

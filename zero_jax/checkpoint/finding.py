@@ -36,13 +36,10 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
         steps = [int(match[1]) for match in map(STEP.fullmatch, names) if match]
         paths = {step: step_path(directory, step) for step in steps}
-        return sorted(step for step, path in paths.items() if path.name in names and _is_finished(path))
+        folders = {step: path for step, path in paths.items() if path.name in names and path.is_dir()}
+        return sorted(s for s, path in folders.items() if not is_bucket(path) or (path / COMMITTED).exists())
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
-
-
-def _is_finished(path: epath.Path) -> bool:
-    return path.is_dir() and (not is_bucket(path) or (path / COMMITTED).exists())
 
 
 def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:

@@ -14,12 +14,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from etils import epath
 
 from zero_jax.checkpoint.finding import COMMITTED, list_step_folders
-from zero_jax.checkpoint.record import RECORD_FILE, CheckpointError, read_record, step_path
+from zero_jax.checkpoint.record import RECORD_FILE, STEP, CheckpointError, read_record, step_path
 from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
@@ -130,28 +130,22 @@ class CheckpointFolder:
 
     def _clean_up(self, log: Callable[[str], None]) -> None:
         """Finishes interrupted deletions and replacements, and removes interrupted saves."""
+        in_bucket = is_bucket(self.directory)
         for path in sorted(self.directory.iterdir()):
-            match = _TEMPORARY.fullmatch(path.name)
-            step, kind = (int(match[1]), match[2]) if match else (-1, "")
-            if is_bucket(path):
-                step = next((step for step in _unfinished(path)), -1)
-            if step < 0 or (match and path.name != _temporary(step_path(self.directory, step), kind).name):
+            match = (STEP if in_bucket else _TEMPORARY).fullmatch(path.name)
+            if not match or (in_bucket and (path / COMMITTED).exists()):
+                continue
+            step, kind = int(match[1]), "" if in_bucket else match[2]
+            final = step_path(self.directory, step)
+            if path.name != (_temporary(final, kind) if kind else final).name:
                 continue
             if not (is_marked(path, step) or _is_unmarked(path, step)) or _foreign(path):
                 continue
-            final = step_path(self.directory, step)
             if kind == "replaced" and not _exists(final):
                 os.rename(path, final)
             else:
                 _remove(path)
                 log(f"removed {path}: a save or a deletion that was cut off")
-
-
-def _unfinished(path: epath.Path) -> Iterator[int]:
-    """Yields the step of an incomplete save in a bucket."""
-    match = re.fullmatch(r"step_(\d+)", path.name)
-    if match and path == step_path(path.parent, int(match[1])) and not (path / COMMITTED).exists():
-        yield int(match[1])
 
 
 def is_marked(path: epath.Path, step: int) -> bool:

@@ -119,7 +119,7 @@ class Checkpointer:
         self.close()
 
     def is_due(self, step: int) -> bool:
-        """Tells whether to save a checkpoint after so many steps."""
+        """Returns whether to save a checkpoint after so many steps."""
         every = self._config.save_every
         return every > 0 and step > 0 and step % every == 0
 

@@ -21,7 +21,7 @@ _LONGEST_WAIT_SECONDS = 86_400.0
 
 
 def report_start(step: int) -> None:
-    """Tells `zero-jax launch --min-processes` that a program is beyond its start; otherwise does nothing.
+    """Reports to `zero-jax launch --min-processes` that a program has started; otherwise does nothing.
 
     The launcher gives up after some restarts in a row from the same step, and asks for a save to try a lost process
     again only where the program can save. `zero.Trainer` and `zero-jax train` call this; in a script of your own

@@ -166,7 +166,7 @@ class Watchdog:
             os._exit(EXIT_CODE)
 
     def _waits_for_another(self, phase: str) -> bool:
-        """Tells whether another process is in a phase that may take longer than this one's, and still may."""
+        """Returns whether another process is in a phase that may take longer than this one's, and still may."""
         states: list[ProcessPlace] = []
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
         own, usual = ALLOWANCES.get(phase, 1), self._seconds

@@ -22,7 +22,7 @@ from zero_jax.data.chat_template import ANSWER, ChatTemplate, Turn
 from zero_jax.data.documents import json_lines
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
-from zero_jax.data.train_validation_split import first_that_fit
+from zero_jax.data.train_validation_split import lowest_that_fit
 
 ROLES = ("system", "user", "assistant", "tool")
 # Rows that are kept open while conversations are packed: more fill rows better and take longer.
@@ -240,9 +240,8 @@ def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.nd
 def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:
     """Selects the conversations to validate on, those with the lowest hashes; equal ones are on one side."""
     hashes = [int.from_bytes(hashlib.blake2b(x.tobytes(), digest_size=8).digest(), "little") for x in tokens]
-    _, group = np.unique(np.array(hashes, np.uint64), return_inverse=True)
-    sizes = np.bincount(group, weights=[len(x) for x in tokens]).astype(np.int64) if tokens else np.zeros(0, np.int64)
-    chosen = first_that_fit(sizes, int(fraction * int(sizes.sum())))[group] if tokens else np.zeros(0, bool)
+    lengths = np.array([len(x) for x in tokens], np.int64)
+    chosen = lowest_that_fit(np.array(hashes, np.uint64), lengths, int(fraction * int(lengths.sum())))
     if not chosen.any() or chosen.all():
         raise ValueError(
             f"{source.name} has {len(tokens):,} conversation{'s' if len(tokens) != 1 else ''}, of which "

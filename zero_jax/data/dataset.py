@@ -171,7 +171,7 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
     num_targets = int(found.train.is_answer.sum())
     notes = [f"{num_targets:,} tokens of answers to learn, in {found.train.num_rows:,} rows"]
     if template is not None and isinstance(tokenizer, JsonTokenizer):
-        # A template's special tokens are no text, and may lie beyond it.
+        # A template's special tokens are no text, and may be beyond it.
         highest = max(int(part.tokens.max()) for part in (found.train, found.validation))
         tokenizer = dataclasses.replace(tokenizer, vocab_size=max(tokenizer.vocab_size, highest + 1))
         notes.append(f"messages as by the chat template of {template.path}")

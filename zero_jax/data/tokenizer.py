@@ -166,7 +166,7 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
 
 
 def _tokens_of_text(library: Any) -> set[int]:
-    """Returns the tokens that text can become: special ones are no text, and may lie beyond a model's vocabulary."""
+    """Returns the tokens that text can become: special ones are no text, and may be beyond a model's."""
     added = {token for token, entry in library.get_added_tokens_decoder().items() if not entry.special}
     return added | set(library.get_vocab(with_added_tokens=False).values())
 

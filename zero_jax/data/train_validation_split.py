@@ -62,9 +62,7 @@ def split_documents(tokens: Tokens, *, validation_fraction: float) -> tuple[Toke
     """
     lengths = np.diff(tokens.offsets)
     room = int(validation_fraction * int(tokens.offsets[-1]))
-    _, group = np.unique(tokens.hashes, return_inverse=True)
-    sizes = np.bincount(group, weights=lengths).astype(np.int64)
-    is_validation = first_that_fit(sizes, room)[group]
+    is_validation = lowest_that_fit(tokens.hashes, lengths, room)
     starts = np.asarray(tokens.offsets[:-1])
     if is_validation.any():
         return _part(tokens, starts[~is_validation], lengths[~is_validation]), _part(
@@ -83,14 +81,20 @@ def _part(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> TokenPart:
     return TokenPart(tokens=tokens.tokens, starts=starts, offsets=offsets, file=tokens.file)
 
 
-def first_that_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Selects sizes in order, each that still fits, and returns a mask of them."""
+def lowest_that_fit(hashes: np.ndarray, lengths: np.ndarray, room: int) -> np.ndarray:
+    """Selects documents by their hashes, the lowest first, each that still fits; those with equal hashes go together.
+
+    Returns:
+      A mask of the documents.
+    """
+    _, group = np.unique(hashes, return_inverse=True)
+    sizes = np.bincount(group, weights=lengths).astype(np.int64)
     selected = np.zeros(len(sizes), bool)
     remaining = np.arange(len(sizes))
     while True:
         remaining = remaining[sizes[remaining] <= room]
         if not remaining.size:
-            return selected
+            return selected[group]
         totals = np.cumsum(sizes[remaining])
         num_fitting = int(np.searchsorted(totals, room, side="right"))
         selected[remaining[:num_fitting]] = True

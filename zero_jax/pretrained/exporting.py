@@ -45,7 +45,8 @@ def export_hf(
     config = _decoder(saved.model)
     source = _source(pathlib.Path(path))
     found = read_config(source) if source else hf_config(config)
-    _check_same(decoder_config(found, seq_len=config.seq_len), config, source)
+    if source and decoder_config(found, seq_len=config.seq_len).shapes != config.shapes:
+        raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
     names = tensor_names(config, model_type=found["model_type"])
     dtype = dtype or found.get("dtype") or found.get("torch_dtype")
 
@@ -91,8 +92,3 @@ def _source(path: pathlib.Path) -> pathlib.Path | None:
     absolute = path.expanduser().absolute()
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-
-
-def _check_same(described: DecoderConfig, config: DecoderConfig, source: pathlib.Path | None) -> None:
-    if source and described.shapes != config.shapes:
-        raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")

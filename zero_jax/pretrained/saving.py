@@ -129,26 +129,18 @@ def save_arrays(
         check_free(target)
         return str(make_parts(target))
 
+    def write() -> str:
+        pieces = pieces_of_parts(parts, leaves)
+        return json.dumps(dataclasses.asdict(write_folder(folder, leaves, names, pieces, **how)))
+
     parts = pathlib.Path(from_first_process(begin))
-    failed = lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")  # noqa: E731
     try:
-        with Agreement(failed):
+        with Agreement(lambda numbers: ValueError(f"process {numbers} cannot write {target}: see its log")):
             write_parts(parts / str(jax.process_index()), leaves.values())
-        with Agreement(failed):
-            plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)  # the same error in all processes
-            result = None
-            if jax.process_index() == 0:
-                result = write_folder(folder, leaves, names, pieces_of_parts(parts, leaves), **how)
+        return SavedHF(**json.loads(from_first_process(write)))
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(parts, ignore_errors=True)
-    tensors = [tensor for each in plan.values() for tensor in each.values()]
-    return result or SavedHF(
-        folder=str(target),
-        num_files=len(split_by_size(tensors, max_file_bytes)),
-        num_tensors=len(tensors),
-        num_bytes=sum(tensor.num_bytes for tensor in tensors),
-    )
 
 
 def write_folder(

@@ -48,36 +48,32 @@ def make_folder(
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
     made_up = re.sub(r"[^\w.+-]", "-", made_up)
-    return pathlib.Path(
-        from_first_process(lambda: str(_make(out, name, made_up, resume=resume, check=check).absolute()))
-    )
-
-
-def _make(
-    out: pathlib.Path, name: str | None, made_up: str, *, resume: bool, check: Callable[[str], None]
-) -> pathlib.Path:
     names = [name or made_up]
     if name is None and not resume:
         names += [f"{made_up}-{i}" for i in range(2, 10_000)]
-    taken = out / names[-1]
-    for candidate in names:
-        try:
-            check(candidate)
-            (out / candidate).mkdir(parents=True, exist_ok=resume)
-            return out / candidate
-        except FolderInUse:
-            if len(names) == 1:
-                raise
-        except FileExistsError as error:
-            taken = error.filename or taken
-        except OSError as error:
-            raise ValueError(
-                f"cannot make the folder {out / candidate} ({error.strerror}): choose another out"
-            ) from error
-    raise ValueError(
-        f"{taken} holds a run already: choose another name, remove that folder, or go on with that run by "
-        "resume='auto' (--resume auto)"
-    )
+
+    def make() -> str:
+        taken = out / names[-1]
+        for candidate in names:
+            try:
+                check(candidate)
+                (out / candidate).mkdir(parents=True, exist_ok=resume)
+                return str((out / candidate).absolute())
+            except FolderInUse:
+                if len(names) == 1:
+                    raise
+            except FileExistsError as error:
+                taken = error.filename or taken
+            except OSError as error:
+                raise ValueError(
+                    f"cannot make the folder {out / candidate} ({error.strerror}): choose another out"
+                ) from error
+        raise ValueError(
+            f"{taken} holds a run already: choose another name, remove that folder, or go on with that run by "
+            "resume='auto' (--resume auto)"
+        )
+
+    return pathlib.Path(from_first_process(make))
 
 
 @contextlib.contextmanager

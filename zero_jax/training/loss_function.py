@@ -148,7 +148,7 @@ def _checked_aux(aux: PyTree) -> PyTree:
 
 
 def changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
-    """Tells whether a loss function returns other model state than it was given: a frozen base stays as it is."""
+    """Returns whether a loss function returns other model state than it was given: a frozen base stays as it is."""
     num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
     if not num_leaves:
         return False

@@ -63,9 +63,6 @@ class _InputOrigin:
     leaves: frozenset[int] = frozenset()
     params: bool = False
 
-    def __or__(self, other: _InputOrigin) -> _InputOrigin:
-        return _InputOrigin(self.leaves | other.leaves, self.params or other.params)
-
 
 def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
     """Returns the numbers of the leaves that the model takes."""
@@ -86,7 +83,7 @@ class _ModelInputs(Pass[_InputOrigin]):
         return _InputOrigin()
 
     def join(self, first: _InputOrigin, second: _InputOrigin) -> _InputOrigin:
-        return first | second
+        return _InputOrigin(first.leaves | second.leaves, first.params or second.params)
 
     def operation(self, eqn: Any, operands: list[_InputOrigin]) -> list[_InputOrigin]:
         origin = functools.reduce(self.join, operands, _InputOrigin())

@@ -106,14 +106,12 @@ _GPU_HOST = (
     _option("xla_gpu_enable_while_loop_double_buffering", True,
             "loops run two iterations at a time, so that values of the next are not copied"),
 )  # fmt: skip
-# What lets collectives run beside computation, by the name of the hardware. What is not here has no options: XLA:CPU
-# runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for
-# all-gathers, of which libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
+# What lets collectives run beside computation on TPUs, by the name of the hardware. What is not here has no options:
+# XLA:CPU runs one thing after another. Left out: `xla_tpu_enable_async_collective_fusion` for all-gathers, of which
+# libtpu 0.0.44 warns ("incorrect results, hang, SDC") on everything but v5e.
 _OVERLAP: Mapping[str, tuple[CompilerOption, ...]] = {
     "v5p": _SPARSE_CORE,
     "v6e": _SPARSE_CORE,
-    "gpu": _GPU,
-    "one gpu host": _GPU_HOST,
 }
 # The same, beside those, where new params are gathered after the update: at stages 1 and 2. Stage 3, whose gathers are
 # within the layers, is slower with it (docs/overlap.md).
@@ -164,8 +162,9 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
-    device = _own_device(mesh)
-    is_one_host = len({each.process_index for each in mesh.devices.flat}) == 1
+    devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
+    device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
+    is_one_host = len({each.process_index for each in devices}) == 1
     wanted = wanted_options(device, config, os.environ, is_one_host=is_one_host)
     unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
     for name in unknown:
@@ -198,7 +197,7 @@ def wanted_options(
 
 def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:
     if _is_cuda(device):
-        return _OVERLAP["one gpu host" if is_one_host else "gpu"]
+        return _GPU_HOST if is_one_host else _GPU
     hardware = hardware_of(device)
     if hardware is None:
         return ()
@@ -251,12 +250,6 @@ def _flag_names(environment: Mapping[str, str]) -> set[str]:
     words = [word for name in _FLAG_VARIABLES for word in flag_words(environment.get(name, ""))]
     names = {word.partition("=")[0].lstrip("-") for word in words}
     return names | {name.removeprefix("no") for name in names}  # --noxla_option is --xla_option=false
-
-
-def _own_device(mesh: Mesh) -> Any:
-    """Returns a device that this process can compile for."""
-    devices = list(mesh.devices.flat)
-    return next((device for device in devices if device.process_index == jax.process_index()), devices[0])
 
 
 @dataclasses.dataclass(frozen=True)

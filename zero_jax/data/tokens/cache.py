@@ -104,8 +104,9 @@ def _remove(folder: pathlib.Path, damaged: os.stat_result) -> None:
 def _make(
     source: Source, tokenizer: Tokenizer, folder: pathlib.Path | None, *, text_field: str, token_dtype: str, log: Log
 ) -> Tokens:
-    token_file = _single_token_file(source, token_dtype) if folder else None
-    if token_file:
+    token_file = None
+    if folder and source.format == "tokens" and len(source.files) == 1:
+        token_file = open_token_file(source.files[0], token_dtype=token_dtype)
         offsets = read_offsets(token_file.path, num_tokens=token_file.size)
         chunks = array_chunks(token_file, end_of_document=tokenizer.end_of_document, offsets=offsets)
     else:
@@ -153,11 +154,6 @@ def source_chunks(source: Source, tokenizer: Tokenizer, *, text_field: str, toke
     if source.format == "arrayrecord":
         return record_chunks(source, **ends)
     return text_chunks(read_text(source, text_field=text_field), tokenizer)
-
-
-def _single_token_file(source: Source, token_dtype: str) -> TokenFile | None:
-    is_one_file = source.format == "tokens" and len(source.files) == 1
-    return open_token_file(source.files[0], token_dtype=token_dtype) if is_one_file else None
 
 
 def _check_not_empty(chunks: Iterable[Chunk], name: str) -> Iterator[Chunk]:

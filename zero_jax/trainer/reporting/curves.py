@@ -48,7 +48,12 @@ class RunRecords:
         if x not in X_LABELS:
             raise ValueError(f"x={x!r}: {did_you_mean(x, X_LABELS, cutoff=0)}Choose one of {', '.join(X_LABELS)}")
         if not any(metric in record for record in (*self.train, *self.validation)):
-            raise ValueError(self._no_such(metric))
+            records = [*self.train, *self.validation]
+            names = {name for record in records for name in record if _is_number(record[name])} - {"step"}
+            hint = did_you_mean(metric, names)
+            raise ValueError(
+                f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
+            )
         steps = np.array([record["step"] for record in self.train], float)
         along = self._along(x, steps)
         held_out = [record for record in self.validation if _is_number(record.get(metric))]
@@ -70,12 +75,6 @@ class RunRecords:
             raise ValueError(f"the records of {self.name} have no {name}: draw them against the step")
         return np.cumsum(np.nan_to_num(values)) if x == "seconds" else values
 
-    def _no_such(self, metric: str) -> str:
-        names = {name for record in (*self.train, *self.validation) for name in record if _is_number(record[name])}
-        names -= {"step"}
-        hint = did_you_mean(metric, names)
-        return f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
@@ -94,7 +93,7 @@ def _is_number(value: Any) -> bool:
 
 def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     values = [record.get(name) for record in records]
-    return np.array([value if isinstance(value, int | float) else np.nan for value in values], float)
+    return np.array([value if _is_number(value) else np.nan for value in values], float)
 
 
 def read_run(path: str | pathlib.Path) -> RunRecords:

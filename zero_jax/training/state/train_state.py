@@ -152,7 +152,7 @@ class Placement:
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
 
     def on_host(self, opt_state: PyTree, master: PyTree, params: PyTree) -> dict[str, list[bool]]:
-        """Tells which leaves of `opt_state`, `master` and `params` are kept in host memory."""
+        """Returns which leaves of `opt_state`, `master` and `params` are kept in host memory."""
         leaves = jax.tree.leaves(self.params, is_leaf=_is_placement)
         return on_host(
             self.offload,
@@ -265,7 +265,7 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 
 
 def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState) -> tuple[list[bool], list[bool]]:
-    """Tells of a state's trainable params whose gradients an optimizer reads, and which it leaves as they are.
+    """Returns flags of a state's trainable params: whose gradients an optimizer reads, and which it does not change.
 
     All, and none, where the optimizer is not known (None).
     """
@@ -279,7 +279,7 @@ def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState
 
 
 def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
-    """Tells of which leaves of a state's params a step computes gradients."""
+    """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
     needed = iter(used_by_optimizer(tx, state)[0])
     return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 

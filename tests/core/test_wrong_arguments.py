@@ -22,6 +22,7 @@ from two_layers import host_params, loss_fn, make_batch
 import zero_jax as zero
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
+from zero_jax.planning import CompileOptions
 
 PACKAGE = f"{pathlib.Path(zero.__file__).parent}/"
 MESH, CONFIG, TX = mesh_of("4"), reference.make_config(stage=3), optax.sgd(0.1)
@@ -143,7 +144,7 @@ CALLS = {
     "comms.estimate": lambda: {"state": state(), **PLACED},
     "comms.measure": lambda: {"compiled": compiled(), "mesh": MESH},
 }
-COMPILING = ("name", "cache", "own_process", "timeout_seconds", "log")
+COMPILING = dict(inspect.signature(CompileOptions).parameters)
 # Functions of arrays inside a traced function, or that others below are made of, and what the state is restored with.
 ELSEWHERE = {
     "attention_report", "summary",
@@ -204,8 +205,8 @@ def test_arguments_of_another_kind_are_refused(name):
     right, wrong, num_cases = CALLS[name](), [], 0
     assert refusal(name, right).startswith("accepted"), refusal(name, right)
     parameters = dict(inspect.signature(public(name)).parameters)
-    if parameters.pop("compiling", None):  # documented as those of `plan`
-        parameters |= {field: inspect.signature(zero.plan).parameters[field] for field in COMPILING}
+    if parameters.pop("compiling", None):
+        parameters |= COMPILING
     for parameter in parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD or (name, parameter.name) in OF_THE_MODEL:
             continue

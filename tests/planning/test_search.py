@@ -10,7 +10,7 @@ import pytest
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.ranking import Candidate, Estimated, Outcome, Ranked, shortage
-from zero_jax.planning.search import candidates, corrected_seconds, search
+from zero_jax.planning.search import Space, candidates, corrected_seconds, search
 
 STAGES = dict(enumerate(PAPER_CASES.values()))
 
@@ -44,7 +44,7 @@ class Compiler:
 
 
 def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate, **options):
-    settings = candidates(num_devices=8, batch_size=32) if settings is None else settings
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,))) if settings is None else settings
     return search(settings, estimate=estimate, compile=compiler or Compiler(), capacity_bytes=capacity_bytes, **options)
 
 
@@ -52,7 +52,7 @@ def run(settings=None, *, compiler=None, capacity_bytes=16e9, estimate=estimate,
 
 
 def test_candidates_multiply_up_and_divide():
-    found = candidates(num_devices=8, batch_size=48, remats=("full", "dots"), max_num_microbatches=4)
+    found = candidates(Space(num_devices=8, batch_sizes=(48,), remats=("full", "dots"), max_num_microbatches=4))
     assert len(set(found)) == len(found)
     for s in found:
         assert s.replica * s.data * s.model == 8 and 48 % (s.replica * s.data * s.num_microbatches) == 0
@@ -62,41 +62,44 @@ def test_candidates_multiply_up_and_divide():
 
 
 def test_candidates_of_one_device_and_of_the_model_axis():
-    assert {(s.stage, s.replica, s.data) for s in candidates(num_devices=1, batch_size=1)} == {(0, 1, 1), (3, 1, 1)}
-    assert {s.stage for s in candidates(num_devices=1, batch_size=1, stages=(2, 1))} == {2}
-    found = candidates(num_devices=8, batch_size=8, models=(1, 2, 3, 4), stages=(3,))
+    assert {(s.stage, s.replica, s.data) for s in candidates(Space(num_devices=1, batch_sizes=(1,)))} == {
+        (0, 1, 1),
+        (3, 1, 1),
+    }
+    assert {s.stage for s in candidates(Space(num_devices=1, batch_sizes=(1,), stages=(2, 1)))} == {2}
+    found = candidates(Space(num_devices=8, batch_sizes=(8,), models=(1, 2, 3, 4), stages=(3,)))
     assert {s.model for s in found} == {1, 2, 4}  # 8 devices do not split into 3
     assert {s.data * s.replica for s in found if s.model == 4} == {2}
 
 
 def test_policies_that_need_a_model_axis_are_tried_where_there_is_one():
     found = candidates(
-        num_devices=8, batch_size=8, models=(1, 2), stages=(3,), remats=("full", "full_sharded"),
-        needs_model=("full_sharded",),
+        Space(num_devices=8, batch_sizes=(8,), models=(1, 2), stages=(3,), remats=("full", "full_sharded"),
+        needs_model=("full_sharded",)),
     )  # fmt: skip
     assert {(s.model > 1, s.remat) for s in found} == {(False, "full"), (True, "full"), (True, "full_sharded")}
 
 
 def test_gathered_params_are_kept_only_where_params_are_sharded():
     for keep in (False, True):
-        found = candidates(num_devices=8, batch_size=8, keep_gathered=keep, replicas=(1,))
+        found = candidates(Space(num_devices=8, batch_sizes=(8,), keep_gathered=keep, replicas=(1,)))
         assert {(s.stage, s.keep_gathered) for s in found} == {(0, False), (1, False), (2, False), (3, keep)}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_devices": 8, "batch_size": 12}, "batch_size=8 or 16"),
-        ({"num_devices": 8, "batch_size": 4}, "try batch_size=8$"),
-        ({"num_devices": 8, "batch_size": 8, "models": (3,)}, "try model=1"),
-        ({"num_devices": 0, "batch_size": 8}, "positive"),
-        ({"num_devices": 8, "batch_size": 8, "stages": (4,)}, "unknown ZeRO stage"),
-        ({"num_devices": 8, "batch_size": 8, "replicas": (3,)}, r"with replica in \(3,\)"),
+        ({"num_devices": 8, "batch_sizes": (12,)}, "batch_size=8 or 16"),
+        ({"num_devices": 8, "batch_sizes": (4,)}, "try batch_size=8$"),
+        ({"num_devices": 8, "batch_sizes": (8,), "models": (3,)}, "try model=1"),
+        ({"num_devices": 0, "batch_sizes": (8,)}, "positive"),
+        ({"num_devices": 8, "batch_sizes": (8,), "stages": (4,)}, "unknown ZeRO stage"),
+        ({"num_devices": 8, "batch_sizes": (8,), "replicas": (3,)}, r"with replica in \(3,\)"),
     ],
 )
 def test_candidates_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
-        candidates(**fields)
+        candidates(Space(**fields))
 
 
 # Search.
@@ -112,7 +115,7 @@ def test_prunes_by_estimate_and_says_by_how_much():
     )
     assert not any(setting in reasons for setting in compiler.asked)
     everything = {entry.setting for entry in (*got.ranked, *got.rejected)}
-    assert everything == set(candidates(num_devices=8, batch_size=32))
+    assert everything == set(candidates(Space(num_devices=8, batch_sizes=(32,))))
     assert all(estimate(entry.setting).bytes <= 16e9 for entry in got.ranked)
     assert all(estimate(entry.setting).bytes > 16e9 for entry in got.rejected)
 
@@ -202,7 +205,7 @@ def test_the_next_setting_is_chosen_by_corrected_estimates():
         return Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds * (10 if setting.remat == "none" else 1))
 
     compiler = Compiler(outcome)
-    settings = candidates(num_devices=8, batch_size=32, stages=(3,), remats=("none", "full"))
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(3,), remats=("none", "full")))
     plain = lambda setting: setting.remat == "full" and is_plain(setting)  # noqa: E731
     got = run(settings, compiler=compiler, estimate=estimate, max_compiles=3, is_plain=plain)
     assert [setting.remat for setting in compiler.asked] == ["full", "none", "full"]
@@ -234,13 +237,15 @@ def test_goes_on_when_the_compiler_says_no():
     assert failed == sorted(set(failed), reverse=True)
     passed = [entry for entry in got.rejected if entry.kind == "passed over"]
     assert passed and all("needs no less by estimate than" in entry.reason for entry in passed)
-    assert len({*got.ranked, *got.rejected}) == len(candidates(num_devices=8, batch_size=32))
+    assert len({*got.ranked, *got.rejected}) == len(candidates(Space(num_devices=8, batch_sizes=(32,))))
 
 
 def test_the_last_compile_goes_to_the_smallest():
     compiler = Compiler(lambda s: Outcome(fits=False, error="crashed"))
     got = run(compiler=compiler, max_compiles=3)
-    fitting = [estimate(s).bytes for s in candidates(num_devices=8, batch_size=32) if estimate(s).bytes <= 16e9]
+    fitting = [
+        estimate(s).bytes for s in candidates(Space(num_devices=8, batch_sizes=(32,))) if estimate(s).bytes <= 16e9
+    ]
     assert estimate(compiler.asked[-1]).bytes == min(fitting)
     assert got.best is None and got.nearest is None and got.ranked
     assert "none of 3 compiled settings came out" in str(got) and "allow more compiles" in str(got)
@@ -301,13 +306,13 @@ def test_nothing_fits():
 
 def test_more_devices_may_need_a_larger_batch():
     # An example a device already: the next size is 16 devices, of which 8 examples leave half without any.
-    got = run(candidates(num_devices=8, batch_size=8), capacity_bytes=2.5e9)
+    got = run(candidates(Space(num_devices=8, batch_sizes=(8,))), capacity_bytes=2.5e9)
     assert got.nearest.remedies[0] == "8 devices more (16 in all, with a batch of 16)"
 
 
 def test_the_fallback_is_tried_where_nothing_fits():
-    settings = candidates(num_devices=8, batch_size=32, stages=(2, 3))
-    fallback = candidates(num_devices=8, batch_size=32, stages=(2,), offloads=("state",))
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(2, 3)))
+    fallback = candidates(Space(num_devices=8, batch_sizes=(32,), stages=(2,), offloads=("state",)))
 
     def smaller(setting):
         found = estimate(setting)
@@ -330,7 +335,7 @@ def test_the_fallback_is_tried_where_nothing_fits():
 
 def test_nearest_miss_names_smaller_microbatches_and_batches():
     # Only one microbatch is tried: 3.2 + 4 x 0.5 GB.
-    settings = candidates(num_devices=8, batch_size=32, max_num_microbatches=1)
+    settings = candidates(Space(num_devices=8, batch_sizes=(32,), max_num_microbatches=1))
     got = run(settings, capacity_bytes=4.5e9)
     assert got.nearest.missing_bytes == pytest.approx(0.7e9)
     remedies = got.nearest.remedies
@@ -400,7 +405,7 @@ def test_of_several_batch_sizes_the_one_of_most_examples_a_second_is_the_best():
     def estimate(setting):
         return Estimated(bytes=1e9, seconds=1.5 if setting.batch_size == 64 else 1.0)
 
-    settings = [x for size in (32, 64) for x in candidates(num_devices=8, batch_size=size, stages=(3,))]
+    settings = candidates(Space(num_devices=8, batch_sizes=(32, 64), stages=(3,)))
     compiler = Compiler(lambda setting: Outcome(fits=True, bytes=1e9, seconds=estimate(setting).seconds))
     got = run(settings, compiler=compiler, estimate=estimate, max_compiles=2)
     assert got.best.batch_size == 64 and [x.batch_size for x in compiler.asked] == [64, 64]

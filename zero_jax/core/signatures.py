@@ -179,7 +179,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "remats": (_optional(_some(_is(str))), "give names of policies, such as ('none', 'full')"),
     "replica": (_is_count(1), "give the size of the mesh axis, at least 1"),
     "replicas": (_optional(_some(_is_count(1))), "give sizes of the axis `replica`, such as (1, 2)"),
-    "batch_sizes": (_optional(_some(_is_count(1))), "give sizes of the axis `replica`, such as (1, 2)"),
+    "batch_sizes": (_optional(_some(_is_count(1))), "give numbers of examples, such as (32, 64)"),
     "residuals": (_optional(_has("device_bytes", "host_bytes")), "give what `transformer_residuals` returns"),
     "seq_len": (_optional(_is_count(1)), "give a number of tokens, at least 1, or None"),
     "specs": (_are_specs, "give PartitionSpecs or NamedShardings, a tree (or prefix) of them like the params"),

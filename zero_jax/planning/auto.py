@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
 from zero_jax.planning.report import PlanReport
-from zero_jax.planning.search import candidates, search
+from zero_jax.planning.search import Space, candidates, search
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, ZeroConfig
 from zero_jax.transforms import resolve_remat
@@ -127,12 +126,12 @@ def plan_auto(
     same = estimator.same_policies(max(sizes), attentions)
     for name, other in same.items():
         options.log(f"remat={name} is left out: it is {other} for this model")
-    names = tuple(name for name in policies if name not in same)
-    tried = functools.partial(
-        candidates,
+    offload = config.resolved_offload()
+    space = Space(
         num_devices=estimator.num_devices,
+        batch_sizes=batch_sizes or (estimator.batch_size,),
         stages=stages,
-        remats=names,
+        remats=[name for name in policies if name not in same],
         needs_model=[n for n, policy in policies.items() if resolve_remat(policy.remat).residuals == "sharded"],
         models=sizes,
         replicas=replicas,
@@ -141,13 +140,13 @@ def plan_auto(
         secondaries=(True,) if config.secondary else (False, True),
         attentions=attentions,
         overlaps=overlaps,
+        offloads=[offload and offload.what],
         quantizes=quantizes or ((False, True) if config.resolved_quantize() else (False,)),
         max_num_microbatches=max_num_microbatches,
     )
-    sizes_to_try, offload = batch_sizes or (estimator.batch_size,), config.resolved_offload()
-    settings = [x for size in sizes_to_try for x in tried(batch_size=size, offloads=[offload and offload.what])]
+    settings = candidates(space)
     offloads = () if offload else _OFFLOADS if offloads is None else offloads
-    offloaded = [x for size in sizes_to_try for what in offloads for x in tried(batch_size=size, offloads=[what])]
+    offloaded = candidates(dataclasses.replace(space, offloads=offloads)) if offloads else ()
     reports: dict[Candidate, PlanReport] = {}
 
     def compile(setting: Candidate) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,11 +37,7 @@ def plan(
     model: int = 1,
     data_layout: Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
-    name: str = "plan",
-    cache: str | pathlib.Path | None = "default",
-    own_process: bool = True,
-    timeout_seconds: float | None = None,
-    log: Callable[[str], None] = lambda line: None,
+    **compiling: Any,
 ) -> PlanReport:
     """Compiles the train step for a topology; reports whether it fits, its memory, its traffic and its time.
 
@@ -60,18 +55,17 @@ def plan(
       model: size of the mesh axis `model`.
       data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
       compiler_options: passed to the compiler.
-      name: name of the plan, for the report and the log.
-      cache: folder of compiled programs; "default" is the user's cache folder, None disables the cache.
-      own_process: whether to compile in another process, so that a crash of the compiler does not end this one.
-      timeout_seconds: time after which that process is killed; None is no limit.
-      log: called with each line of progress.
+      **compiling: `name` of the plan, for the report and the log; `cache`, the folder of compiled programs ("default",
+        the user's cache folder; None disables it); `own_process`, whether to compile in another process, so that a
+        crash of the compiler does not end this one (True); `timeout_seconds`, after which that process is killed (None
+        is no limit); `log`, which is called with each line of progress.
 
     Raises:
       ValueError: an unknown topology, a compiler that is not installed, a mesh or batch that does not divide.
       ModelError: a function of the model raised in the compiler's process; the message names its lines.
       CompilerCrash: the compiler's process ended without a result.
     """
-    options = CompileOptions(name=name, cache=cache, own_process=own_process, timeout_seconds=timeout_seconds, log=log)
+    options = CompileOptions(**compiling)
     job = make_job(
         loss_fn=loss_fn,
         init_fn=init_fn,

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
@@ -23,33 +24,13 @@ _MORE_DEVICES = (2, 3, 4, 6, 8, 16, 32, 64, 128)
 _SHARED_WEIGHT = 4
 
 
-def candidates(
-    *,
-    num_devices: int,
-    batch_size: int,
-    stages: Sequence[int] = (0, 1, 2, 3),
-    remats: Sequence[str] = ("full",),
-    needs_model: Collection[str] = (),
-    models: Sequence[int] = (1,),
-    replicas: Sequence[int] | None = None,
-    keep_gathered: bool = False,
-    num_slices: int = 1,
-    secondaries: Sequence[bool] = (False,),
-    attentions: Sequence[str] = ("own",),
-    overlaps: Sequence[bool] = (True,),
-    offloads: Sequence[str | None] = (None,),
-    quantizes: Sequence[bool] = (False,),
-    max_num_microbatches: int = 64,
-) -> tuple[Candidate, ...]:
-    """Returns all valid settings for a number of devices and a batch size.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """The dimensions of a search: the devices, and what to try of each setting.
 
-    Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
-    shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
-    are not sharded.
-
-    Args:
+    Attributes:
       num_devices: number of devices.
-      batch_size: examples of a step.
+      batch_sizes: examples of a step.
       stages: the stages to try.
       remats: names of the remat policies to try.
       needs_model: those of them that equal another policy where the axis `model` has size 1.
@@ -64,65 +45,95 @@ def candidates(
       offloads: what to keep in host memory: `optimizer`, `state`, `all`, or None for nothing.
       quantizes: whether to send params or gradients quantized.
       max_num_microbatches: the most microbatches.
+    """
+
+    num_devices: int
+    batch_sizes: Sequence[int]
+    stages: Sequence[int] = (0, 1, 2, 3)
+    remats: Sequence[str] = ("full",)
+    needs_model: Collection[str] = ()
+    models: Sequence[int] = (1,)
+    replicas: Sequence[int] | None = None
+    keep_gathered: bool = False
+    num_slices: int = 1
+    secondaries: Sequence[bool] = (False,)
+    attentions: Sequence[str] = ("own",)
+    overlaps: Sequence[bool] = (True,)
+    offloads: Sequence[str | None] = (None,)
+    quantizes: Sequence[bool] = (False,)
+    max_num_microbatches: int = 64
+
+
+def candidates(space: Space) -> tuple[Candidate, ...]:
+    """Returns all valid settings of a search space.
+
+    Settings that compile to the program of another one are left out: replicas where nothing is sharded, a stage that
+    shards over 1 of several devices, other stages than 3 on one device after the first, `keep_gathered` where params
+    are not sharded.
 
     Raises:
-      ValueError: there are none, because the devices or the batch do not divide.
+      ValueError: there are none for a batch size, because the devices or the batch do not divide.
     """
-    if num_devices < 1 or batch_size < 1:
-        raise ValueError(f"num_devices={num_devices}, batch_size={batch_size}: give positive numbers")
-    fitting = [model for model in models if num_devices % model == 0]
-    if not fitting:
-        raise ValueError(f"model={', '.join(map(str, models))} does not divide num_devices={num_devices}: try model=1")
-    if not {False} & set(secondaries) and num_slices == 1:
+    num_devices = space.num_devices
+    if num_devices < 1 or min(space.batch_sizes) < 1:
+        raise ValueError(f"num_devices={num_devices}, batch_sizes={tuple(space.batch_sizes)}: give positive numbers")
+    models = [model for model in space.models if num_devices % model == 0]
+    if not models:
+        sizes = ", ".join(map(str, space.models))
+        raise ValueError(f"model={sizes} does not divide num_devices={num_devices}: try model=1")
+    if all(space.secondaries) and space.num_slices == 1:
         raise ValueError(
             "secondary=True on one slice or host: there is no network between slices that it would spare: leave it out"
         )
+    # On one device the stages make two programs: with params that are gathered, and without.
+    distinct = {"params" in sharded_groups(stage): stage for stage in reversed(space.stages)}.values()
     settings = []
-    for model, stage in itertools.product(fitting, stages):
-        groups = sharded_groups(stage)
-        copies = num_devices // model
-        if copies == 1 and stage not in {"params" in sharded_groups(x): x for x in reversed(stages)}.values():
-            continue
-        for replica in divisors(copies):
-            data = copies // replica
-            same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
-            if (replicas is not None and replica not in replicas) or same_as_unsharded or batch_size % copies:
-                continue
-            across = num_slices // math.gcd(num_slices, replica)
-            has_secondary = "params" in groups and across > 1 and data // across > 1
-            shards = [one for one in secondaries if has_secondary or not one]
-            counts = [k for k in divisors(batch_size // copies) if k <= max_num_microbatches]
-            policies = [remat for remat in remats if model > 1 or remat not in needs_model]
-            settings += [
-                Candidate(
-                    stage=stage,
-                    replica=replica,
-                    data=data,
-                    model=model,
-                    batch_size=batch_size,
-                    num_microbatches=k,
-                    remat=remat,
-                    keep_gathered=keep_gathered and "params" in groups,
-                    secondary=secondary,
-                    attention=attention,
-                    overlap=overlap,
-                    offload=offload,
-                    quantize=quantize,
-                )
-                for k, remat, secondary, attention, overlap, offload, quantize in itertools.product(
-                    counts, policies, shards, attentions, overlaps, offloads, quantizes
-                )
-            ]
-    if not settings:
-        ways = sorted({num_devices // model for model in fitting})
-        below, above = batch_size // ways[0] * ways[0], -(-batch_size // ways[0]) * ways[0]
-        raise ValueError(
-            f"batch_size={batch_size} on {num_devices} devices: no setting divides it over "
-            f"{' or '.join(map(str, ways))} replicas x data"
-            + (f" with replica in {tuple(replicas)}" if replicas is not None else "")
-            + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
-        )
+    for batch_size in space.batch_sizes:
+        before = len(settings)
+        for model, stage in itertools.product(models, space.stages):
+            if model < num_devices or stage in distinct:
+                settings += _settings(space, batch_size, model, stage)
+        if len(settings) == before:
+            raise ValueError(_indivisible(space, batch_size, models))
     return tuple(settings)
+
+
+def _settings(space: Space, batch_size: int, model: int, stage: int) -> Iterable[Candidate]:
+    """Yields the settings of a batch size, a size of the axis `model` and a stage."""
+    groups, copies = sharded_groups(stage), space.num_devices // model
+    for replica in divisors(copies):
+        data = copies // replica
+        same_as_unsharded = (replica > 1) if not groups else (data == 1 and copies > 1)
+        if (space.replicas is not None and replica not in space.replicas) or same_as_unsharded or batch_size % copies:
+            continue
+        across = space.num_slices // math.gcd(space.num_slices, replica)
+        has_secondary = "params" in groups and across > 1 and data // across > 1
+        dimensions = {
+            "num_microbatches": [k for k in divisors(batch_size // copies) if k <= space.max_num_microbatches],
+            "remat": [remat for remat in space.remats if model > 1 or remat not in space.needs_model],
+            "secondary": [secondary for secondary in space.secondaries if has_secondary or not secondary],
+            "attention": space.attentions,
+            "overlap": space.overlaps,
+            "offload": space.offloads,
+            "quantize": space.quantizes,
+        }
+        fixed = {"stage": stage, "replica": replica, "data": data, "model": model, "batch_size": batch_size}
+        keep_gathered = space.keep_gathered and "params" in groups
+        for values in itertools.product(*dimensions.values()):
+            varied: dict[str, Any] = dict(zip(dimensions, values, strict=True))
+            yield Candidate(**fixed, keep_gathered=keep_gathered, **varied)
+
+
+def _indivisible(space: Space, batch_size: int, models: Sequence[int]) -> str:
+    """Returns the error message for a batch size that no setting divides."""
+    ways = sorted({space.num_devices // model for model in models})
+    below, above = batch_size // ways[0] * ways[0], -(-batch_size // ways[0]) * ways[0]
+    return (
+        f"batch_size={batch_size} on {space.num_devices} devices: no setting divides it over "
+        f"{' or '.join(map(str, ways))} replicas x data"
+        + (f" with replica in {tuple(space.replicas)}" if space.replicas is not None else "")
+        + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
+    )
 
 
 def search(

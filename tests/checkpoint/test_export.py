@@ -19,8 +19,7 @@ from test_checkpoint import flip_value
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError
 from zero_jax.checkpoint.exporting import export, parse_size
-from zero_jax.cli import checkpoint as cli_checkpoint
-from zero_jax.cli.options import Parser
+from zero_jax.cli import build_parser
 from zero_jax.training import ema
 
 TX = optax.adamw(1e-2)
@@ -206,9 +205,7 @@ def test_memory_is_bounded_whatever_the_model(tmp_path):
 
 
 def command(*arguments):
-    parser = Parser(prog="zero-jax")
-    cli_checkpoint.add_commands(parser.add_subparsers())
-    options = parser.parse_args(list(map(str, arguments)))
+    options = build_parser().parse_args(list(map(str, arguments)))
     assert isinstance(options, argparse.Namespace)
     return options.run(options)
 

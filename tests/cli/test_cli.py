@@ -78,7 +78,7 @@ SMALL = (
 
 def parser_of(command):
     (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
-    return commands.choices[command]
+    return commands.choices[command].with_options()
 
 
 def run(arguments, capsys):

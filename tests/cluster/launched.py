@@ -173,14 +173,9 @@ def bar():
 
 
 def command_line(arguments):
-    from zero_jax.cli import launch as cli_launch
-    from zero_jax.cli.options import Parser
+    from zero_jax.cli import build_parser
 
-    parser = Parser(prog="zero-jax")
-    commands = parser.add_subparsers(required=True)
-    commands.add_parser("train")
-    cli_launch.add_commands(commands)
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     sys.exit(options.run(options))
 
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from zero_jax.cli import build_parser
 from zero_jax.cli import launch as cli_launch
 from zero_jax.cluster.joining import NUM_PROCESSES
 from zero_jax.cluster.launching import LaunchConfig, launch
@@ -291,19 +292,10 @@ ERRORS = {
 def test_errors_of_usage(name, capsys):
     arguments, told = ERRORS[name]
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(["launch", *arguments]).run(parser().parse_args(["launch", *arguments]))
+        options = build_parser().parse_args(["launch", *arguments])
+        options.run(options)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
-
-
-def parser():
-    from zero_jax.cli.options import Parser
-
-    made = Parser(prog="zero-jax")
-    commands = made.add_subparsers(required=True)
-    commands.add_parser("train")
-    cli_launch.add_commands(commands)
-    return made
 
 
 def test_command_lines():

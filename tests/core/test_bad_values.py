@@ -102,7 +102,7 @@ NEEDED = {
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
-    return dict(commands.choices)  # type: ignore[arg-type]
+    return {name: command.with_options() for name, command in commands.choices.items()}  # type: ignore[union-attr]
 
 
 def outcome(arguments, capsys):

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.cli import data as cli_data
-from zero_jax.cli.options import Parser
+from zero_jax.cli import build_parser
 from zero_jax.data import dataset as data
 from zero_jax.data.documents import read_text
 from zero_jax.data.sources import find_source
@@ -106,10 +105,8 @@ def test_text_that_cannot_be_read_ends_the_training(tmp_path):
 
 def run(arguments, capsys):
     """Returns the exit status of the command, and what it printed."""
-    parser = Parser(prog="zero-jax")
-    cli_data.add_commands(parser.add_subparsers(required=True))
     try:
-        options = parser.parse_args(["tokenize", *map(str, arguments)])
+        options = build_parser().parse_args(["tokenize", *map(str, arguments)])
         status = options.run(options)
     except SystemExit as error:
         status = error.code

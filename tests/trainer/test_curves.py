@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from zero_jax.cli import train as cli_train
-from zero_jax.cli.options import Parser
+from zero_jax.cli import build_parser
 from zero_jax.trainer.reporting import curves
 from zero_jax.trainer.result import draw_losses, run_losses
 
@@ -29,9 +28,7 @@ def write_run(folder, num_steps, *, level=1.0, every=10, gap=(), **figures):
 
 
 def plot(*arguments):
-    parser = Parser(prog="zero-jax")
-    cli_train.add_commands(parser.add_subparsers())
-    options = parser.parse_args(["plot", *map(str, arguments)])
+    options = build_parser().parse_args(["plot", *map(str, arguments)])
     return options.run(options)
 
 

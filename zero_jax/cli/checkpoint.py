@@ -4,15 +4,20 @@ import argparse
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from zero_jax.checkpoint import describe, export, parse_size
 from zero_jax.cli.models.adapters import merged_params
-from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader, refuse
-from zero_jax.cli.train import with_config_file
+from zero_jax.cli.options import (
+    add_fields,
+    add_json,
+    field_values,
+    one_line_errors,
+    reader,
+    refuse,
+    with_config_file,
+)
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
@@ -63,20 +68,24 @@ class ExportConfig:
         parse_size(self.max_shard_size)
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the commands to a parser's subparsers."""
-    inspect = _command(
-        commands, "inspect", _inspect, help="what is in a checkpoint, and is it undamaged?",
-        description="Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position "
-        "in the data of the run that saved it.",
-    )  # fmt: skip
-    add_fields(inspect, InspectConfig, default_of=InspectConfig())
-    export_parser = _command(
-        commands, "export", _export, help="write a checkpoint's params as safetensors files",
-        description="Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded "
-        "memory.",
-    )  # fmt: skip
-    target = export_parser.add_mutually_exclusive_group(required=True)
+def add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax inspect`."""
+    parser.description = (
+        "Prints the leaves of a checkpoint with shapes and dtypes, its step, and the config and position in the data "
+        "of the run that saved it."
+    )
+    _add_path(parser)
+    add_fields(parser, InspectConfig, default_of=InspectConfig())
+    parser.set_defaults(run=_inspect)
+
+
+def add_export_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax export`."""
+    parser.description = (
+        "Writes the params of a checkpoint as safetensors files with an index, leaf by leaf, in bounded memory."
+    )
+    _add_path(parser)
+    target = parser.add_mutually_exclusive_group(required=True)
     folder = reader(str, place="local")
     target.add_argument("--out", type=folder, metavar="FOLDER", help="folder to write into")
     target.add_argument(
@@ -86,23 +95,17 @@ def add_commands(commands: Any) -> None:
         help="folder to make as the Hugging Face hub has them, for transformers: decoders alone, in the names of their "
         "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",
     )
-    add_fields(export_parser, ExportConfig, default_of=ExportConfig())
-    export_parser.set_defaults(known=commands.choices)
+    add_fields(parser, ExportConfig, default_of=ExportConfig())
+    parser.set_defaults(run=_export)
 
 
-def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
-    parser = commands.add_parser(name, usage=f"zero-jax {name} PATH [OPTION ...]", help=help, description=description)
-    parser.add_argument(
-        "path",
-        type=reader(str, place="anywhere"),
-        metavar="PATH",
-        help="a run's folder, its checkpoints, or the folder of one step",
-    )
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    text = "a run's folder, its checkpoints, or the folder of one step"
+    parser.add_argument("path", type=reader(str, place="anywhere"), metavar="PATH", help=text)
     add_json(parser)
-    parser.set_defaults(run=one_line_errors(run), parser=parser)
-    return parser
 
 
+@one_line_errors
 def _inspect(options: argparse.Namespace) -> int:
     config = InspectConfig(**field_values(InspectConfig, options))
     description = describe(options.path, step=config.step, verify_leaves=config.verify)
@@ -110,6 +113,7 @@ def _inspect(options: argparse.Namespace) -> int:
     return 1 if description.problems else 0
 
 
+@one_line_errors
 def _export(options: argparse.Namespace) -> int:
     config = ExportConfig(**field_values(ExportConfig, options))
     if config.merged:

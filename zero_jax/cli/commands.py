@@ -10,17 +10,28 @@ import sys
 from collections.abc import Sequence
 
 import zero_jax
-from zero_jax.cli import checkpoint as cli_checkpoint
-from zero_jax.cli import completion as cli_completion
-from zero_jax.cli import data as cli_data
-from zero_jax.cli import deepspeed as cli_deepspeed
-from zero_jax.cli import launch as cli_launch
-from zero_jax.cli import plan as cli_plan
-from zero_jax.cli import train as cli_train
-from zero_jax.cli.options import Parser
+from zero_jax.cli.options import Parser, with_config_file
 from zero_jax.core.extras import MissingPackage
 
-_COMMANDS = (cli_train, cli_plan, cli_data, cli_checkpoint, cli_launch, cli_deepspeed)
+# The module of each command, what follows its name, and its help. A module has a function for each of its commands
+# that adds the options, and is imported when they are asked for: `zero-jax --help` imports none.
+_COMMANDS = {
+    "train": ("train", "[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
+    "plot": ("train", "RUN ... [OPTION ...]", "draw runs over one another"),
+    "plan": ("plan", "[OPTION ...]", "does a model fit on hardware that is not here, and how fast may it be?"),
+    "memory": ("plan", "[OPTION ...]", "memory of a train step: by formula and measured"),
+    "comms": ("plan", "[OPTION ...]", "communication of a train step: by formula and measured"),
+    "tokenize": ("data", "[OPTION ...]", "train a tokenizer on text, or turn text into a folder of tokens"),
+    "inspect": ("checkpoint", "PATH [OPTION ...]", "what is in a checkpoint, and is it undamaged?"),
+    "export": ("checkpoint", "PATH [OPTION ...]", "write a checkpoint's params as safetensors files"),
+    "launch": (
+        "launch",
+        "[-n N] [OPTION ...] -- COMMAND [ARGUMENT ...]",
+        "run a command as several processes on this machine",
+    ),
+    "from-deepspeed": ("deepspeed", "DS_CONFIG [OPTION ...]", "translate a DeepSpeed config"),
+    "completion": ("completion", "SHELL", "complete commands, options and files in a shell"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +62,7 @@ def _silence() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line and its config file; ends the program with a line on an error."""
     parser = build_parser()
-    return cli_train.with_config_file(lambda: parser.parse_args(arguments))
+    return with_config_file(lambda: parser.parse_args(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,7 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="zero-jax", description="ZeRO for JAX: sharded training as PartitionSpec rules.")
     parser.add_argument("--version", action="version", version=f"zero-jax {zero_jax.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        module.add_commands(commands)
-    cli_completion.add_commands(commands, build_parser=build_parser)
+    for name, (module, arguments, text) in _COMMANDS.items():
+        function = f"{__package__}.{module}:add_{name.replace('-', '_')}_options"
+        command = commands.add_parser(name, usage=f"zero-jax {name} {arguments}", help=text, options=function)
+        command.set_defaults(parser=command, known=commands.choices)
     return parser

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
+from zero_jax.cli.commands import build_parser
 from zero_jax.cli.options import is_path
 from zero_jax.core.extras import extra
 
@@ -17,27 +17,23 @@ _PLACES = {
 }
 
 
-def add_commands(commands: Any, *, build_parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Adds the command to a parser's subparsers; `build_parser` makes the parser that is completed."""
+def add_completion_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument of `zero-jax completion`."""
     places = "; ".join(f"{shell}: {place}" for shell, place in _PLACES.items())
-    parser = commands.add_parser(
-        "completion",
-        usage="zero-jax completion SHELL",
-        help="complete commands, options and files in a shell",
-        description=f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places}).",
-    )
+    parser.description = f"Prints the script with which a shell completes zero-jax. Save it where it looks ({places})."
     parser.add_argument("shell", choices=tuple(_PLACES), metavar="SHELL", help=f"one of {', '.join(_PLACES)}")
-    parser.set_defaults(run=lambda options: _complete(build_parser(), options.shell), parser=parser)
+    parser.set_defaults(run=_complete)
 
 
-def _complete(parser: argparse.ArgumentParser, shell: str) -> int:
+def _complete(options: argparse.Namespace) -> int:
     with extra("completion"):
         import shtab
 
+    parser = build_parser()
     for action in _actions(parser):
         if is_path(action):
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
+    print(shtab.complete(parser, options.shell))
     return 0
 
 
@@ -47,4 +43,4 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                yield from _actions(command)
+                yield from _actions(command.with_options())

@@ -7,7 +7,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from zero_jax.cli.options import add_fields, add_json, field_values, log_line, one_line_errors, reader
 from zero_jax.data import (
@@ -67,14 +66,11 @@ class TokenizeResult:
         return "\n".join([*lines, f"next       zero-jax train {options} --vocab-size {self.vocab_size}"])
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "tokenize",
-        usage="zero-jax tokenize [OPTION ...]",
-        help="train a tokenizer on text, or turn text into a folder of tokens",
-        description="Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that "
-        "`zero-jax train --data` maps (--tokens), or both.",
+def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax tokenize`."""
+    parser.description = (
+        "Trains a byte-level BPE on text (--vocab-size), writes text as a folder of tokens that `zero-jax train "
+        "--data` maps (--tokens), or both."
     )
     without = ("validation_fraction", "prefetch_batches", "token_cache", "separate_documents")
     add_fields(parser.add_argument_group("text"), DataConfig, default_of=DataConfig(), without=without)
@@ -95,7 +91,7 @@ def add_commands(commands: Any) -> None:
         help="write the tokens there; there must be no such folder yet",
     )
     add_json(parser)
-    parser.set_defaults(run=_tokenize, parser=parser)
+    parser.set_defaults(run=_tokenize)
 
 
 @one_line_errors

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import pkgutil
 import re
 import shutil
 import sys
@@ -56,13 +57,27 @@ _EXPLICIT = "explicit options"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with errors of one line that name the closest option, and without abbreviations."""
+    """An argument parser with errors of one line that name the closest option, and without abbreviations.
 
-    def __init__(self, **kwargs: Any):
+    Args:
+      options: the function that adds the options, as `module:name`; it is imported when they are asked for.
+      **kwargs: as for `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, *, options: str = "", **kwargs: Any):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        self._options = options
+
+    def with_options(self) -> Parser:
+        """Returns the parser, with its options added."""
+        name, self._options = self._options, ""
+        if name:
+            pkgutil.resolve_name(name)(self)
+        return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown options here, where the command's own options are known."""
+        self.with_options()
         parsed, rest = super().parse_known_args(args, namespace)
         words = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
         own = {action.dest for action in self._actions if words & set(action.option_strings)}
@@ -100,6 +115,18 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=34, width=min(120, shutil.get_terminal_size().columns))
+
+
+def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namespace:
+    """Parses a command line, and once more with the values of its config file; ends the program on an error."""
+    options = parse()
+    if getattr(options, "config", None):
+        try:
+            options.parser.set_defaults(**options.read_config_file(options.config))
+        except ValueError as error:
+            options.parser.error(str(error))
+        options = parse()
+    return options
 
 
 def explicit(options: argparse.Namespace) -> frozenset[str]:

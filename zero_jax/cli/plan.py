@@ -38,14 +38,11 @@ _EXAMPLES_PER_DEVICE = (1, 2, 4, 8)
 _CHOSEN_BY_AUTO = "--auto chooses that by itself: leave it out"
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the commands to a parser's subparsers."""
-    compiles = "Compiles the real train step with the hardware's own compiler, which needs no such hardware, and "
-    plan = _command(
-        commands, "plan", _plan, help="does a model fit on hardware that is not here, and how fast may it be?",
-        description=compiles + "reports whether it fits, what a device stores and sends, and how long a step may take.",
-    )  # fmt: skip
-    auto = plan.add_argument_group("search")
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax plan`."""
+    does = "reports whether it fits, what a device stores and sends, and how long a step may take."
+    _add_options(parser, _plan, does)
+    auto = parser.add_argument_group("search")
     auto.add_argument(
         "--auto",
         action="store_true",
@@ -62,29 +59,31 @@ def add_commands(commands: Any) -> None:
         metavar="FILE",
         help="write the result as a config for `zero-jax train --config`",
     )
-    memory_parser = _command(
-        commands, "memory", _memory, help="memory of a train step: by formula and measured",
-        description=compiles + "shows the memory of a device by group, beside what the paper's formulas give.",
-    )  # fmt: skip
-    memory_parser.add_argument(
-        "--paper", action="store_true", help="reprint the paper's tables from its formulas, and end"
-    )
-    memory_parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-    memory_parser.add_argument(
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax memory`."""
+    _add_options(parser, _memory, "shows the memory of a device by group, beside what the paper's formulas give.")
+    parser.add_argument("--paper", action="store_true", help="reprint the paper's tables from its formulas, and end")
+    parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
+    parser.add_argument(
         "--plot",
         type=reader(str, place="local"),
         metavar="FILE",
         help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)",
     )
-    comms_parser = _command(
-        commands, "comms", _comms, help="communication of a train step: by formula and measured",
-        description=compiles + "lists what a device sends, by mesh axis, phase and param, beside the ideal.",
-    )  # fmt: skip
-    comms_parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
 
 
-def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, description: str) -> Any:
-    parser = commands.add_parser(name, usage=f"zero-jax {name} [OPTION ...]", help=help, description=description)
+def add_comms_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax comms`."""
+    _add_options(parser, _comms, "lists what a device sends, by mesh axis, phase and param, beside the ideal.")
+    parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
+
+
+def _add_options(parser: argparse.ArgumentParser, run: Callable[..., int], does: str) -> None:
+    """Adds the options that all three commands have."""
+    compiles = "Compiles the real train step with the hardware's own compiler, which needs no such hardware, and "
+    parser.description = compiles + does
     add_fields(parser.add_argument_group("hardware"), PlanConfig, default_of=PlanConfig())
     add_own_model_options(add_model_options(parser))
     defaults = TrainConfig()
@@ -96,8 +95,7 @@ def _command(commands: Any, name: str, run: Callable[..., int], *, help: str, de
         without=("warmup_steps",),
     )
     add_json(parser)
-    parser.set_defaults(run=functools.partial(_guarded, run), parser=parser)
-    return parser
+    parser.set_defaults(run=functools.partial(_guarded, run))
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

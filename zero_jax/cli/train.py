@@ -15,7 +15,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,17 +60,14 @@ _PARTS = {
 }
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the commands to a parser's subparsers."""
-    parser = commands.add_parser(
-        "train",
-        usage="zero-jax train [OPTION ...]",
-        help="train a transformer on text, or a model of your own on anything",
-        description="Trains a transformer on text, by default a small GPT on the source code of Python's standard "
-        "library, at ZeRO stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and "
-        "--batches any model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its "
-        "own. Exit status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by "
-        "a signal, 76 hung.",
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax train`."""
+    parser.description = (
+        "Trains a transformer on text, by default a small GPT on the source code of Python's standard library, at ZeRO "
+        "stage 3 on all devices there are (on a CPU: 8 simulated ones); or with --loss, --init and --batches any "
+        "model. Leaves checkpoints, a picture of the loss, its figures and the config in a folder of its own. Exit "
+        "status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by a signal, "
+        "76 hung."
     )
     parser.add_argument(
         "--config",
@@ -91,8 +88,7 @@ def add_commands(commands: Any) -> None:
             add_fields(group, type(part), default_of=part)
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
     add_json(parser)
-    parser.set_defaults(run=_train, parser=parser)
-    _add_plot(commands)
+    parser.set_defaults(run=_train, read_config_file=_read_config_file)
 
 
 def sections() -> dict[str, type]:
@@ -103,17 +99,9 @@ def sections() -> dict[str, type]:
     return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
 
 
-def with_config_file(parse: Callable[[], argparse.Namespace]) -> argparse.Namespace:
-    """Parses a command line, and once more with the values of its config file; ends the program on an error."""
-    options = parse()
-    if getattr(options, "config", None):
-        try:
-            values = read_file(options.config, sections(), extra=model_keys())
-            options.parser.set_defaults(**values)
-        except ValueError as error:
-            options.parser.error(str(error))
-        options = parse()
-    return options
+def _read_config_file(path: str) -> dict[str, Any]:
+    """Returns the values of a config file by the destinations of the options."""
+    return read_file(path, sections(), extra=model_keys())
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig:
@@ -262,13 +250,11 @@ def _choose_platform(num_devices: int | None) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices or _NUM_SIMULATED_DEVICES)
 
 
-def _add_plot(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plot",
-        usage="zero-jax plot RUN ... [OPTION ...]",
-        help="draw runs over one another",
-        description="Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: "
-        "each training step pale, the mean over some steps, and evaluations as dots.",
+def add_plot_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax plot`."""
+    parser.description = (
+        "Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: each "
+        "training step pale, the mean over some steps, and evaluations as dots."
     )
     parser.add_argument("runs", type=reader(str, place="local"), nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
@@ -287,7 +273,7 @@ def _add_plot(commands: Any) -> None:
     )
     parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="what it is drawn against (default: step)")
     parser.add_argument("--title", type=reader(str), default="", metavar="TEXT", help="what stands above the picture")
-    parser.set_defaults(run=_plot, parser=parser)
+    parser.set_defaults(run=_plot)
 
 
 def _named_apart(paths: Sequence[str], runs: Sequence[RunRecords]) -> list[RunRecords]:

@@ -5,8 +5,8 @@ that have a counterpart; `rows` collects what became of each key; `command` prin
 translated only where it means the same here; what differs, is off, or is unknown has a row that says so.
 """
 
-from zero_jax.cli.deepspeed.command import add_commands
+from zero_jax.cli.deepspeed.command import add_from_deepspeed_options
 from zero_jax.cli.deepspeed.rows import Row, Translation
 from zero_jax.cli.deepspeed.settings import translate
 
-__all__ = ["Row", "Translation", "add_commands", "translate"]
+__all__ = ["Row", "Translation", "add_from_deepspeed_options", "translate"]

@@ -3,7 +3,6 @@
 import argparse
 import json
 import pathlib
-from typing import Any
 
 from zero_jax.cli.config_file import format_config, write_file
 from zero_jax.cli.deepspeed.reading import read_json
@@ -12,15 +11,12 @@ from zero_jax.cli.deepspeed.settings import translate
 from zero_jax.cli.options import add_json, one_line_errors, reader
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "from-deepspeed",
-        usage="zero-jax from-deepspeed DS_CONFIG [OPTION ...]",
-        help="translate a DeepSpeed config",
-        description="Prints the config file that `zero-jax train --config` takes for a DeepSpeed config, and key by "
-        "key what was translated, what was not and why. Exit status: 0 done, 1 the file has unknown keys, and nothing "
-        "is written, 2 it cannot be read.",
+def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `zero-jax from-deepspeed`."""
+    parser.description = (
+        "Prints the config file that `zero-jax train --config` takes for a DeepSpeed config, and key by key what was "
+        "translated, what was not and why. Exit status: 0 done, 1 the file has unknown keys, and nothing is written, 2 "
+        "it cannot be read."
     )
     parser.add_argument(
         "path", type=reader(str, place="local"), metavar="DS_CONFIG", help="the JSON file, such as ds_config.json"
@@ -36,7 +32,7 @@ def add_commands(commands: Any) -> None:
         help="number of devices that the DeepSpeed config is for, from which it infers its batch size",
     )
     add_json(parser)
-    parser.set_defaults(run=one_line_errors(_from_deepspeed), parser=parser)
+    parser.set_defaults(run=one_line_errors(_from_deepspeed))
 
 
 def _from_deepspeed(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zero_jax.attention.case import Band, Case, band_of
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import wide
 
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -80,7 +80,7 @@ def _same_segment(segment_ids: tuple[Array, Array]) -> Array:
 def _logits(query: Array, key: Array, scale: float, soft_cap: float | None) -> Array:
     """Returns the logits `[B, N, T, S]`, in float32 or wider."""
     (b, t, n, h), (_, s, k, _) = query.shape, key.shape
-    dtype = promoted(query.dtype, jnp.float32)
+    dtype = wide(query.dtype)
     grouped = query.reshape(b, t, k, n // k, h)
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=dtype).reshape(b, n, t, s)
     logits *= jnp.array(scale, dtype)

@@ -41,12 +41,17 @@ def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     return wait_on_cpu(jax.jit(_identity, out_shardings=sharding)(x), sharding.mesh)
 
 
+def platform_of(mesh: Any) -> str:
+    """Returns what JAX calls the platform of a mesh's devices: `cpu`, `gpu`, `cuda`, `rocm` or `tpu`."""
+    return mesh.devices.flat[0].platform
+
+
 def wait_on_cpu(results: Any, mesh: Any) -> Any:
     """Returns the results of a program with collectives; on CPU devices it waits for them.
 
     More than 32 of these programs in flight can deadlock simulated devices (JAX 0.10; docs/xla_faults.md).
     """
-    is_on_cpu = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    is_on_cpu = mesh.size > 1 and platform_of(mesh) == "cpu"
     return jax.block_until_ready(results) if is_on_cpu else results
 
 

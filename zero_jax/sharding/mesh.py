@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import shown
 from zero_jax.sharding.spec import STAGED_FROM_NUM_CHIPS
 from zero_jax.sharding.topology import devices as topology_devices
@@ -159,7 +160,7 @@ def slow_axes(mesh: Mesh) -> frozenset[str]:
 
 def networks(mesh: Mesh) -> dict[str, str]:
     """Returns the network of each mesh axis: `dcn` across TPU slices or GPU hosts, else `ici`, `nvlink` or `host`."""
-    platform, slow = mesh.devices.flat[0].platform, slow_axes(mesh)
+    platform, slow = platform_of(mesh), slow_axes(mesh)
     fast = "nvlink" if platform in GPUS else "ici" if platform == "tpu" else "host"
     return {str(axis): "dcn" if axis in slow else fast for axis in mesh.axis_names}
 

@@ -15,6 +15,7 @@ import optax
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.cluster import Preemption, Watchdog, report_start
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
@@ -79,7 +80,7 @@ def execute_to_state(run: Run, *, log: Log = print, terminal: TextIO | None = No
             training = _Training(run, log=log, terminal=terminal, stack=stack)
             return training.execute(), training.state
     except Exception as error:
-        explain_float16(error, platform=run.mesh.devices.flat[0].platform)
+        explain_float16(error, platform=platform_of(run.mesh))
         raise
 
 

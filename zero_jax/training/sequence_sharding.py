@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.signatures import check_arguments
 from zero_jax.sharding.chains import Chain, reshard
 from zero_jax.sharding.mesh import GPUS, axes_of, axis_size
@@ -48,7 +49,7 @@ def sequence_parallel(
     axes = axes_of(mesh) if model_axes is None else axes_of(mesh, model=model_axes)
     model = axes.model
     num_shards, num_examples = axis_size(mesh, model), axis_size(mesh, axes.batch)
-    on_gpus = mesh.devices.flat[0].platform in GPUS
+    on_gpus = platform_of(mesh) in GPUS
 
     def place(x: jax.Array, kind: str) -> jax.Array:
         if kind not in ("residual", "gathered"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
 from zero_jax.training.grads.partial import fill_zeros
@@ -178,7 +179,7 @@ class UpdateProgram:
         if self.config.skip_nonfinite is False:
             new_params, opt_state = apply(params, opt_state)
         else:
-            in_place = self.mesh.devices.flat[0].platform == "cpu" and self.config.offload is None
+            in_place = platform_of(self.mesh) == "cpu" and self.config.offload is None
             trace = None
             if traced is not None and not traced.calls_functions:
                 operands = grads, opt_state, params, offers["value"], offers["full_grads"]

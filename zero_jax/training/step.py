@@ -20,7 +20,7 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.quantized import grad_blocks
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
@@ -329,7 +329,7 @@ class _Program(UpdateProgram):
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
             weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, jnp.float32)), weight)
-            return loss.astype(promoted(loss.dtype, jnp.float32)) * scale, (aux, pinned, *weight)
+            return loss.astype(wide(loss.dtype)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(
             mesh=self.mesh,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import to_shardings
 from zero_jax.training import (
     Placement,
@@ -160,7 +160,7 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)
-        dtype = promoted(narrow, jnp.float32) if summed else narrow
+        dtype = wide(narrow) if summed else narrow
         leaves.append(
             EstimatedLeaf(
                 path=path,

@@ -17,7 +17,7 @@ from zero_jax.attention import mesh_context
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leading_dims, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
@@ -385,8 +385,3 @@ def nonzero(total: jax.Array) -> jax.Array:
 def outer(weights: jax.Array, x: jax.Array) -> jax.Array:
     """Returns weights `[n]` so that they broadcast to `x`, `[n, ...]`."""
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
-
-
-def wide(dtype: Any) -> Any:
-    """Returns the dtype that gradients of a dtype are summed in."""
-    return promoted(dtype, jnp.float32)

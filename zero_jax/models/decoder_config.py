@@ -164,114 +164,53 @@ class DecoderConfig:
         return self.window is not None and (self.window_period == 1 or (layer + 1) % self.window_period != 0)
 
 
-def _llama(**shape: Any) -> DecoderConfig:
-    return DecoderConfig(**{"vocab_size": 32000, "seq_len": 4096, "head_dim": 128, **shape})
+# What the decoders of a family have in common.
+_LLAMA = {"vocab_size": 32000, "seq_len": 4096, "head_dim": 128}
+_LLAMA3 = {"vocab_size": 128256, "seq_len": 8192, "head_dim": 128, "rope_theta": 5e5}
+_QWEN = {"vocab_size": 151936, "seq_len": 4096, "head_dim": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
+_GEMMA = {"seq_len": 8192, "head_dim": 256, "activation": "gelu", "norm_eps": 1e-6, "norm_offset": True}
+_GEMMA |= {"post_norms": True, "scale_embedding": True, "tie_embedding": True}
+_GEMMA2 = _GEMMA | {"vocab_size": 256000, "window": 4096, "window_period": 2}
+_GEMMA2 |= {"attention_soft_cap": 50.0, "logits_soft_cap": 30.0}
+_GEMMA3 = _GEMMA | {"vocab_size": 262144, "window": 1024, "window_period": 6, "qk_norm": True}
+_GEMMA3 |= {"rope_theta": 1e6, "window_rope_theta": 1e4}
 
 
-def _llama3(*, stretch: float | None = None, **shape: Any) -> DecoderConfig:
-    scaling = None if stretch is None else RopeScaling(factor=stretch, low_freq_factor=1.0)
-    return _llama(
-        **{"vocab_size": 128256, "seq_len": 8192, "num_kv_heads": 8, "rope_theta": 5e5, "rope_scaling": scaling} | shape
-    )
+def _sized(
+    family: dict[str, Any], num_layers: int, d_model: int, num_heads: int, num_kv_heads: int, d_hidden: int, **rest: Any
+) -> DecoderConfig:
+    sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return DecoderConfig(**{**family, **sizes, "d_hidden": d_hidden, **rest})
 
 
-def _qwen(**shape: Any) -> DecoderConfig:
-    return DecoderConfig(
-        **{"vocab_size": 151936, "seq_len": 4096, "head_dim": 128, "norm_eps": 1e-6, "rope_theta": 1e6} | shape
-    )
+def _stretched(factor: float) -> RopeScaling:
+    return RopeScaling(factor=factor, low_freq_factor=1.0)
 
 
-def _gemma(**shape: Any) -> DecoderConfig:
-    return DecoderConfig(
-        seq_len=8192,
-        activation="gelu",
-        norm_eps=1e-6,
-        norm_offset=True,
-        post_norms=True,
-        scale_embedding=True,
-        tie_embedding=True,
-        **shape,
-    )
-
-
-def _gemma2(**shape: Any) -> DecoderConfig:
-    caps = {"attention_soft_cap": 50.0, "logits_soft_cap": 30.0}
-    return _gemma(**{"vocab_size": 256000, "window": 4096, "window_period": 2, "head_dim": 256} | caps | shape)
-
-
-def _gemma3(**shape: Any) -> DecoderConfig:
-    rope = {"rope_theta": 1e6, "window_rope_theta": 1e4}
-    return _gemma(
-        **{"vocab_size": 262144, "window": 1024, "window_period": 6, "head_dim": 256, "qk_norm": True} | rope | shape
-    )
-
-
+_TIED = {"tie_embedding": True}
+# By family: layers, width, query heads, key and value heads, hidden width, and what else is its own.
 DECODERS: dict[str, DecoderConfig] = {
-    "llama-2-7b": _llama(num_layers=32, d_model=4096, num_heads=32, num_kv_heads=32, d_hidden=11008),
-    "llama-2-13b": _llama(num_layers=40, d_model=5120, num_heads=40, num_kv_heads=40, d_hidden=13824),
-    "llama-2-70b": _llama(num_layers=80, d_model=8192, num_heads=64, num_kv_heads=8, d_hidden=28672),
-    "llama-3-8b": _llama3(num_layers=32, d_model=4096, num_heads=32, d_hidden=14336),
-    "llama-3-70b": _llama3(num_layers=80, d_model=8192, num_heads=64, d_hidden=28672),
-    "llama-3.1-8b": _llama3(num_layers=32, d_model=4096, num_heads=32, d_hidden=14336, stretch=8.0),
-    "llama-3.1-405b": _llama3(num_layers=126, d_model=16384, num_heads=128, d_hidden=53248, stretch=8.0),
-    "llama-3.2-1b": _llama3(
-        num_layers=16, d_model=2048, num_heads=32, head_dim=64, d_hidden=8192, tie_embedding=True, stretch=32.0
+    "llama-2-7b": _sized(_LLAMA, 32, 4096, 32, 32, 11008),
+    "llama-2-13b": _sized(_LLAMA, 40, 5120, 40, 40, 13824),
+    "llama-2-70b": _sized(_LLAMA, 80, 8192, 64, 8, 28672),
+    "llama-3-8b": _sized(_LLAMA3, 32, 4096, 32, 8, 14336),
+    "llama-3-70b": _sized(_LLAMA3, 80, 8192, 64, 8, 28672),
+    "llama-3.1-8b": _sized(_LLAMA3, 32, 4096, 32, 8, 14336, rope_scaling=_stretched(8.0)),
+    "llama-3.1-405b": _sized(_LLAMA3, 126, 16384, 128, 8, 53248, rope_scaling=_stretched(8.0)),
+    "llama-3.2-1b": _sized(_LLAMA3 | _TIED, 16, 2048, 32, 8, 8192, head_dim=64, rope_scaling=_stretched(32.0)),
+    "llama-3.2-3b": _sized(_LLAMA3 | _TIED, 28, 3072, 24, 8, 8192, rope_scaling=_stretched(32.0)),
+    "qwen-2.5-0.5b": _sized(_QWEN | _TIED, 24, 896, 14, 2, 4864, head_dim=64, qkv_bias=True),
+    "qwen-2.5-7b": _sized(_QWEN, 28, 3584, 28, 4, 18944, vocab_size=152064, qkv_bias=True),
+    "qwen-3-0.6b": _sized(_QWEN | _TIED, 28, 1024, 16, 8, 3072, qk_norm=True),
+    "qwen-3-8b": _sized(_QWEN, 36, 4096, 32, 8, 12288, qk_norm=True),
+    "qwen-3-30b-a3b": _sized(
+        _QWEN, 48, 2048, 32, 4, 768, qk_norm=True, num_experts=128, experts_per_token=8, expert_capacity=2.0
     ),
-    "llama-3.2-3b": _llama3(num_layers=28, d_model=3072, num_heads=24, d_hidden=8192, tie_embedding=True, stretch=32.0),
-    "qwen-2.5-0.5b": _qwen(
-        num_layers=24,
-        d_model=896,
-        num_heads=14,
-        num_kv_heads=2,
-        head_dim=64,
-        d_hidden=4864,
-        qkv_bias=True,
-        tie_embedding=True,
-    ),
-    "qwen-2.5-7b": _qwen(
-        vocab_size=152064, num_layers=28, d_model=3584, num_heads=28, num_kv_heads=4, d_hidden=18944, qkv_bias=True
-    ),
-    "qwen-3-0.6b": _qwen(
-        num_layers=28, d_model=1024, num_heads=16, num_kv_heads=8, d_hidden=3072, qk_norm=True, tie_embedding=True
-    ),
-    "qwen-3-8b": _qwen(num_layers=36, d_model=4096, num_heads=32, num_kv_heads=8, d_hidden=12288, qk_norm=True),
-    "qwen-3-30b-a3b": _qwen(
-        num_layers=48,
-        d_model=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        d_hidden=768,
-        qk_norm=True,
-        num_experts=128,
-        experts_per_token=8,
-        expert_capacity=2.0,
-    ),
-    "gemma-2-2b": _gemma2(num_layers=26, d_model=2304, num_heads=8, num_kv_heads=4, d_hidden=9216),
-    "gemma-2-9b": _gemma2(num_layers=42, d_model=3584, num_heads=16, num_kv_heads=8, d_hidden=14336),
-    "gemma-2-27b": _gemma2(
-        num_layers=46, d_model=4608, num_heads=32, num_kv_heads=16, head_dim=128, d_hidden=36864, query_scale=144**-0.5
-    ),
-    "gemma-3-1b": _gemma3(num_layers=26, d_model=1152, num_heads=4, num_kv_heads=1, d_hidden=6912, window=512),
-    "gemma-3-4b": _gemma3(
-        vocab_size=262208,
-        num_layers=34,
-        d_model=2560,
-        num_heads=8,
-        num_kv_heads=4,
-        d_hidden=10240,
-        rope_scaling=RopeScaling(factor=8.0),
-    ),
-    "mistral-7b": _llama(
-        num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_hidden=14336, window=4096, seq_len=8192
-    ),
-    "mixtral-8x7b": _llama(
-        num_layers=32,
-        d_model=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        d_hidden=14336,
-        rope_theta=1e6,
-        num_experts=8,
-        expert_capacity=2.0,
-    ),
+    "gemma-2-2b": _sized(_GEMMA2, 26, 2304, 8, 4, 9216),
+    "gemma-2-9b": _sized(_GEMMA2, 42, 3584, 16, 8, 14336),
+    "gemma-2-27b": _sized(_GEMMA2, 46, 4608, 32, 16, 36864, head_dim=128, query_scale=144**-0.5),
+    "gemma-3-1b": _sized(_GEMMA3, 26, 1152, 4, 1, 6912, window=512),
+    "gemma-3-4b": _sized(_GEMMA3, 34, 2560, 8, 4, 10240, vocab_size=262208, rope_scaling=RopeScaling(factor=8.0)),
+    "mistral-7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, window=4096, seq_len=8192),
+    "mixtral-8x7b": _sized(_LLAMA, 32, 4096, 32, 8, 14336, rope_theta=1e6, num_experts=8, expert_capacity=2.0),
 }

@@ -16,7 +16,7 @@ from zero_jax.hlo.network import NetworkTransfer, network_transfers
 from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, parse
 from zero_jax.hlo.schedule import Timeline, own_links, play
-from zero_jax.hlo.traffic import Collective, by_kind, collectives, sent_bytes
+from zero_jax.hlo.traffic import Collective, collectives, sent_bytes
 
 __all__ = [
     "KINDS",
@@ -32,7 +32,6 @@ __all__ = [
     "Timeline",
     "Work",
     "arrays",
-    "by_kind",
     "collectives",
     "cycles",
     "gathered_path",

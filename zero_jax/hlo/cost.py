@@ -166,26 +166,15 @@ def _moved_bytes(program: Program, computation: str, instruction: Instruction) -
         return 2 * operands[1]
     if opcode == "scatter":
         return 2 * operands[-1] + sum(operands[1:-1])
-    if opcode in ("iota", "broadcast", "rng-bit-generator"):
-        return result + sum(operands)
     if opcode != "fusion":
         return result + sum(operands)
     called = next(iter(instruction.called.values()))
     inner = program.computations.get(called, {})
-    users = _users(inner)
+    users = program.users(called)
     parameters = [value for value in inner.values() if value.opcode == "parameter"]
     num_read = sum(_read_bytes(inner, users, parameter) for parameter in parameters)
     root = inner.get(program.roots.get(called, ""))
     return num_read + (_written_bytes(inner, root) if root else result)
-
-
-def _users(inner: dict[str, Instruction]) -> dict[str, list[Instruction]]:
-    users: dict[str, list[Instruction]] = {name: [] for name in inner}
-    for user in inner.values():
-        if user.opcode not in ("parameter", "constant"):
-            for name in user.operands:
-                users.get(name, []).append(user)
-    return users
 
 
 def _read_bytes(inner: dict[str, Instruction], users: dict[str, list[Instruction]], value: Instruction) -> int:

@@ -41,15 +41,14 @@ class HostTransfer:
         return self.num_bytes * self.num_executions
 
 
-def host_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[HostTransfer, ...]:
+def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
     """Lists what a compiled program moves to and from the host's memory, in the order of the text.
 
     Args:
       compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle.
 
     Raises:
-      ValueError: A loop around a transfer has no known trip count and `unknown_trip_count` is not given.
+      ValueError: A loop around a transfer has no known trip count.
     """
     program = parse(compiled)
     by_key = {
@@ -58,7 +57,7 @@ def host_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> t
         for start in instructions.values()
         if _START.fullmatch(start.opcode) and (transfer := _transfer(computation, start))
     }
-    return with_executions(program, by_key, unknown_trip_count)
+    return with_executions(program, by_key, None)
 
 
 def _transfer(computation: str, start: Instruction) -> HostTransfer | None:

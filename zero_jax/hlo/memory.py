@@ -70,7 +70,6 @@ class Heap:
       argument_bytes: All arguments in the device's memory.
       output_bytes: All results in the device's memory.
       output_alias_bytes: Results that are written over donated arguments.
-      constant_bytes: Constants, which are part of the program.
       host_argument_bytes: Arguments in the host's memory.
       host_peak_bytes: The most that temporaries take at one time in the host's memory.
       on_chip_peak_bytes: The most that values take at one time in memory on the chip, such as VMEM.
@@ -87,7 +86,6 @@ class Heap:
     argument_bytes: int
     output_bytes: int
     output_alias_bytes: int
-    constant_bytes: int
     host_argument_bytes: int
     host_peak_bytes: int
     on_chip_peak_bytes: int
@@ -166,7 +164,6 @@ def peak(compiled: Any) -> Heap:
         argument_bytes=total(values.arguments, "device"),
         output_bytes=total(values.outputs, "device"),
         output_alias_bytes=total((n for n in values.outputs if values.buffer_of(n) in arguments), "device"),
-        constant_bytes=total(values.constants, "device"),
         host_argument_bytes=total(values.arguments, "host"),
         host_peak_bytes=_top(temporaries["host"])[0],
         on_chip_peak_bytes=_top(temporaries["chip"])[0],

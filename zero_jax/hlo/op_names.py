@@ -3,7 +3,6 @@
 XLA keeps the name stack of the operation that an instruction was made from in its `op_name`.
 """
 
-import collections
 import re
 from collections.abc import Callable
 
@@ -36,7 +35,6 @@ class Phases:
 
     def __init__(self, program: Program):
         self._program = program
-        self._users: dict[str, dict[str, list[str]]] = {}
         self._has_gradient = any(_DIFFERENTIATED in instruction.line for instruction in program.instructions())
 
     def of(self, computation: str, name: str, op_name: str) -> str:
@@ -75,12 +73,7 @@ class Phases:
 
     def _used_by(self, computation: str, name: str) -> list[str]:
         """The users of an instruction."""
-        if computation not in self._users:
-            users = self._users[computation] = collections.defaultdict(list)
-            for user in self._program.computations[computation]:
-                for operand in self._made_of(computation, user):
-                    users[operand].append(user)
-        return self._users[computation].get(name, [])
+        return [user.name for user in self._program.users(computation).get(name, ())]
 
     def _op_name(self, instruction: Instruction) -> str:
         """The name stack of an instruction; of the loop over microbatches, that of a pass in it."""

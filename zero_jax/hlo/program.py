@@ -68,7 +68,7 @@ class Program:
       header: The first line of the module.
       num_devices: The devices that it was compiled for.
       is_scheduled: Whether the order of the instructions is the order of execution.
-      has_tiles: Whether its arrays are laid out in tiles, as by XLA:TPU.
+      has_tiles: Whether its arrays are in tiles, as by XLA:TPU.
 
     Args:
       text: What `compiled.as_text()` returns.
@@ -90,6 +90,7 @@ class Program:
         self.is_scheduled = "is_scheduled=true" in self.header
         self.has_tiles = ":T(" in text
         self._trips: dict[tuple[str, str], int | None] = {}
+        self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._tables: dict[str, dict[str, str]] = collections.defaultdict(dict)
         computation = table = ""
         for line in _lines(text):
@@ -134,6 +135,16 @@ class Program:
         """Yields the instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.values()
+
+    def users(self, computation: str) -> dict[str, list[Instruction]]:
+        """The instructions that read each value of a computation."""
+        if computation not in self._users:
+            instructions = self.computations.get(computation, {})
+            users = self._users[computation] = {name: [] for name in instructions}
+            for user in instructions.values():
+                for name in user.operands if user.opcode not in ("parameter", "constant") else ():
+                    users.get(name, []).append(user)
+        return self._users[computation]
 
     def num_trips(self, computation: str, loop: Instruction) -> int | None:
         """The number of times that a loop's body runs: as XLA noted it, else from its start, step and condition."""

@@ -44,7 +44,6 @@ class Collective:
       sent_bytes: What one device sends in one execution, in the ring model: (g - 1) / g of `full_bytes` for a group of
         g, twice that for an all-reduce, all of `full_bytes` for a permute.
       num_executions: Executions in a run of the program: the product of the trip counts of the loops around it.
-      result_elements: Elements of the result that one device holds.
       channel_id: The HLO channel, which is not unique in a program.
       is_async: Whether other work may run between its start and its end.
       op_name: The JAX name stack from the metadata, or ''.
@@ -60,7 +59,6 @@ class Collective:
     full_bytes: int
     sent_bytes: float
     num_executions: int
-    result_elements: int
     channel_id: int | None
     is_async: bool
     op_name: str
@@ -72,48 +70,9 @@ class Collective:
         return max(map(len, self.replica_groups), default=1)
 
     @property
-    def num_groups(self) -> int:
-        """The number of groups that communicate side by side."""
-        return len(self.replica_groups)
-
-    @property
     def total_sent_bytes(self) -> float:
         """The bytes that one device sends over all executions."""
         return self.sent_bytes * self.num_executions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Total:
-    """The collectives of one kind and dtype added up, per device and run of the program."""
-
-    kind: str
-    dtype: str
-    num_ops: int
-    num_executions: int
-    sent_bytes: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What one device sends in a run of the program, by kind and dtype, most bytes first; prints as a table."""
-
-    totals: tuple[Total, ...]
-
-    @property
-    def sent_bytes(self) -> float:
-        """The bytes that one device sends in a run of the program."""
-        return sum(total.sent_bytes for total in self.totals)
-
-    def __str__(self) -> str:
-        """Lays the totals out as a table."""
-        rows: list[tuple[str, ...]] = [("kind", "dtype", "ops", "executions", "sent bytes")]
-        for total in self.totals:
-            counts = (total.num_ops, total.num_executions, round(total.sent_bytes))
-            rows.append((total.kind, total.dtype, *(f"{count:,}" for count in counts)))
-        rows.append(("total", "", "", "", f"{round(self.sent_bytes):,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        aligned = ((*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])) for row in rows)
-        return "\n".join("  ".join(cells) for cells in aligned)
 
 
 def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
@@ -153,45 +112,9 @@ def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tupl
     return with_executions(program, by_key, unknown_trip_count)
 
 
-def sent_bytes(program: Program | str | Iterable[Collective]) -> float:
-    """Adds up the bytes that one device sends in a run of a program.
-
-    Args:
-      program: The program, its text, or its collectives.
-
-    Returns:
-      Bytes per device, in the ring model of `Collective.sent_bytes`.
-    """
-    return sum(collective.total_sent_bytes for collective in _listed(program))
-
-
-def by_kind(program: Program | str | Iterable[Collective]) -> Summary:
-    """Adds up what one device sends in a run of a program, by kind and dtype.
-
-    Args:
-      program: The program, its text, or its collectives.
-
-    Returns:
-      A summary that prints as a table.
-    """
-    groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
-    for collective in _listed(program):
-        groups[collective.kind, "+".join(sorted(set(collective.dtypes)))].append(collective)
-    totals = [
-        Total(
-            kind=kind,
-            dtype=dtype,
-            num_ops=len(group),
-            num_executions=sum(collective.num_executions for collective in group),
-            sent_bytes=sent_bytes(group),
-        )
-        for (kind, dtype), group in groups.items()
-    ]
-    return Summary(totals=tuple(sorted(totals, key=lambda total: -total.sent_bytes)))
-
-
-def _listed(program: Program | str | Iterable[Collective]) -> Iterable[Collective]:
-    return collectives(program) if isinstance(program, Program | str) else program
+def sent_bytes(listed: Iterable[Collective]) -> float:
+    """Adds up the bytes that one device sends in a run of a program, from its `collectives`."""
+    return sum(collective.total_sent_bytes for collective in listed)
 
 
 def with_executions(program: Program, by_key: Mapping[tuple[str, str], Any], unknown_trip_count: int | None) -> tuple:
@@ -262,11 +185,10 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         raise ValueError(f"unreadable collective ({error}), please report this line: {line.strip()!r}") from error
     full_bytes = sum(array.packed_bytes for array in sent)
     size = max(map(len, groups), default=1)
-    result_elements = sum(array.num_elements for array in sent)
     if kind == "reduce-scatter":
         full_bytes *= size
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-        kind, result_elements = "reduce-scatter", result_elements // size
+        kind = "reduce-scatter"
     hops = _RING_PASSES[kind] * (size - 1) if kind in _RING_PASSES else size * (size > 1)
     wrapped = any(call.opcode.endswith("-start") for _, call in program.callers[computation])
     channel = re.search(r"\bchannel_id=(\d+)", line)
@@ -280,7 +202,6 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         full_bytes=full_bytes,
         sent_bytes=full_bytes * hops / size,
         num_executions=1,
-        result_elements=result_elements,
         channel_id=int(channel[1]) if channel else None,
         is_async=(instruction.opcode.endswith("-start") and '"is_sync":true' not in line)
         or "async_collective_fusion" in line

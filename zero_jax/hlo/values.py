@@ -289,19 +289,14 @@ def _reused_in_fusion(program: Program, computation: str) -> tuple[int, ...]:
 
     One element of the result must need no other element of the operand.
     """
-    instructions = program.computations[computation]
-    users: dict[str, list[Instruction]] = {name: [] for name in instructions}
-    for user in instructions.values():
-        for name in user.operands:
-            if name in users:
-                users[name].append(user)
+    users = program.users(computation)
 
     @functools.cache
     def maps(name: str) -> bool:
         in_place = all(user.opcode in _ELEMENTWISE or _updates(user, name) for user in users[name])
         return in_place and all(maps(user.name) for user in users[name])
 
-    parameters = [value for value in instructions.values() if value.opcode == "parameter"]
+    parameters = [value for value in program.computations[computation].values() if value.opcode == "parameter"]
     return tuple(sorted(_number(parameter) for parameter in parameters if maps(parameter.name)))
 
 

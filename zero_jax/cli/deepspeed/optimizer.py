@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cli.deepspeed.keys import KEYS
-from zero_jax.cli.deepspeed.rows import Given, Row
+from zero_jax.cli.deepspeed.rows import Given, Row, check
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.trainer import OptimizerConfig
@@ -31,7 +31,7 @@ _OTHERS: Mapping[str, str] = {
     "adafactor": "optimizer = 'adafactor' here does not scale by the params' size, and has other defaults",
 }
 _ADAM = ("adam", "adamw")
-_KNOWN = {*_OTHERS, *_ADAM, "lion", "sgd"}
+_TRANSLATED = (*_ADAM, "lion", "sgd")
 _IMPLEMENTATION = "set_grad_none fused foreach capturable differentiable".split()
 _DECAY = (
     "vectors, scales, biases and norms are not decayed here (optimizer.no_decay adds more); DeepSpeed decays all of a "
@@ -45,24 +45,16 @@ def optimizer_rows(given: Given) -> Iterator[Row]:
     """Makes the rows of all keys of `optimizer` and `scheduler`."""
     kind = given.get("optimizer.type")
     name = kind.lower() if isinstance(kind, str) else None
-    if name is None:
-        yield from _without_optimizer(given)
-    elif name not in _KNOWN:
-        hint = did_you_mean(name, _KNOWN)
-        yield given.row("optimizer.type", "not translated", f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
-        yield from _left(given, _PARAMS, f"of {kind}")
-    elif name in _OTHERS:
-        yield given.row("optimizer.type", "not translated", _OTHERS[name])
-        yield from _left(given, _PARAMS, f"of {kind}")
-    else:
+    if name in _TRANSLATED:
         yield from _translated(given, name)
-    yield from _schedule(given, has_optimizer=name in (*_ADAM, "lion", "sgd"))
-
-
-def _without_optimizer(given: Given) -> Iterator[Row]:
-    note = "the optimizer is of the program that reads this file: set [optimizer]"
-    yield given.row("optimizer.type", "not translated", note)
-    yield from _left(given, _PARAMS, "of an optimizer without a type")
+    else:
+        note = "the optimizer is of the program that reads this file: set [optimizer]"
+        if name is not None:
+            hint = did_you_mean(name, (*_OTHERS, *_TRANSLATED))
+            note = _OTHERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
+        yield given.row("optimizer.type", "not translated", note)
+        yield from _left(given, _PARAMS, f"of {kind or 'an optimizer without a type'}")
+    yield from _schedule(given, has_optimizer=name in _TRANSLATED)
 
 
 def _left(given: Given, prefix: str, reason: str) -> Iterator[Row]:
@@ -90,7 +82,7 @@ def _translated(given: Given, name: str) -> Iterator[Row]:
                     if row.key in given)  # fmt: skip
         return
     kind = "adamw" if name in _ADAM else name
-    _check({"optimizer": kind, **options})
+    check("optimizer.params", lambda: OptimizerConfig(**{"optimizer": kind, **options}))
     note = "DeepSpeed's Adam is AdamW unless adam_w_mode is false" if name == "adam" else ""
     yield given.row("optimizer.type", "translated", note, optimizer__optimizer=kind)
     yield from rows
@@ -114,6 +106,8 @@ def _param_rows(given: Given, name: str, param: str, params: Mapping[str, Any]) 
         return None
     if given.is_auto(key):
         return given.auto(key, _SETTINGS.get(param, "it has no counterpart"))
+    if name not in _OWNERS.get(param, (name,)):
+        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
     if param in _READERS:
         return _READERS[param](given, name, params)
     if param in _IMPLEMENTATION or param == "torch_adam":
@@ -137,8 +131,6 @@ def _learning_rate(given: Given, name: str, params: Mapping[str, Any]) -> Row:
 
 def _betas(given: Given, name: str, params: Mapping[str, Any]) -> Row:
     key, value = _PARAMS + "betas", params.get("betas", (0.9, 0.999))
-    if name == "sgd":
-        return given.row(key, "not translated", "it is not of SGD")
     if len(value) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
         raise ValueError(f"{key} = {shown(value)}: give two numbers, such as [0.9, 0.999]")
     note = "" if key in given else "DeepSpeed's default"
@@ -147,10 +139,7 @@ def _betas(given: Given, name: str, params: Mapping[str, Any]) -> Row:
 
 
 def _epsilon(given: Given, name: str, params: Mapping[str, Any]) -> Row:
-    key = _PARAMS + "eps"
-    if name not in _ADAM:
-        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
-    return given.row(key, "translated", optimizer__epsilon=float(params["eps"]))
+    return given.row(_PARAMS + "eps", "translated", optimizer__epsilon=float(params["eps"]))
 
 
 def _weight_decay(given: Given, name: str, params: Mapping[str, Any]) -> Row:
@@ -163,8 +152,6 @@ def _weight_decay(given: Given, name: str, params: Mapping[str, Any]) -> Row:
 
 def _momentum(given: Given, name: str, params: Mapping[str, Any]) -> Row:
     key, value = _PARAMS + "momentum", params.get("momentum", 0.0)
-    if name != "sgd":
-        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
     if value and params.get("nesterov") is not True:
         return given.row(key, "not translated", "the momentum of 'sgd' is Nesterov's here")
     note = "" if key in given else "PyTorch's default"
@@ -196,6 +183,8 @@ def _nesterov(given: Given, name: str, params: Mapping[str, Any]) -> Row:
     return given.row(_PARAMS + "nesterov", "same" if is_same else "not translated", "" if is_same else reason)
 
 
+# The optimizers of a param that others do not have.
+_OWNERS = {"betas": (*_ADAM, "lion"), "eps": _ADAM, "momentum": ("sgd",)}
 _READERS: Mapping[str, Callable[..., Row]] = {
     "lr": _learning_rate,
     "betas": _betas,
@@ -216,14 +205,6 @@ _SETTINGS = {
     "weight_decay": "optimizer.weight_decay",
     "momentum": "optimizer.momentum",
 }
-
-
-def _check(options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` with the name of the section where an option has an invalid value."""
-    try:
-        OptimizerConfig(**options)
-    except ValueError as error:
-        raise ValueError(f"optimizer.params: {error}") from error
 
 
 def _max_rate(given: Given) -> tuple[float | None, str]:
@@ -258,12 +239,12 @@ def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
         return
     end: dict[str, Any] = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
     yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
-    rows = [_warmup_steps(given), _peak(given, kind), _total_steps(given, kind), _final_rate(given, kind)]
-    rows += [_start(given, name) for name in ("warmup_min_lr", "warmup_min_ratio")]
-    rows += [_type_of_warmup(given), _last_iteration(given)]
-    made = [row for row in rows if row is not None]
-    yield from made
-    done = {row.key for row in made}
+    done = set()
+    for name, (kinds, setting, read) in _SCHEDULE_READERS.items():
+        key = _SCHEDULE + name
+        if kind in kinds or (not kinds and key in given):
+            yield given.auto(key, setting) if setting and given.is_auto(key) else read(given, key)
+            done.add(key)
     yield from (row for row in _left(given, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
 
 
@@ -271,10 +252,7 @@ def _is_linear(given: Given) -> bool:
     return given.get(_SCHEDULE + "warmup_type", "log") == "linear"
 
 
-def _warmup_steps(given: Given) -> Row:
-    key = _SCHEDULE + "warmup_num_steps"
-    if given.is_auto(key):
-        return given.auto(key, "optimizer.warmup_steps")
+def _warmup_steps(given: Given, key: str) -> Row:
     steps = given.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
@@ -286,12 +264,7 @@ def _warmup_steps(given: Given) -> Row:
     return given.row(key, "translated", _SHIFT, optimizer__warmup_steps=max(2, steps))
 
 
-def _peak(given: Given, kind: str) -> Row | None:
-    key = _SCHEDULE + "warmup_max_lr"
-    if kind == "WarmupCosineLR":
-        return None
-    if given.is_auto(key):
-        return given.auto(key, "optimizer.learning_rate")
+def _peak(given: Given, key: str) -> Row:
     rate, why = _max_rate(given)
     if rate is None:
         return given.row(key, "not translated", why)
@@ -300,24 +273,15 @@ def _peak(given: Given, kind: str) -> Row | None:
     return given.row(key, "translated", why, optimizer__learning_rate=rate)
 
 
-def _total_steps(given: Given, kind: str) -> Row | None:
-    key = _SCHEDULE + "total_num_steps"
-    if kind == "WarmupLR":
-        return None
-    if given.is_auto(key):
-        return given.auto(key, "run.steps")
+def _total_steps(given: Given, key: str) -> Row:
     steps = given.get(key)
     if not isinstance(steps, int) or steps < 1:
+        kind = given.get("scheduler.type")
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps, which {kind} needs")
     return given.row(key, "translated", "the rate falls until the last step", run__steps=steps)
 
 
-def _final_rate(given: Given, kind: str) -> Row | None:
-    key = _SCHEDULE + "cos_min_ratio"
-    if kind != "WarmupCosineLR":
-        return None
-    if given.is_auto(key):
-        return given.auto(key, "optimizer.final_learning_rate")
+def _final_rate(given: Given, key: str) -> Row:
     share = given.get(key, 1e-4)
     if not 0 <= share <= 1:
         raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
@@ -325,26 +289,28 @@ def _final_rate(given: Given, kind: str) -> Row | None:
                      optimizer__final_learning_rate=float(share))  # fmt: skip
 
 
-def _start(given: Given, name: str) -> Row | None:
-    key = _SCHEDULE + name
-    if key not in given:
-        return None
-    if given.is_auto(key):
-        return given.auto(key, "the rise starts at 0")
+def _start(given: Given, key: str) -> Row:
     return given.row(key, "same" if not given.get(key) else "not translated", "the rise starts at 0 here")
 
 
-def _type_of_warmup(given: Given) -> Row | None:
-    key = _SCHEDULE + "warmup_type"
-    if key not in given:
-        return None
-    is_linear = _is_linear(given)
-    return given.row(key, "same" if is_linear else "not translated", "the rise is linear here")
+def _type_of_warmup(given: Given, key: str) -> Row:
+    return given.row(key, "same" if _is_linear(given) else "not translated", "the rise is linear here")
 
 
-def _last_iteration(given: Given) -> Row | None:
-    key = _SCHEDULE + "last_batch_iteration"
-    if key not in given:
-        return None
+def _last_iteration(given: Given, key: str) -> Row:
     is_new = given.get(key) == -1
     return given.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")
+
+
+# The schedules for which a key has a default that matters, those of the file alone where there are none; what to set
+# here where another program fills in the value; and the function that makes the row.
+_SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[Given, str], Row]]] = {
+    "warmup_num_steps": (tuple(_SCHEDULES), "optimizer.warmup_steps", _warmup_steps),
+    "warmup_max_lr": (("WarmupLR", "WarmupDecayLR"), "optimizer.learning_rate", _peak),
+    "total_num_steps": (("WarmupDecayLR", "WarmupCosineLR"), "run.steps", _total_steps),
+    "cos_min_ratio": (("WarmupCosineLR",), "optimizer.final_learning_rate", _final_rate),
+    "warmup_min_lr": ((), "the rise starts at 0", _start),
+    "warmup_min_ratio": ((), "the rise starts at 0", _start),
+    "warmup_type": ((), "", _type_of_warmup),
+    "last_batch_iteration": ((), "", _last_iteration),
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from zero_jax.core.text_tables import aligned
@@ -61,9 +61,9 @@ class Row:
 class Given:
     """The keys of a DeepSpeed config by their dotted names, and makers of their rows."""
 
-    def __init__(self, values: Mapping[str, Any]):
-        """Takes the checked values."""
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], *, devices: int | None):
+        """Takes the checked values, and the number of devices that they are for, if it is known."""
+        self.values, self.devices = values, devices
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
@@ -89,7 +89,12 @@ class Given:
         return self.row(key, "auto", f"the Hugging Face Trainer takes it from its own arguments; here: {setting}")
 
 
-Translator = Callable[[Given], Iterator[Row]]
+def check(key: str, make: Callable[[], Any]) -> None:
+    """Raises the error of a config class with the name of the key before it."""
+    try:
+        make()
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

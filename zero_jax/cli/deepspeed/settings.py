@@ -8,7 +8,7 @@ from typing import Any
 from zero_jax.cli.deepspeed.keys import KEYS
 from zero_jax.cli.deepspeed.optimizer import optimizer_rows
 from zero_jax.cli.deepspeed.reading import flatten
-from zero_jax.cli.deepspeed.rows import Given, Row, Translation
+from zero_jax.cli.deepspeed.rows import Given, Row, Translation, check
 from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
 
@@ -30,24 +30,13 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
       ValueError: a value of the wrong kind, or values that contradict each other.
     """
     values, unknown = flatten(config)
-    given = Given({key: value for key, value in values.items() if value is not None})
+    given = Given({key: value for key, value in values.items() if value is not None}, devices=devices)
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
     rows = [Row(key=key, value=values[key], status="unknown", reason=hint) for key, hint in unknown.items()]
     rows += [row for key in given.values if key not in unknown for row in _by_table(given, key)]
-    for translator in (
-        _stage,
-        _offload,
-        _quantize,
-        _precision,
-        _clipping,
-        _mesh_rows(devices),
-        _batch_rows(devices),
-        _remat,
-        _logging,
-    ):
-        rows += translator(given)
-    rows += optimizer_rows(given)
+    sections = _stage, _offload, _quantize, _precision, _clipping, _mesh, _batch, _remat, _logging, optimizer_rows
+    rows += [row for translator in sections for row in translator(given)]
     nulls = {key for key, value in values.items() if value is None} - {row.key for row in rows}
     rows += [Row(key=key, value=None, status="off") for key in nulls]
     places = {key: place for place, key in enumerate(values)}
@@ -92,7 +81,7 @@ def _stage(given: Given) -> Iterator[Row]:
     elif given.is_auto(key):
         yield given.auto(key, "zero.stage")
     else:
-        _check(key, lambda: ZeroConfig(stage=given.get(key)))
+        check(key, lambda: ZeroConfig(stage=given.get(key)))
         yield given.row(key, "translated", zero__stage=given.get(key))
     overlap = "zero_optimization.overlap_comm"
     if overlap in given:
@@ -170,7 +159,7 @@ def _clipping(given: Given) -> Iterator[Row]:
         note = "" if key in given else "DeepSpeed's default is no clipping"
         yield given.row(key, "translated", note, zero__clip_norm=None)
     else:
-        _check(key, lambda: ZeroConfig(clip_norm=float(value)))
+        check(key, lambda: ZeroConfig(clip_norm=float(value)))
         yield given.row(key, "translated", "of the global norm", zero__clip_norm=float(value))
 
 
@@ -179,29 +168,26 @@ def _model_size(given: Given) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def _mesh_rows(devices: int | None) -> Any:
-    def rows(given: Given) -> Iterator[Row]:
-        key = "tensor_parallel.autotp_size"
-        if key in given:
-            size = _model_size(given)
-            if size > 1:
-                yield given.row(key, "translated", "the model needs specs for that axis", run__model_axis=size)
-            else:
-                yield given.row(key, "off")
-        key = "zero_optimization.mics_shard_size"
-        size = given.get(key)
-        if key not in given:
-            return
-        if not isinstance(size, int) or size < 1:
-            yield given.row(key, "off")
-        elif devices is None:
-            note = f"set run.replica to the number of devices / {size}, or give --devices"
-            yield given.row(key, "not translated", note)
+def _mesh(given: Given) -> Iterator[Row]:
+    key = "tensor_parallel.autotp_size"
+    if key in given:
+        size = _model_size(given)
+        if size > 1:
+            yield given.row(key, "translated", "the model needs specs for that axis", run__model_axis=size)
         else:
-            copies = _divided(devices, size * _model_size(given), f"{key} = {size}")
-            yield given.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
-
-    return rows
+            yield given.row(key, "off")
+    key = "zero_optimization.mics_shard_size"
+    size = given.get(key)
+    if key not in given:
+        return
+    if not isinstance(size, int) or size < 1:
+        yield given.row(key, "off")
+    elif given.devices is None:
+        note = f"set run.replica to the number of devices / {size}, or give --devices"
+        yield given.row(key, "not translated", note)
+    else:
+        copies = _divided(given.devices, size * _model_size(given), f"{key} = {size}")
+        yield given.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
 
 
 def _divided(whole: int, part: int, what: str) -> int:
@@ -210,20 +196,14 @@ def _divided(whole: int, part: int, what: str) -> int:
     return whole // part
 
 
-def _batch_rows(devices: int | None) -> Any:
-    def rows(given: Given) -> Iterator[Row]:
-        for key in _BATCH:
-            value = given.get(key)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{key} = {value}: give at least 1")
-        parts = None if devices is None else _divided(devices, _model_size(given), "tensor_parallel.autotp_size")
-        yield from _batch(given, parts)
-
-    return rows
-
-
-def _batch(given: Given, parts: int | None) -> Iterator[Row]:
-    """Translates the three keys of the batch, of which DeepSpeed infers one; `parts` are data-parallel devices."""
+def _batch(given: Given) -> Iterator[Row]:
+    """Translates the three keys of the batch, of which DeepSpeed infers one."""
+    for key in _BATCH:
+        value = given.get(key)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{key} = {value}: give at least 1")
+    devices = given.devices
+    parts = None if devices is None else _divided(devices, _model_size(given), "tensor_parallel.autotp_size")
     batch, micro, steps = _BATCH
     if not any(key in given for key in _BATCH):
         return
@@ -309,11 +289,3 @@ def _logging(given: Given) -> Iterator[Row]:
             if not isinstance(project, str):
                 raise ValueError(f"wandb.project = {shown(project)}: give text")
             yield given.row(name, "translated", "group and team are those of wandb's settings", log__wandb=project)
-
-
-def _check(key: str, make: Any) -> None:
-    """Raises the error of a config class with the name of the key before it."""
-    try:
-        make()
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error

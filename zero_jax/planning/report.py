@@ -83,14 +83,14 @@ class PlanReport:
     fits: bool
     needed_bytes: int | None
     usable_bytes: int
-    memory: memory.MemoryReport | None
-    comms: comms.CommsReport | None
+    memory: memory.MemoryReport | None = None
+    comms: comms.CommsReport | None = None
     memory_estimate: Any
     comms_estimate: comms.CommsEstimate
-    time: TimeEstimate | None
+    time: TimeEstimate | None = None
     compile_seconds: float
     from_cache: bool
-    refusal: str
+    refusal: str = ""
     compiler_options: tuple[CompilerOption, ...]
     notes: tuple[str, ...]
 
@@ -129,29 +129,21 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain data."""
-        plain = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name
-            not in ("memory", "comms", "memory_estimate", "comms_estimate", "time", "attention", "compiler_options")
-        }
-        parts = {"memory": self.memory, "comms": self.comms, "memory_estimate": self.memory_estimate}
-        parts |= {"comms_estimate": self.comms_estimate, "attention": self.attention}
+        parts = ("memory", "comms", "memory_estimate", "comms_estimate", "attention")
         return {
-            **plain,
-            "mesh": dict(self.mesh),
+            **vars(self),
             "num_devices": self.num_devices,
             "host_bytes": self.host_bytes,
             "sent_bytes_by_network": dict((self.comms or self.comms_estimate).by_network),
             "traffic_ratio": self.traffic_ratio,
             "traffic_ratios": dict(self.traffic_ratios),
-            **{name: part.to_json() if part else None for name, part in parts.items()},
+            **{name: part.to_json() if (part := getattr(self, name)) else None for name in parts},
             "time": dataclasses.asdict(self.time) if self.time else None,
             "compiler_options": [dataclasses.asdict(option) for option in self.compiler_options],
         }
 
     def __str__(self) -> str:
-        return "\n\n".join(part for part in (self.summary(), self._memory_text(), self._comms_text()) if part)
+        return "\n\n".join((self.summary(), self._memory_text(), self._comms_text()))
 
     def summary(self) -> str:
         """Returns the answer in some lines, without the tables."""
@@ -209,10 +201,9 @@ class PlanReport:
         )
 
     def _memory_text(self) -> str:
-        measured = str(self.memory) if self.memory else ""
-        return f"memory of a device, measured on the program\n{measured}" if measured else (
-            f"memory of a device, by formula\n{self.memory_estimate}"
-        )  # fmt: skip
+        if self.memory is None:
+            return f"memory of a device, by formula\n{self.memory_estimate}"
+        return f"memory of a device, measured on the program\n{self.memory}"
 
     def _comms_text(self) -> str:
         if self.comms is None:
@@ -249,6 +240,7 @@ def make_report(
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
     batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
     precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
+    options = job.options(mesh)
     common: dict[str, Any] = {
         "name": name,
         "topology": job.topology,
@@ -262,20 +254,16 @@ def make_report(
         "batch_size": batch_size,
         "num_microbatches": job.config.num_microbatches,
         "usable_bytes": usable,
+        "compiler_options": options.options,
         "memory_estimate": estimated,
         "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
     }
-    options = job.options(mesh)
-    common["compiler_options"] = options.options
     try:
         program = compile_job(job, mesh, state, cache=cache, on_phase=on_phase)
     except OutOfMemory as error:
         return PlanReport(
             fits=False,
             needed_bytes=error.needed_bytes,
-            memory=None,
-            comms=None,
-            time=None,
             compile_seconds=error.compile_seconds,
             from_cache=error.from_cache,
             refusal=error.message,
@@ -283,7 +271,7 @@ def make_report(
             **common,
         )
     on_phase("reading the program")
-    measured = memory.measure(program, layout=getattr(program, "layout", None))
+    measured = memory.measure(program, layout=program.layout)
     num_tokens, unit = _tokens(job.batch, batch_size)
     loss, trained = _loss_jaxpr(job, state, mesh)
     needed = measured.total_bytes
@@ -303,7 +291,6 @@ def make_report(
         ),
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
-        refusal="",
         notes=(*_notes(job, mesh, state, options, program.not_kept), *_gpu_notes(topology, needed)),
         **common,
     )

@@ -2,7 +2,7 @@
 
 Two figures of the compiler bound what is worked out from a program's text. `peak_memory_in_bytes` is the arguments and
 the most bytes that are alive at one time in one memory space: in HBM, or for small models such as these in VMEM. And
-`temp_size_in_bytes` is the heap as it is laid out, with gaps and with scratch of collectives that no text tells.
+`temp_size_in_bytes` is the heap with its gaps and with scratch of collectives that no text tells.
 """
 
 import functools
@@ -72,7 +72,7 @@ def test_the_live_peak_is_the_compilers_own(topology, stage, scan):
 
 @pytest.mark.parametrize(("topology", "stage", "scan"), CONFIGS)
 def test_the_heap_is_not_much_larger_than_what_is_alive(topology, stage, scan):
-    """What is laid out holds what is alive; the rest, gaps and scratch, is of the size of a few buffers."""
+    """What is allocated holds what is alive; the rest, gaps and scratch, is of the size of a few buffers."""
     _, report = measured(topology, stage, scan)
     # Where the results have room for all temporaries, the compiler counts none, not even those of a few KiB.
     missing = max(0.05 * report.temp_bytes, MIB / 16)

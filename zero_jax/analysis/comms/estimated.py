@@ -79,7 +79,7 @@ class CommsEstimate(SentBytes):
             "num_params": self.num_params,
             "not_counted": self.not_counted,
             **self.totals(),
-            "rows": [dataclasses.asdict(row) | {"axes": list(row.axes)} for row in self.rows],
+            "rows": [dataclasses.asdict(row) for row in self.rows],
         }
 
     def __str__(self) -> str:

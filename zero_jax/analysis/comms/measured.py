@@ -50,17 +50,12 @@ class CommsReport(SentBytes):
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
-        rows = []
-        for row in self.rows:
-            overlap = row.overlap and {"instructions": list(row.overlap.instructions), "cycles": row.overlap.cycles}
-            entry = dataclasses.asdict(row) | {"axes": list(row.axes), "dtypes": list(row.dtypes), "overlap": overlap}
-            rows.append(entry | {"total_sent_bytes": row.total_sent_bytes})
         return {
             "num_params": self.num_params,
             **self.totals(),
             "largest_buffer_bytes": self.largest_buffer_bytes,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "rows": rows,
+            "rows": [dataclasses.asdict(row) | {"total_sent_bytes": row.total_sent_bytes} for row in self.rows],
         }
 
     def __str__(self) -> str:
@@ -180,9 +175,9 @@ class CommsComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all of it as plain dicts, lists and numbers."""
-        entries = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in (*self.rows, self.total)]
-        by_axes = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.by_axes]
-        return {"rows": entries[:-1], "by_axes": by_axes, "total": entries[-1], "not_counted": self.not_counted}
+        plain = lambda row: dataclasses.asdict(row) | {"ratio": row.ratio}  # noqa: E731
+        sums = {"by_axes": list(map(plain, self.by_axes)), "total": plain(self.total)}
+        return {"rows": list(map(plain, self.rows)), **sums, "not_counted": self.not_counted}
 
     def __str__(self) -> str:
         table = [("axes", "phase", "estimate MB", "measured MB", "ratio")]

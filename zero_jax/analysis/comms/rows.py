@@ -63,15 +63,15 @@ class Row:
     group_size: int
     dtypes: tuple[str, ...]
     phase: str
-    param: str
-    is_named: bool
+    param: str = ""
+    is_named: bool = False
     sent_bytes: float
     num_executions: int
     full_bytes: int
     is_async: bool
-    overlap: ScheduledOverlap | None
-    op_name: str
-    source: str
+    overlap: ScheduledOverlap | None = None
+    op_name: str = ""
+    source: str = ""
 
     @property
     def total_sent_bytes(self) -> float:
@@ -233,15 +233,10 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             phase=phases.of(
                 transfer.computation, transfer.name, phases.op_name_before(transfer.computation, transfer.name)
             ),
-            param="",
-            is_named=False,
             sent_bytes=transfer.sent_bytes,
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,
             is_async=True,
-            overlap=None,
-            op_name="",
-            source="",
         )
         for transfer in (hlo.network_transfers(program, unknown_trip_count=1) if axes else ())
     )

@@ -164,13 +164,13 @@ class MemoryReport:
     def _further_rows(self) -> list[tuple[str, ...]]:
         """What is no part of the total, or another view of it."""
         if self.fragmentation is None or self.allocated_bytes is None:
-            rows = [("laid out", "unknown", "", "XLA:TPU reports it to a compile with memory.layout_options")]
+            rows = [("allocated", "unknown", "", "XLA:TPU reports it to a compile with memory.layout_options")]
         else:
             text = f"fragmentation {self.fragmentation:.3f}: the temporaries with gaps, over what is alive at once"
             if self.fragmentation > 2 and self.allocated_bytes < _SMALL_HEAP_BYTES:
                 live = format_bytes(round(self.allocated_bytes / self.fragmentation))
                 text = f"{live} alive at once: padding is the most of so small a heap"
-            rows = [("laid out", format_bytes(self.allocated_bytes), "", text)]
+            rows = [("allocated", format_bytes(self.allocated_bytes), "", text)]
         further = (
             ("residuals", self.residual_bytes, "at most at one time, saved by the forward pass for the backward pass"),
             ("beside them", self.in_argument_bytes, "of temporaries in results that are not written yet"),

@@ -72,6 +72,18 @@ def test_heavy_packages_are_imported_by_who_uses_them():
     assert with_checkpoints == "orbax tensorstore"
 
 
+def test_the_help_of_all_commands_imports_none_of_them():
+    [*shown, loaded] = run(
+        """if True:
+        import contextlib, sys
+        from zero_jax.cli import main
+        with contextlib.suppress(SystemExit):
+            main(["--help"])
+        print(*sorted({"jax", "numpy", "zero_jax.training", "zero_jax.cli.train"} & {*sys.modules}))"""
+    )
+    assert any(line.split()[:1] == ["train"] for line in shown) and loaded == ""
+
+
 def test_the_library_does_without_extras_and_names_the_missing_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
     (tmp_path / "text.txt").write_text("some text\n")

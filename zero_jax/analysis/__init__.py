@@ -7,13 +7,12 @@ on the trace of a loss function. `paper` has the ZeRO paper's tables, computed f
 """
 
 from zero_jax.analysis import comms, figures, memory, paper
-from zero_jax.analysis.contents import LeafSummary, StateSummary, summary
+from zero_jax.analysis.contents import StateSummary, summary
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
 from zero_jax.analysis.paper import PAPER_CONFIGS
 
 __all__ = [
     "PAPER_CONFIGS",
-    "LeafSummary",
     "LossTrace",
     "StateSummary",
     "comms",

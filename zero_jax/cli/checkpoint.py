@@ -122,39 +122,23 @@ def _export(options: argparse.Namespace) -> int:
         if config.dtype not in (None, *_MERGED_DTYPES):
             names = ", ".join(_MERGED_DTYPES)
             raise ValueError(f"--dtype {config.dtype}: with --merged give one of {names}, or leave it out")
-        return _export_merged(options, config)
-    if options.to_hf is not None:
+    elif options.to_hf is not None:
         refuse(options, ("--force", "--no-force"), reason="--to-hf writes over nothing: give a new folder")
-        return _export_hf(options, config)
-    result = export(
-        options.path,
-        options.out,
-        step=config.step,
-        dtype=config.dtype,
-        max_shard_bytes=parse_size(config.max_shard_size),
-        ema=config.ema,
-        force=config.force,
-    )
+    what = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
+    limit, params = parse_size(config.max_shard_size), _merged(options, config) if config.merged else None
+    if options.to_hf is not None:
+        result = export_hf(options.path, options.to_hf, **what, max_file_bytes=limit, params=params)
+    elif params is None:
+        result = export(options.path, options.out, **what, max_shard_bytes=limit, force=config.force)
+    else:
+        tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
+        result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)
     print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
     return 0
 
 
-def _export_hf(options: argparse.Namespace, config: ExportConfig, params: PyTree | None = None) -> int:
-    result = export_hf(
-        options.path,
-        options.to_hf,
-        step=config.step,
-        dtype=config.dtype,
-        max_file_bytes=parse_size(config.max_shard_size),
-        ema=config.ema,
-        params=params,
-    )
-    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
-    return 0
-
-
-def _export_merged(options: argparse.Namespace, config: ExportConfig) -> int:
-    """Exports a run with its adapters merged, whose model and adapters its config file describes."""
+def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
+    """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
     path = pathlib.Path(options.path).expanduser().absolute()
     file = next((folder / _CONFIG for folder in (path, *path.parents[:2]) if (folder / _CONFIG).is_file()), None)
     if file is None:
@@ -163,11 +147,4 @@ def _export_merged(options: argparse.Namespace, config: ExportConfig) -> int:
     if run.from_hf is not None and run_companions(file.parent).is_dir():
         run.from_hf = str(run_companions(file.parent))  # where it came from may be gone
     jax.config.update("jax_platforms", "cpu")
-    params = merged_params(options.path, step=config.step, dtype=config.dtype, options=run)
-    if options.to_hf is not None:
-        return _export_hf(options, config, params)
-    names = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
-    limit = parse_size(config.max_shard_size)
-    result = save_tensors(options.out, params, names, dtype=config.dtype, max_file_bytes=limit)
-    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
-    return 0
+    return merged_params(options.path, step=config.step, dtype=config.dtype, options=run)

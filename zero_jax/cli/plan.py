@@ -310,13 +310,14 @@ def _plot_memory(options: argparse.Namespace, request: Request) -> int:
 
 def _comms(options: argparse.Namespace) -> int:
     request = read_request(options)
-    job = request.job(request.zero)
-    mesh = job.mesh()
-    estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=request.trace(job), tx=request.tx)
     if options.estimate:
+        job = request.job(request.zero)
+        mesh, traced = job.mesh(), request.trace(job)
+        estimated = comms.estimate(job.state(mesh), mesh=mesh, config=job.config, traced=traced, tx=request.tx)
         _show(options, str(estimated), estimated.to_json())
         return 0
     report = request.compile(request.zero)
+    estimated = report.comms_estimate
     if report.comms is None:
         _show(options, f"{report.summary()}\n\nby formula\n{estimated}", report.to_json())
         return 1

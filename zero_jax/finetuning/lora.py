@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.jaxprs import stands_for
 from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
-from zero_jax.finetuning.specs import adapter_dims, quantized_dims
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.rules import user_specs
 from zero_jax.sharding.spec import Dims, checked_dims, partition_spec
 from zero_jax.training import LossFunction, MeshLoss, TrainState, key_parameter, model_state_parameter
@@ -176,10 +177,10 @@ class Lora:
             dims = checked_dims(f"param {path!r}", own.spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
-                arrays = adapter_dims(target, dims)
+                arrays = _adapter_dims(target, dims)
                 found |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
             if target is not None and isinstance(node, QuantizedWeight):
-                found |= {f"{base}/{name}": x for name, x in quantized_dims(target, dims, node, mesh).items()}
+                found |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
             else:
                 found[path if path in trained else base] = dims
         return {re.escape(path): partition_spec(dims) for path, dims in found.items()}
@@ -215,18 +216,16 @@ class Lora:
 
         if function.key is None:
 
-            @functools.wraps(loss_fn)
+            @stands_for(loss_fn)
             def without_key(params: PyTree, batch: PyTree, *, model_state: PyTree) -> Any:
                 return call(params, batch, None, model_state)
 
-            del without_key.__wrapped__  # its signature is its own
             return without_key
 
-        @functools.wraps(loss_fn)
+        @stands_for(loss_fn)
         def with_key(params: PyTree, batch: PyTree, key: jax.Array, *, model_state: PyTree) -> Any:
             return call(params, batch, key, model_state)
 
-        del with_key.__wrapped__
         return with_key
 
     def report(self, loss_fn: Callable[..., Any], params: PyTree, batch: PyTree) -> AdaptedReport:
@@ -354,3 +353,29 @@ def _base_of(model_state: Any) -> PyTree:
             "zero.init_state(lambda key: lora.init(init_fn(key), key), tx, key, mesh=mesh, config=config)"
         )
     return model_state[_BASE]
+
+
+def _adapter_dims(target: Target, dims: Dims) -> dict[str, Dims]:
+    """Returns the axes of the dims of an adapter's arrays: those of the weight's dims, and none of the rank."""
+    stack, ins, outs = (
+        tuple(axes for axes, label in zip(dims, target.labels, strict=True) if label == side) for side in "sio"
+    )
+    return {"a": (*stack, *ins, ()), "b": (*stack, (), *outs), "magnitude": (*stack, *outs)}
+
+
+def _quantized_dims(target: Target, dims: Dims, stored: QuantizedWeight, mesh: Mesh) -> dict[str, Dims]:
+    """Returns the axes of the dims of a quantized weight's arrays.
+
+    Several dims of a weight are one of the matrix that is stored, which can have the axes of the first of them. Rows
+    are left unsharded where the axes do not divide the blocks, and those of NF4 always: the two rows of a code are far
+    from each other.
+    """
+    num_stack, num_rows = target.num_stack, target.num_first
+    stack, rows, columns = dims[:num_stack], dims[num_stack:][:num_rows], dims[num_stack:][num_rows:]
+    row, column = (first if not any(rest) else () for first, *rest in (rows, columns))
+    row = row if stored.format == "int8" and stored.scales.shape[-2] % axis_size(mesh, row) == 0 else ()
+    found = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
+    if stored.steps is not None:
+        divides = stored.steps.shape[-1] % axis_size(mesh, column) == 0
+        found["steps"] = (*stack, row, column if divides else ())
+    return found

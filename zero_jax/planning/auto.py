@@ -124,7 +124,9 @@ def plan_auto(
     policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
     sizes = _model_sizes(estimator, models)
-    attentions = tuple(attentions or _attentions(estimator, config))
+    if not attentions:
+        can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
+        attentions = ("own", "fused") if can_fuse else (config.attention,)
     overlaps = tuple(overlaps or ((True, False) if config.overlap and estimator.has_overlap else (config.overlap,)))
     same = estimator.same_policies(max(sizes), attentions)
     for name, other in same.items():
@@ -212,11 +214,6 @@ def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
     has_copy = has_master and ("params" not in sharded_groups(setting.stage) or setting.secondary)
     can_move = {"state": has_copy, "all": "params" in sharded_groups(setting.stage) and not setting.secondary}
     return can_move.get(str(setting.offload), True)
-
-
-def _attentions(estimator: Estimator, config: ZeroConfig) -> tuple[str, ...]:
-    """Returns who may compute attention, the plain one first."""
-    return ("own", "fused") if config.attention == "own" and estimator.has_attention_to_fuse() else (config.attention,)
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:

@@ -119,16 +119,12 @@ class Estimator:
         self.sizes = functools.cache(self._sizes)
         self.offloaded = functools.cache(self._offloaded)
         self.trace = functools.cache(self._trace)
-        self.links = functools.cache(self._links)
+        self.links = functools.cache(lambda **axes: MeshLinks(make_mesh(devices=self.devices, **axes), parsed))
         self.sent_bytes = functools.cache(self._sent_bytes)
 
     def mesh(self, model: int) -> Any:
         """Returns a mesh of `model` devices, all of them on the axis `model`."""
         return make_mesh(devices=self.devices[:model], model=model)
-
-    def _links(self, replica: int, model: int) -> MeshLinks:
-        """Returns the links of the mesh of a setting."""
-        return MeshLinks(make_mesh(devices=self.devices, replica=replica, model=model), self.topology)
 
     def _sizes(self, model: int) -> tuple[memory.MemoryEstimate, float]:
         """Returns the memory estimate on `model` devices, and the number of params per device."""
@@ -328,7 +324,7 @@ class Estimator:
 
     def _sent_bytes(self, setting: Candidate) -> tuple[float, float, float]:
         """Returns the bytes that a device sends by formula: in gathers, reductions, and between copies."""
-        mesh = self.links(setting.replica, setting.model).mesh
+        mesh = self.links(replica=setting.replica, model=setting.model).mesh
         config = dataclasses.replace(setting_config(self.job.config, setting), **_ON_DEVICES)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
         rows = comms.estimate(state, mesh=mesh, config=config, tx=self.job.tx).rows
@@ -351,7 +347,7 @@ class Estimator:
     def data_seconds(self, setting: Candidate) -> float:
         """Returns the seconds of the collectives over `data` and `replica`, hidden or not."""
         sizes, num_params = self.sizes(setting.model)
-        links = self.links(setting.replica, setting.model)
+        links = self.links(replica=setting.replica, model=setting.model)
         config = setting_config(self.job.config, setting)
         axes = config.axes_of(links.mesh)
         inside = axes.of_params().data
@@ -374,7 +370,7 @@ class Estimator:
         """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
         traced = self.trace_of(setting)
         parts = self.num_parts(setting)
-        links, seconds = self.links(setting.replica, setting.model), 0.0
+        links, seconds = self.links(replica=setting.replica, model=setting.model), 0.0
         for move in traced.moves:
             each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
             seconds += setting.num_microbatches * move.times * each

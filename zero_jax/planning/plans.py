@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.text_tables import aligned
@@ -187,7 +186,7 @@ def plan_layouts(
 def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layout] | None = None) -> LayoutPlans:
     """Compiles a job for several layouts of `data`; `layouts` is as for `plan_layouts`."""
     default_mesh = make_mesh(topology=job.topology, replica=job.replica, model=job.model)
-    chosen = _layout_of(default_mesh, job.config)
+    chosen = tuple(default_mesh.shape[axis] for axis in axes_of(default_mesh, data=job.config.data_axes).data)
     layouts = tuple(_merged_dims(job.topology, math.prod(chosen))) if layouts is None else layouts
     plans = {}
     for layout in dict.fromkeys([chosen, *layouts]):
@@ -200,10 +199,6 @@ def compile_layouts(job: Job, options: CompileOptions, *, layouts: Sequence[Layo
         return not report.fits, report.time.step_seconds if report.time else math.inf
 
     return LayoutPlans(plans=dict(sorted(plans.items(), key=order)), chosen=chosen)
-
-
-def _layout_of(mesh: Mesh, config: ZeroConfig) -> Layout:
-    return tuple(mesh.shape[axis] for axis in axes_of(mesh, data=config.data_axes).data)
 
 
 def _merged_dims(topology: str, data: int) -> Iterator[Layout]:

@@ -197,7 +197,7 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     program, analysis = parse(compiled), compiled.memory_analysis()
     if analysis is None:
         raise ValueError(f"{type(compiled).__name__} has no memory analysis: pass what `.lower(...).compile()` returns")
-    stats = {name: int(getattr(analysis, f"{name}_size_in_bytes", 0)) for name in ("argument", "output", "alias")}
+    size = lambda name: int(getattr(analysis, f"{name}_size_in_bytes", 0))  # noqa: E731
     heap, is_tpu = peak(program), program.has_tiles
     temp_bytes = int(analysis.temp_size_in_bytes)
     if layout is None and not is_tpu:
@@ -209,27 +209,25 @@ def measure(compiled: Any, *, layout: HeapLayout | None = None) -> MemoryReport:
     kinds = collections.Counter()
     for temporary in temporaries:
         kinds[temporary.kind] += temporary.buffer.num_bytes
-    host = [getattr(analysis, f"host_{name}_size_in_bytes", 0) for name in ("argument", "output", "temp")]
-    host_alias = getattr(analysis, "host_alias_size_in_bytes", 0)
-    host_temp = max(int(getattr(analysis, "host_temp_size_in_bytes", 0)), heap.host_peak_bytes)
+    host_bytes = sum(size(f"host_{name}") for name in ("argument", "output", "temp")) - size("host_alias")
     undonated = not_donated(program, leaves, heap.donated)
     warnings = [
-        _argument_warning(on_device, stats["argument"]),
+        _argument_warning(on_device, size("argument")),
         unsharded_warning(on_device, unsharded),
         _donation_warning(leaves, heap.donated, undonated),
     ]
     return MemoryReport(
         arguments=sum_by_group(on_device),
         leaves=leaves,
-        argument_bytes=stats["argument"],
-        output_bytes=stats["output"],
-        alias_bytes=stats["alias"],
+        argument_bytes=size("argument"),
+        output_bytes=size("output"),
+        alias_bytes=size("alias"),
         temp_bytes=temp_bytes,
-        heap_bytes=_heap_bytes(heap, analysis, sum(host) - host_alias, is_tpu=is_tpu),
+        heap_bytes=_heap_bytes(heap, analysis, host_bytes, is_tpu=is_tpu),
         layout=layout,
-        generated_code_bytes=int(getattr(analysis, "generated_code_size_in_bytes", 0)),
-        host_bytes=max(sum(host) - host_alias, heap.host_argument_bytes + heap.host_peak_bytes),
-        host_temp_bytes=host_temp,
+        generated_code_bytes=size("generated_code"),
+        host_bytes=max(host_bytes, heap.host_argument_bytes + heap.host_peak_bytes),
+        host_temp_bytes=max(size("host_temp"), heap.host_peak_bytes),
         live_peak_bytes=heap.peak_bytes,
         temporaries={kind: kinds[kind] for kind in TEMPORARIES if kinds[kind]},
         residual_bytes=sum(buffer.num_bytes for buffer in heap.residuals),

@@ -73,8 +73,7 @@ class StageEstimates:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return own | {"by_stage": {stage: found.to_json() for stage, found in self.by_stage.items()}}
+        return vars(self) | {"by_stage": {stage: found.to_json() for stage, found in self.by_stage.items()}}
 
 
 def estimate_stages(

@@ -42,10 +42,8 @@ def _none(kind: Kind, names: str, reason: str) -> dict[str, Key]:
     return {name: Key(kind=kind, fate="no meaning", reason=reason) for name in names.split()}
 
 
-def _differs(
-    kind: Kind, name: str, reason: str, off: tuple[Any, ...] = (), switch: str | None = None
-) -> dict[str, Key]:
-    return {name: Key(kind=kind, fate="not translated", reason=reason, off=off, switch=switch)}
+def _differs(kind: Kind, name: str, reason: str, off: tuple[Any, ...] = ()) -> dict[str, Key]:
+    return {name: Key(kind=kind, fate="not translated", reason=reason, off=off)}
 
 
 def _block(name: str, reason: str, *, fate: Fate = "not translated", switch: str | None = "enabled") -> dict[str, Key]:

@@ -384,3 +384,20 @@ def test_gradients_of_one_graph_cannot_be_sent_quantized():
     step = zero.make_train_step(graph_loss, tx, mesh=mesh, config=config)
     with pytest.raises(ValueError, match=r"quantize: .* because the leaves of its batch differ in their leading dim"):
         step(state, graph_batch())
+
+
+@pytest.mark.parametrize(("stage", "axes"), [(0, {"data": 8}), (1, {"data": 4, "replica": 2}), (3, {"data": 8})])
+def test_leaves_without_elements(stage, axes):
+    """A batch without extra features, a layer without a bias: `[examples, 0]` and `[0]`."""
+
+    def loss(params, batch):
+        error = batch["x"] @ params["w"] + params["bias"].sum()
+        return jnp.square(error).mean() + batch["extra"].sum(-1).mean(), {"error": error, "extra": batch["extra"]}
+
+    batch = {"x": make_batches(1, 32)[0]["targets"], "extra": np.zeros((32, 0), np.float32)}
+    params = {"w": np.ones((8, 8), np.float32), "bias": np.zeros(0, np.float32)}
+    fields = {"mesh": zero.make_mesh(**axes), "stage": stage, "num_microbatches": 4, "params": params}
+    state, (metrics,) = run_zero(loss, optax.sgd(0.1), [batch], **fields)
+    expected, _, losses = run_plain(lambda *args: loss(*args)[0], optax.sgd(0.1), [batch], params=params)
+    assert_close((state.params, metrics.loss), (expected, losses[0]), tolerance=1e-5)
+    assert_close(metrics.aux, loss(params, batch)[1], tolerance=1e-5)

@@ -138,7 +138,7 @@ class Accumulator:
             x = x.reshape(k, *self.sizes(batch_axes), size, *shape)
             x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in batch_axes))))
             x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
-            x = x.reshape(k, axis_size(self.mesh, self.mapped), -1, *shape)
+            x = x.reshape(k, axis_size(self.mesh, self.mapped), axis_size(self.mesh, rest) * size, *shape)
             return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, rest)))
 
         return jax.tree.map(regroup, self.split(batch))
@@ -147,10 +147,10 @@ class Accumulator:
         """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
         axes = (*self.mapped, *self.unmapped)
         order = [axes.index(axis) for axis in self.axes.batch]
-        k, shape, last = x.shape[0], x.shape[3:], 1 + len(axes)
-        x = x.reshape(k, *self.sizes(axes), -1, *shape)
+        (k, _, size, *shape), last = x.shape, 1 + len(axes)
+        x = x.reshape(k, *self.sizes(axes), size // axis_size(self.mesh, self.unmapped), *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
-        return x.reshape(-1, *shape)
+        return lax.collapse(x, 0, last + 1)
 
     def sizes(self, axes: Sequence[str]) -> list[int]:
         """Returns the sizes of mesh axes."""
@@ -191,7 +191,7 @@ class Accumulator:
             return [lax.with_sharding_constraint(x, s) for x, s in zip(arrays, shardings, strict=True)]
 
         parts = self.split(batch)
-        merged = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[3:]) if x.ndim else x, parts)
+        merged = jax.tree.map(lambda x: lax.collapse(x, 1, 3) if x.ndim else x, parts)
 
         def body(carry: Any, index_and_part: Any) -> Any:
             sums, model_state = carry
@@ -332,8 +332,8 @@ class Accumulator:
             if x.ndim > lead and x.shape[lead] == num_examples and whole.shape[0] == num_examples * weights.size:
                 if lead == 2:
                     return self.joined_mapped(x)
-                x = x.reshape(x.shape[0], self.num_shards, -1, *x.shape[2:])
-                return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
+                x = x.reshape(x.shape[0], self.num_shards, num_examples // self.num_shards, *x.shape[2:])
+                return lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3)
             over = tuple(range(lead))
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 raise ValueError(

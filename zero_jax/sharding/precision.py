@@ -170,6 +170,11 @@ def promoted(*dtypes: Any) -> Any:
     return functools.reduce(jnp.promote_types, wide)
 
 
+def wide(dtype: Any) -> Any:
+    """Returns the dtype that numbers of a dtype are summed in: float32, or their own where that is wider."""
+    return promoted(dtype, jnp.float32)
+
+
 def summed_dtype(own: Any, reduce: Any) -> Any:
     """Returns the dtype that gradients of a dtype are summed in across devices; complex ones are in their own."""
     return reduce if reduce is not None and jnp.issubdtype(own, jnp.floating) else own

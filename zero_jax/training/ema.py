@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from zero_jax.core.tree import PyTree
-from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.precision import wide
 
 
 class ParamsEmaState(NamedTuple):
@@ -84,4 +84,4 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return jnp.asarray(x).astype(promoted(x.dtype, jnp.float32))
+    return jnp.asarray(x).astype(wide(x.dtype))

@@ -171,7 +171,7 @@ def promoted(*dtypes: Any) -> Any:
 
 
 def wide(dtype: Any) -> Any:
-    """Returns the dtype that values of a dtype are summed in: float32, or a wider one."""
+    """Returns the dtype that numbers of a dtype are summed in: float32, or their own where that is wider."""
     return promoted(dtype, jnp.float32)
 
 

@@ -19,6 +19,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
 from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
@@ -34,9 +35,9 @@ class Metrics:
     """What a step reports, replicated on every device. `metrics["loss"]` works as `metrics.loss` does.
 
     Attributes:
-      loss: the mean loss of the batch, unscaled, `float32[]`.
+      loss: the mean loss of the batch, unscaled, `float32[]`, or of a wider dtype that the model computes in.
       aux: what the loss function returned beside the loss.
-      grad_norm: the global norm of the gradients before clipping, `float32[]`.
+      grad_norm: the global norm of the gradients before clipping, in such a dtype.
       skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
       nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
         finite, -1 if there is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
@@ -88,7 +89,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         batch = cast_batch(normalized, used_shapes(cast), batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
         loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
-        return replicated(Metrics(loss=loss.astype(jnp.float32), aux=aux), mesh)
+        return replicated(Metrics(loss=loss.astype(wide(loss.dtype)), aux=aux), mesh)
 
     @functools.cache
     def jitted(is_nested: bool) -> Any:

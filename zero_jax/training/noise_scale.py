@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import check_value
+from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, num_shards
 
 # For each sharding, the sums of squares of the shards of arrays: `float32[shards of a dim, ...]`.
@@ -41,15 +42,16 @@ class Parts:
 
 
 def squared(x: jax.Array) -> jax.Array:
-    """Returns the squares of absolute values, in float32: the square of a float16 overflows from 256 on."""
-    return jnp.square((jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32))
+    """Returns the squares of absolute values, in float32 at least: the square of a float16 overflows from 256 on."""
+    x = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    return jnp.square(x.astype(wide(x.dtype)))
 
 
 def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Mesh) -> Squares:
     """Sums the squares of sharded arrays shard by shard, each device its own, without communication.
 
     Args:
-      arrays: gradients, of any dtype; they are squared in float32.
+      arrays: gradients, of any dtype; they are squared in float32 at least.
       dims: for each one, how it is sharded.
       mesh: the mesh.
     """

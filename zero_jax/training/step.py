@@ -31,7 +31,7 @@ from zero_jax.training.grads.quantized import quantized_grads, refuse_own
 from zero_jax.training.loss_function import changes_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
-from zero_jax.training.optimizer.update import trace_update
+from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.making import check_optimizer
 from zero_jax.training.state.train_state import (
@@ -197,14 +197,15 @@ class _Program(UpdateProgram):
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
-        loss = loss.astype(jnp.float32) / scale
-        offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
+        loss = loss / scale.astype(loss.dtype)
+        value = loss.astype(value_dtype(trainable(masters)))
+        offers = {"value": value, "full_grads": fill_zeros(grads, masters)}
         if traced.calls_functions:
             offers |= self.objective(state, placement, batch, key, needed)
         finite = bad_grad < 0
         same = unchanged(traced, needed=needed)
         if offloaded.any:
-            scalars = norm, finite, loss, state.loss_scale
+            scalars = norm, finite, value, state.loss_scale
             new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
@@ -246,7 +247,7 @@ class _Program(UpdateProgram):
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)
         grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        return lax.with_sharding_constraint(loss.astype(jnp.float32) / scale, whole), grads
+        return lax.with_sharding_constraint(loss / scale.astype(loss.dtype), whole), grads
 
     def objective(
         self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]
@@ -264,7 +265,7 @@ class _Program(UpdateProgram):
             variables = placement.cast(joined(params, state.model_state))
             (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
-            return loss.astype(jnp.float32) / scale, grads
+            return (loss / scale.astype(loss.dtype)).astype(value_dtype(at)), grads
 
         @jax.custom_jvp
         def loss_fn(at: PyTree) -> jax.Array:
@@ -274,8 +275,8 @@ class _Program(UpdateProgram):
         @loss_fn.defjvp
         def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
             loss, grads = evaluate(primals[0], needed)
-            slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(jnp.float32), grads, tangents[0])
-            return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), jnp.float32)
+            slopes = jax.tree.map(lambda g, t: (g * t).sum().real.astype(loss.dtype), grads, tangents[0])
+            return loss, jnp.asarray(sum(jax.tree.leaves(slopes)), loss.dtype)
 
         return {"loss_fn": loss_fn, "grad_fn": lambda at: evaluate(at, needed)[1]}
 
@@ -328,7 +329,7 @@ class _Program(UpdateProgram):
             loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
             pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
-            weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, jnp.float32)), weight)
+            weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weight)
             return loss.astype(wide(loss.dtype)) * scale, (aux, pinned, *weight)
 
         accumulator = Accumulator(

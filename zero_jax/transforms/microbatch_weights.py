@@ -18,6 +18,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining
 from zero_jax.core.passes import Pass
 from zero_jax.core.tree import PyTree
+from zero_jax.sharding.precision import wide
 
 # After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
 _KEEP_WEIGHT = frozenset(
@@ -94,7 +95,7 @@ def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: 
     def weigh(batch: PyTree, key: Any) -> PartWeight:
         jaxpr, consts = jaxpr_of(variables, batch, key)
         weight = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
-        return PartWeight(*(jnp.asarray(x, jnp.float32) for x in weight))
+        return PartWeight(*(jnp.asarray(x, wide(x.dtype)) for x in weight))
 
     used = jaxprs.used_inputs(jaxpr_of(variables, batch, key)[0])
     if any(used[: len(jax.tree.leaves(variables))]):

@@ -147,8 +147,8 @@ class Accumulator:
         """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
         axes = (*self.mapped, *self.unmapped)
         order = [axes.index(axis) for axis in self.axes.batch]
-        (k, _, size, *shape), last = x.shape, 1 + len(axes)
-        x = x.reshape(k, *self.sizes(axes), size // axis_size(self.mesh, self.unmapped), *shape)
+        (k, shards, size, *shape), last = x.shape, 1 + len(axes)
+        x = x.reshape(k, *self.sizes(axes), shards * size // self.num_shards, *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
         return lax.collapse(x, 0, last + 1)
 
@@ -203,7 +203,7 @@ class Accumulator:
             grads = lax.optimization_barrier(grads)
             squares = shard_squares(grads, dims, mesh=self.mesh)
             sums = pin([_add_weighed(s, weight.divisor, g) for s, g in zip(sums, grads, strict=True)])
-            return (sums, model_state), (loss.astype(jnp.float32), weight, aux, squares)
+            return (sums, model_state), (loss, weight, aux, squares)
 
         zeros = pin([jnp.zeros(p.shape, wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
@@ -258,7 +258,7 @@ class Accumulator:
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
             aux = self.combine(auxes, weights.count[None], size)
-            return (self.mean(losses.astype(jnp.float32), weights), (aux, model_state)), grads, None
+            return (self.mean(losses, weights), (aux, model_state)), grads, None
 
         def body(sums: list[jax.Array], index_and_part: Any) -> Any:
             index, part = index_and_part
@@ -267,7 +267,7 @@ class Accumulator:
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [_add_weighed(s, outer(weights.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
-            return sums, (losses.astype(jnp.float32), weights, aux, squares)
+            return sums, (losses, weights, aux, squares)
 
         zeros = [
             lax.with_sharding_constraint(jnp.zeros((n, *p.shape), wide(p.dtype)), own)
@@ -364,7 +364,7 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
-    return x / nonzero(total)
+    return (x / nonzero(total)).astype(x.dtype)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -374,7 +374,7 @@ def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Arr
 
 @functools.partial(jax.jit, inline=True)
 def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
-    return total + _weigh(weight, x.astype(total.dtype))
+    return total + _weigh(weight, x.astype(total.dtype)).astype(total.dtype)
 
 
 def nonzero(total: jax.Array) -> jax.Array:

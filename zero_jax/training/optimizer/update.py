@@ -65,7 +65,7 @@ def call_update(
         del loss, obj_fn, grad_fn  # optax's line searches hand on what they do not take, and refuse what this does not
         return loss_of(_unmasked(at, params))
 
-    value = jnp.asarray(value, jnp.float32)
+    value = jnp.asarray(value, value_dtype(params))
     extras = {
         "value": value,
         "loss": value,
@@ -190,7 +190,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     sharding = getattr(getattr(leaves[0], "aval", leaves[0]), "sharding", None) if leaves else None
     # On the mesh of the params: JAX takes what it has traced for arguments of the same mesh alone.
     sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    value = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
+    value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
     traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
     results = open_jaxpr(traced.jaxpr)[0].outvars
@@ -206,6 +206,11 @@ def _without_memory(x: Any) -> Any:
     else:
         is_away = is_on_host(getattr(x, "aval", None))
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_away else x
+
+
+def value_dtype(params: PyTree) -> Any:
+    """Returns the dtype of the loss that an optimizer of such params is given: float32, or theirs where it is wider."""
+    return promoted(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(params)))
 
 
 def apply_update(
@@ -301,16 +306,18 @@ def _widened(old: PyTree, new: PyTree) -> PyTree:
 
 def _stand_in_loss(grads: PyTree) -> Callable[[PyTree], jax.Array]:
     """Returns a function of params whose value depends on params alone, and whose derivatives depend on gradients."""
+    dtype = value_dtype(grads)
 
     @jax.custom_jvp
     def loss_fn(at: PyTree) -> jax.Array:
-        return sum((jnp.square(jnp.abs(x)).sum().astype(jnp.float32) for x in jax.tree.leaves(at)), jnp.float32(0))
+        squares = [jnp.square(jnp.abs(x)).sum().astype(dtype) for x in jax.tree.leaves(at)]
+        return jnp.asarray(sum(squares), dtype)
 
     @loss_fn.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         at = primals[0]
-        slopes = jax.tree.map(lambda g, x, t: (g * x * t).sum().real.astype(jnp.float32), grads, at, tangents[0])
-        return loss_fn(at), jnp.asarray(sum(jax.tree.leaves(slopes)), jnp.float32)
+        slopes = jax.tree.map(lambda g, x, t: (g * x * t).sum().real.astype(dtype), grads, at, tangents[0])
+        return loss_fn(at), jnp.asarray(sum(jax.tree.leaves(slopes)), dtype)
 
     return loss_fn
 

@@ -11,6 +11,7 @@ from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
 
 WIDTH, LAYERS, BATCH_SIZE = 16, 5, 8
 TINY = gpt.GPTConfig(num_layers=LAYERS, scan=False, remat=False, d_model=WIDTH, seq_len=8, vocab_size=32)
@@ -43,10 +44,14 @@ def trace(fn, params, *args):
     return jaxpr, [i < len(leaves) for i in range(len(jaxpr.invars))]
 
 
+def sequence(jaxpr, is_param):
+    return EqnSequence(Facts(jaxpr, ["param" if x else "value" for x in is_param]))
+
+
 def check(fn, params, *args):
     """Finds blocks, and checks what each must be: in order, disjoint, and a function from its reads to its writes."""
     jaxpr, is_param = trace(fn, params, *args)
-    blocks = find_blocks(EqnSequence(jaxpr, is_param))
+    blocks = find_blocks(sequence(jaxpr, is_param))
     stop = 0
     for block in blocks:
         assert stop <= block.start < block.stop <= len(jaxpr.eqns)
@@ -249,7 +254,7 @@ def test_no_blocks(fn):
 
 def test_nothing_is_a_param():
     jaxpr, is_param = trace(plain, layers(), examples())
-    assert find_blocks(EqnSequence(jaxpr, [False] * len(is_param))) == ()
+    assert find_blocks(sequence(jaxpr, [False] * len(is_param))) == ()
 
 
 def test_equinox():
@@ -269,4 +274,4 @@ def test_equinox():
 def test_hundreds_of_layers_are_found():
     params = jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), layers(1)) * 400
     jaxpr, is_param = trace(plain, params, examples())
-    assert len(find_blocks(EqnSequence(jaxpr, is_param))) == 400
+    assert len(find_blocks(sequence(jaxpr, is_param))) == 400

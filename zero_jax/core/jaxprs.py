@@ -93,12 +93,6 @@ def variables(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
-def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
-    """Returns for each variable of an open jaxpr the index of its last reader, past the end for what is returned."""
-    last = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in variables(eqn)}
-    return last | {var: len(jaxpr.eqns) for var in jaxpr.outvars if not is_literal(var)}
-
-
 @contextlib.contextmanager
 def source_context(eqn: JaxprEqn) -> Iterator[None]:
     """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""

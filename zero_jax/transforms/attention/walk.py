@@ -20,6 +20,7 @@ from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
 from zero_jax.transforms.attention.scores import Attended, Logits, Product, Row, Scores, Weights
 from zero_jax.transforms.attention.static import Known
+from zero_jax.transforms.facts import Facts
 
 _ENTERED = ("scan", "remat", "cond")
 
@@ -79,23 +80,20 @@ class AttentionSearch:
         """
         jaxpr, consts = flatten(jaxpr, consts)
         prover = Prover(jaxpr, consts, inputs)
-        is_data = dict(zip(jaxpr.invars, data, strict=True)) | {var: bool(var.aval.shape) for var in jaxpr.constvars}
-        for eqn in jaxpr.eqns:
-            value = bool(eqn.effects) or any(is_data[atom] for atom in eqn.invars if not jaxprs.is_literal(atom))
-            is_data.update(dict.fromkeys(eqn.outvars, value))
-        cores = self.choose(jaxpr, prover, is_data, at)
+        facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
+        cores = self.choose(facts, prover, at)
         inner: dict[int, list[Body]] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             if (sub := subcall(eqn)) is not None and _may_attend(eqn):
                 if sub.kind in _ENTERED:
-                    inner[i] = self.bodies(eqn, sub, prover, is_data, at)
+                    inner[i] = self.bodies(eqn, sub, prover, facts, at)
                 else:
                     self.leave(eqn, at)
         return Body(jaxpr, consts, prover, cores, inner)
 
-    def choose(self, jaxpr: Any, prover: Prover, is_data: dict[Any, bool], at: Place) -> dict[Any, AttentionCore]:
+    def choose(self, facts: Facts, prover: Prover, at: Place) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
-        producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        jaxpr, producers = facts.jaxpr, facts.producers
         cores: dict[Any, AttentionCore] = {}
         reasons: dict[Any, str] = {}
         for var, found in prover.found.items():
@@ -107,7 +105,7 @@ class AttentionSearch:
             del cores[var]
             reasons[var] = used[var]
         done = {prover.found[var].result for var in (*cores, *reasons)}
-        for var in find_cores(jaxpr, is_data.__getitem__).results - done:
+        for var in find_cores(facts).results - done:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
         for eqn in jaxpr.eqns:
@@ -121,10 +119,10 @@ class AttentionSearch:
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reasons[var]))
         return cores
 
-    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, is_data: dict[Any, bool], at: Place) -> list[Body]:
+    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Place) -> list[Body]:
         """Returns the bodies of the jaxprs that an equation runs."""
         known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
-        data = [not jaxprs.is_literal(atom) and is_data[atom] for atom in eqn.invars]
+        data = [facts.kind(atom) == "value" for atom in eqn.invars]
         if sub.kind == "cond":
             branches = [jaxprs.open_jaxpr(branch) for branch in sub.branches]
             return [self.body(jaxpr, consts, known[1:], data[1:], at.inside(eqn)) for jaxpr, consts in branches]
@@ -146,8 +144,9 @@ class AttentionSearch:
         reason = f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
             jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
+            results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars))).results
             for result in jaxpr.eqns:
-                if set(result.outvars) & find_cores(jaxpr, lambda var: True).results:
+                if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reason))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ from zero_jax.core.evaluation import evaluate, flattened, run_scan
 from zero_jax.core.subcalls import equations, subcall
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import narrows
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
-from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
+from zero_jax.transforms.remat.values import VALUE, Mark, is_large
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
 _LOOPS_AND_REGIONS = ("scan", "remat")
@@ -75,8 +76,8 @@ class RematWalk:
     ) -> list[Any]:
         """Evaluates a jaxpr."""
         jaxpr, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
-        known = self.setting.marks(jaxpr, marks)
-        blocks = self.blocks(jaxpr, marks, frame)
+        known = self.setting.marked(jaxpr, marks)
+        blocks = self.blocks(known, frame)
         readers = _num_readers(jaxpr, blocks)
         env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
         read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
@@ -84,7 +85,7 @@ class RematWalk:
         while i < len(jaxpr.eqns):
             eqn, block = jaxpr.eqns[i], blocks.get(i)
             reads = eqn.invars if block is None else block.reads
-            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in reads]
+            ins = [known.mark(atom) for atom in reads]
             shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in reads]
             ins = [dataclasses.replace(m, held=m.held or s) for m, s in zip(ins, shared, strict=True)]
             values = [read(atom) for atom in reads]
@@ -97,11 +98,11 @@ class RematWalk:
             i += 1
         return [read(atom) for atom in jaxpr.outvars]
 
-    def blocks(self, jaxpr: Any, marks: Sequence[Mark], frame: RematFrame) -> dict[int, Block]:
+    def blocks(self, facts: Facts, frame: RematFrame) -> dict[int, Block]:
         """Returns the repeated blocks by where they begin, and notes what is like them and none."""
         if self.policy == "own":
             return {}
-        sequence = EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])
+        jaxpr, sequence = facts.jaxpr, EqnSequence(facts)
         found = find_blocks(sequence)
         for i in find_left_out(sequence, found):
             self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
@@ -156,12 +157,9 @@ class RematWalk:
     def holds_blocks(self, jaxpr: Any, marks: list[Mark]) -> bool:
         """Tells whether there are blocks within a region."""
         jaxpr, _ = jaxprs.open_jaxpr(flattened(jaxpr))
-        known = self.setting.marks(jaxpr, marks)
-        for eqn in jaxpr.eqns:
-            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in eqn.invars]
-            if _kind(eqn) == "scan" and _is_over_layers(eqn, ins):
-                return True
-        return bool(find_blocks(EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])))
+        facts = Facts(jaxpr, [mark.kind for mark in marks])
+        is_loop = (_kind(eqn) == "scan" and _is_over_layers(eqn, map(facts.kind, eqn.invars)) for eqn in jaxpr.eqns)
+        return any(is_loop) or bool(find_blocks(EqnSequence(facts)))
 
     def region(
         self,
@@ -192,9 +190,9 @@ class RematWalk:
             self.leave(eqn, "no attention in it, so nothing of it is recomputed", frame)
             return plain(values)
         for var, moves in zip(jaxpr.invars, movable, strict=True):
-            large = moves and region.known[var].kind == "value" and is_large(var.aval)
+            large = moves and region.known.kind(var) == "value" and is_large(var.aval)
             if large and self.setting.remat.residuals == "sharded" and not region.leaves(var):
-                is_sharded = region.known[var].dims is not None
+                is_sharded = region.known.marks[var].dims is not None
                 reason = "already sharded over `model`" if is_sharded else f"no dim of {var.aval.shape} divides"
                 self.leave(eqn, f"a residual is not sharded: {reason}", frame)
         recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=prevent_cse)
@@ -209,7 +207,8 @@ class RematWalk:
         jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
         num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
         consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
-        is_block = self.policy != "own" and _is_over_layers(eqn, marks)
+        is_layers = _is_over_layers(eqn, (mark.kind for mark in marks))
+        is_block = self.policy != "own" and is_layers
         inside = [
             *(dataclasses.replace(mark, held=True) for mark in marks[:num_consts]),
             *(dataclasses.replace(VALUE, dims=mark.dims) for mark in marks[num_consts:num_state]),
@@ -217,7 +216,6 @@ class RematWalk:
         ]
         traced = flattened(jaxpr, inner_consts, _UNWRAPPED) if is_block else None
         inside = self.carried(jaxpr, inside, parts)
-        is_layers = _is_over_layers(eqn, marks)
         times = frame.times * parts.length
         frame = dataclasses.replace(frame.inside(eqn), in_loop=not is_layers, times=times)
 
@@ -232,11 +230,9 @@ class RematWalk:
     def carried(self, jaxpr: Any, marks: list[Mark], parts: jaxprs.ScanParts) -> list[Mark]:
         """Marks the carries that the body itself leaves sharded over the model."""
         opened, _ = jaxprs.open_jaxpr(flattened(jaxpr, kinds=_UNWRAPPED))
-        known = self.setting.marks(opened, marks)
-        marks = list(marks)
-        for i, atom in enumerate(opened.outvars[: parts.num_carry]):
-            dims = None if jaxprs.is_literal(atom) else known[atom].dims
-            marks[parts.num_consts + i] = dataclasses.replace(marks[parts.num_consts + i], dims=dims)
+        known, marks = self.setting.marked(opened, marks), list(marks)
+        for i, atom in enumerate(opened.outvars[: parts.num_carry], parts.num_consts):
+            marks[i] = dataclasses.replace(marks[i], dims=known.mark(atom).dims)
         return marks
 
     def cond(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
@@ -274,17 +270,14 @@ def _kind(eqn: Any) -> str | None:
     return None if sub is None else sub.kind
 
 
-def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
+def _is_over_layers(eqn: Any, kinds: Iterable[str]) -> bool:
     """Tells whether a scan takes a slice of some params in each turn, stacked or by index."""
-    parts = jaxprs.scan_parts(eqn)
-    if any(mark.kind == "param" for mark in marks[parts.num_consts + parts.num_carry :]):
+    parts, kinds = jaxprs.scan_parts(eqn), [*kinds]
+    if "param" in kinds[parts.num_consts + parts.num_carry :]:
         return True
     jaxpr, _ = jaxprs.open_jaxpr(parts.jaxpr)
-    invariant = {
-        var for var, mark in zip(jaxpr.invars, marks[: parts.num_consts], strict=False) if mark.kind == "param"
-    }
-    taken = (eqn.invars[0] for eqn in equations(jaxpr) if narrows(eqn))
-    return any(not jaxprs.is_literal(atom) and atom in invariant for atom in taken)
+    invariant = [var for var, kind in zip(jaxpr.invars, kinds[: parts.num_consts], strict=False) if kind == "param"]
+    return any(narrows(eqn) and eqn.invars[0] in invariant for eqn in equations(jaxpr))
 
 
 def _has_blocks(eqn: Any) -> bool:

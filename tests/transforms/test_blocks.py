@@ -57,32 +57,32 @@ def check(fn, params, *args):
         assert stop <= block.start < block.stop <= len(jaxpr.eqns)
         stop = block.stop
         inside = jaxpr.eqns[block.start : block.stop]
-        known = set(block.reads)
+        known = set(block.invars)
         for eqn in inside:
             assert all(jaxprs.is_literal(atom) or atom in known for atom in eqn.invars)
             known.update(eqn.outvars)
         after = [atom for eqn in jaxpr.eqns[block.stop :] for atom in eqn.invars] + list(jaxpr.outvars)
         made = {var for eqn in inside for var in eqn.outvars}
-        assert set(block.writes) == {atom for atom in after if not jaxprs.is_literal(atom) and atom in made}
+        assert set(block.outvars) == {atom for atom in after if not jaxprs.is_literal(atom) and atom in made}
     return jaxpr, is_param, blocks
 
 
 def activations(jaxpr, is_param, block):
     """Returns the shapes of what a block reads that is neither a param nor an input of the function."""
-    return [var.aval.shape for var in block.reads if var not in set(jaxpr.invars)]
+    return [var.aval.shape for var in block.invars if var not in set(jaxpr.invars)]
 
 
 def assert_one_run(fn, params, *args, num=LAYERS):
     """One run of `num` blocks, cut where one `[batch, width]` passes, each with params of its own."""
     jaxpr, is_param, blocks = check(fn, params, *args)
     assert [block.repeat for block in blocks] == [0] * num
-    assert [len(block.writes) for block in blocks] == [1] * num
-    streams = {block.writes[0].aval.shape for block in blocks}
+    assert [len(block.outvars) for block in blocks] == [1] * num
+    streams = {block.outvars[0].aval.shape for block in blocks}
     assert len(streams) == 1
     for block in blocks[1:]:
         assert activations(jaxpr, is_param, block).count(next(iter(streams))) == 1
     marked = {var for var, mark in zip(jaxpr.invars, is_param, strict=True) if mark}
-    assert all(len(marked & set(block.reads)) == len(marked & set(blocks[0].reads)) for block in blocks)
+    assert all(len(marked & set(block.invars)) == len(marked & set(blocks[0].invars)) for block in blocks)
     return jaxpr, is_param, blocks
 
 
@@ -201,7 +201,7 @@ def test_several_runs():
 
     _, _, blocks = check(fn, params, examples())
     assert [block.repeat for block in blocks] == [0] * 4 + [1] * 3
-    assert all(len(block.writes) == 1 for block in blocks)
+    assert all(len(block.outvars) == 1 for block in blocks)
 
 
 def test_attention_is_cut_where_the_residual_stream_passes():
@@ -214,7 +214,7 @@ def test_attention_is_cut_where_the_residual_stream_passes():
             gpt_nnx.make(config),
         ):
             _, _, blocks = assert_one_run(loss, jax.eval_shape(init, jax.random.key(0)), batch)
-            assert {block.writes[0].aval.shape for block in blocks} == {(2, TINY.seq_len, WIDTH)}
+            assert {block.outvars[0].aval.shape for block in blocks} == {(2, TINY.seq_len, WIDTH)}
 
 
 def test_params_shared_in_part_make_blocks_of_two():

@@ -73,11 +73,6 @@ class Facts:
         last = {var: i for i, eqn in enumerate(self.jaxpr.eqns) for var in jaxprs.variables(eqn)}
         return last | {var: len(self.jaxpr.eqns) for var in self.jaxpr.outvars if not jaxprs.is_literal(var)}
 
-    @functools.cached_property
-    def producers(self) -> dict[Any, Any]:
-        """For each variable that is no input the equation that makes it."""
-        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
-
 
 class _Origins(Pass[Origin | None]):
     """The origins of values; None of what is made of anything else than params and constants."""

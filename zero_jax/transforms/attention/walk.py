@@ -11,8 +11,8 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import flattened, run_scan
-from zero_jax.core.subcalls import Subcall, equations_of, subcall
+from zero_jax.core.evaluation import evaluate, flattened, run_scan
+from zero_jax.core.subcalls import Subcall, equations_of, scan_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.attention.masks import Affine, Choice, View
@@ -46,7 +46,7 @@ class Body:
       consts: its constants.
       prover: what is known of its values.
       cores: by the variable of its result, each attention that the kernel computes.
-      inner: by the index of an equation, the bodies of the jaxprs that it runs.
+      inner: by the `id` of an equation, the bodies of the jaxprs that it runs.
     """
 
     jaxpr: Any
@@ -83,17 +83,18 @@ class AttentionSearch:
         facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
         cores = self.choose(facts, prover, at)
         inner: dict[int, list[Body]] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             if (sub := subcall(eqn)) is not None and _may_attend(eqn):
                 if sub.kind in _ENTERED:
-                    inner[i] = self.bodies(eqn, sub, prover, facts, at)
+                    inner[id(eqn)] = self.bodies(eqn, sub, prover, facts, at)
                 else:
                     self.leave(eqn, at)
         return Body(jaxpr, consts, prover, cores, inner)
 
     def choose(self, facts: Facts, prover: Prover, at: Place) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
-        jaxpr, producers = facts.jaxpr, facts.producers
+        jaxpr = facts.jaxpr
+        producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         cores: dict[Any, AttentionCore] = {}
         reasons: dict[Any, str] = {}
         for var, found in prover.found.items():
@@ -220,39 +221,35 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
 
 def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a body; `kernel(core, read, aval)` computes its cores."""
-    jaxpr = body.jaxpr
-    env: dict[Any, Any] = {}
-
-    def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
-        env.update(zip(variables, values, strict=True))
-        for var in variables:
-            if var in body.prover.leaves:
-                body.prover.leaves[var].array = env[var]
-
-    write((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
+    jaxpr, leaves, env = body.jaxpr, body.prover.leaves, {}
     read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-    for i, eqn in enumerate(jaxpr.eqns):
-        core = body.cores.get(eqn.outvars[0]) if eqn.outvars else None
-        if core is not None:
+
+    def note(variables: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+        for var, value in zip(variables, values, strict=True):
+            if var in leaves:
+                leaves[var].array = value
+        return values
+
+    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        inner = body.inner.get(id(eqn), [])
+        if eqn.outvars and eqn.outvars[0] in body.cores:
             with jaxprs.source_context(eqn):
-                write(eqn.outvars, [kernel(core, read, eqn.outvars[0].aval)])
-            continue
-        values = [*map(read, eqn.invars)]
-        inner = body.inner.get(i, [])
-        if any(each.is_changed for each in inner):
-            write(eqn.outvars, _run_inner(eqn, inner, values, kernel))
+                values = [kernel(body.cores[eqn.outvars[0]], read, eqn.outvars[0].aval)]
+        elif any(each.is_changed for each in inner):
+            values = _run_inner(eqn, inner, values, kernel)
         else:
-            write(eqn.outvars, jaxprs.bind(eqn, values))
-    return [read(atom) for atom in jaxpr.outvars]
+            values = jaxprs.bind(eqn, values)
+        return note(eqn.outvars, values)
+
+    note((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
+    return evaluate(jaxpr, body.consts, arrays, equation, env)
 
 
 def _run_inner(eqn: Any, bodies: list[Body], values: list[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a loop, a branch or a `jax.checkpoint` with the bodies in place of its own."""
     calls = [functools.partial(_call, body, kernel) for body in bodies]
     if eqn.primitive.name == "scan":
-        parts = jaxprs.scan_parts(eqn)
-        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-        consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
+        consts, carry, xs = scan_of(eqn).split(values)
         return run_scan(eqn, lambda carry, x: calls[0](*consts, *carry, *x), carry, xs)
     with jaxprs.source_context(eqn):
         if eqn.primitive.name == "cond":

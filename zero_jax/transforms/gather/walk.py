@@ -18,7 +18,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
-from zero_jax.core.subcalls import subcall
+from zero_jax.core.subcalls import scan_of, subcall
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
@@ -322,12 +322,12 @@ class GatherWalk:
 
     def scan(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Slices of stacked params enter the body as shards; loop-invariant params are gathered once before it."""
-        parts = jaxprs.scan_parts(eqn)
-        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
-        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-        carry = [self.before(v, eqn, "a carry of scan") for v in values[num_consts:num_state]]
-        xs, slices = scanned(self, eqn, values[num_state:], jaxpr.invars[num_state:])
-        consts = hoisted(self, eqn, values[:num_consts], jaxpr, parts.length)
+        scan = scan_of(eqn)
+        jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
+        consts, carry, stacks = scan.split(values)
+        carry = [self.before(v, eqn, "a carry of scan") for v in carry]
+        xs, slices = scanned(self, eqn, stacks, scan.split(jaxpr.invars)[2])
+        consts = hoisted(self, eqn, consts, jaxpr, scan.length)
         inner_frame = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
 
         def body(carry: list[Any], x: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from reference import mesh_of
 
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate
+from zero_jax.core.subcalls import scan_of
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
 TABLE = np.ones(4, np.float32)
@@ -145,7 +146,7 @@ def test_bind_keeps_the_settings_of_the_trace():
 
 
 @pytest.mark.parametrize(("reverse", "unroll"), [(False, 1), (True, 2)])
-def test_scan_parts(reverse, unroll):
+def test_scan_of(reverse, unroll):
     def fn(x, a, b):
         def body(carry, x):
             i, total = carry
@@ -154,17 +155,17 @@ def test_scan_parts(reverse, unroll):
         return lax.scan(body, (0, jnp.zeros(2)), x, reverse=reverse, unroll=unroll)
 
     args = np.zeros((5, 4), np.float32), np.zeros((2, 4), np.float32), np.zeros(2, np.float32)
-    parts = jaxprs.scan_parts(named_equation(fn, *args, name="scan"))
+    parts = scan_of(named_equation(fn, *args, name="scan"))
     assert (parts.num_consts, parts.num_carry, parts.length) == (2, 2, 5)
     assert (parts.reverse, parts.unroll) == (reverse, unroll)
     jaxpr, _ = jaxprs.open_jaxpr(parts.jaxpr)
     assert [v.aval.shape for v in jaxpr.invars] == [(2, 4), (2,), (), (2,), (4,)]
 
 
-def test_scan_parts_without_inputs_or_carry():
+def test_scan_of_without_inputs_or_carry():
     eqn = named_equation(lambda x: lax.fori_loop(0, 3, lambda i, x: x + i, x), X, name="scan")
-    assert jaxprs.scan_parts(eqn).length == 3
-    parts = jaxprs.scan_parts(named_equation(lambda x: lax.map(jnp.sin, x), X, name="scan"))
+    assert scan_of(eqn).length == 3
+    parts = scan_of(named_equation(lambda x: lax.map(jnp.sin, x), X, name="scan"))
     assert (parts.num_consts, parts.num_carry, parts.length) == (0, 0, 3)
 
 

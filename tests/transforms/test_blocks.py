@@ -11,6 +11,7 @@ from zero_jax.core import jaxprs
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
 
 WIDTH, LAYERS, BATCH_SIZE = 16, 5, 8
 TINY = gpt.GPTConfig(num_layers=LAYERS, scan=False, remat=False, d_model=WIDTH, seq_len=8, vocab_size=32)
@@ -43,41 +44,45 @@ def trace(fn, params, *args):
     return jaxpr, [i < len(leaves) for i in range(len(jaxpr.invars))]
 
 
+def sequence(jaxpr, is_param):
+    return EqnSequence(Facts(jaxpr, ["param" if x else "value" for x in is_param]))
+
+
 def check(fn, params, *args):
     """Finds blocks, and checks what each must be: in order, disjoint, and a function from its reads to its writes."""
     jaxpr, is_param = trace(fn, params, *args)
-    blocks = find_blocks(EqnSequence(jaxpr, is_param))
+    blocks = find_blocks(sequence(jaxpr, is_param))
     stop = 0
     for block in blocks:
         assert stop <= block.start < block.stop <= len(jaxpr.eqns)
         stop = block.stop
         inside = jaxpr.eqns[block.start : block.stop]
-        known = set(block.reads)
+        known = set(block.invars)
         for eqn in inside:
             assert all(jaxprs.is_literal(atom) or atom in known for atom in eqn.invars)
             known.update(eqn.outvars)
         after = [atom for eqn in jaxpr.eqns[block.stop :] for atom in eqn.invars] + list(jaxpr.outvars)
         made = {var for eqn in inside for var in eqn.outvars}
-        assert set(block.writes) == {atom for atom in after if not jaxprs.is_literal(atom) and atom in made}
+        assert set(block.outvars) == {atom for atom in after if not jaxprs.is_literal(atom) and atom in made}
     return jaxpr, is_param, blocks
 
 
 def activations(jaxpr, is_param, block):
     """Returns the shapes of what a block reads that is neither a param nor an input of the function."""
-    return [var.aval.shape for var in block.reads if var not in set(jaxpr.invars)]
+    return [var.aval.shape for var in block.invars if var not in set(jaxpr.invars)]
 
 
 def assert_one_run(fn, params, *args, num=LAYERS):
     """One run of `num` blocks, cut where one `[batch, width]` passes, each with params of its own."""
     jaxpr, is_param, blocks = check(fn, params, *args)
     assert [block.repeat for block in blocks] == [0] * num
-    assert [len(block.writes) for block in blocks] == [1] * num
-    streams = {block.writes[0].aval.shape for block in blocks}
+    assert [len(block.outvars) for block in blocks] == [1] * num
+    streams = {block.outvars[0].aval.shape for block in blocks}
     assert len(streams) == 1
     for block in blocks[1:]:
         assert activations(jaxpr, is_param, block).count(next(iter(streams))) == 1
     marked = {var for var, mark in zip(jaxpr.invars, is_param, strict=True) if mark}
-    assert all(len(marked & set(block.reads)) == len(marked & set(blocks[0].reads)) for block in blocks)
+    assert all(len(marked & set(block.invars)) == len(marked & set(blocks[0].invars)) for block in blocks)
     return jaxpr, is_param, blocks
 
 
@@ -196,7 +201,7 @@ def test_several_runs():
 
     _, _, blocks = check(fn, params, examples())
     assert [block.repeat for block in blocks] == [0] * 4 + [1] * 3
-    assert all(len(block.writes) == 1 for block in blocks)
+    assert all(len(block.outvars) == 1 for block in blocks)
 
 
 def test_attention_is_cut_where_the_residual_stream_passes():
@@ -209,7 +214,7 @@ def test_attention_is_cut_where_the_residual_stream_passes():
             gpt_nnx.make(config),
         ):
             _, _, blocks = assert_one_run(loss, jax.eval_shape(init, jax.random.key(0)), batch)
-            assert {block.writes[0].aval.shape for block in blocks} == {(2, TINY.seq_len, WIDTH)}
+            assert {block.outvars[0].aval.shape for block in blocks} == {(2, TINY.seq_len, WIDTH)}
 
 
 def test_params_shared_in_part_make_blocks_of_two():
@@ -249,7 +254,7 @@ def test_no_blocks(fn):
 
 def test_nothing_is_a_param():
     jaxpr, is_param = trace(plain, layers(), examples())
-    assert find_blocks(EqnSequence(jaxpr, [False] * len(is_param))) == ()
+    assert find_blocks(sequence(jaxpr, [False] * len(is_param))) == ()
 
 
 def test_equinox():
@@ -269,4 +274,4 @@ def test_equinox():
 def test_hundreds_of_layers_are_found():
     params = jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), layers(1)) * 400
     jaxpr, is_param = trace(plain, params, examples())
-    assert len(find_blocks(EqnSequence(jaxpr, is_param))) == 400
+    assert len(find_blocks(sequence(jaxpr, is_param))) == 400

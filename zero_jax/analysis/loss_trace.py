@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr, without_dead_code
+from zero_jax.core.jaxprs import is_on_host, open_jaxpr, without_dead_code
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.sharding.mesh import axis_size
@@ -188,7 +188,7 @@ class _TracedLoss:
             return jax.vjp(floating, trainable(variables.params), has_aux=True)[1]
 
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(forward)(*self.arguments))
-        made_of = sources(jaxpr, list(dict.fromkeys(out for out in jaxpr.outvars if not is_literal(out))))
+        made_of = sources(jaxpr)
         variables = list(dict.fromkeys([*made_of, *(source for of in made_of.values() for source in of)]))
         propagated = self._propagate(jaxpr.replace(outvars=variables))
         sizes = {
@@ -198,7 +198,7 @@ class _TracedLoss:
         saved: set[Any] = set()
         # The result of elementwise operations is saved, or recomputed from its saved sources: the compiler takes the
         # smaller.
-        for var, of in sorted(made_of.items(), key=lambda item: item[1] != [item[0]]):
+        for var, of in sorted(made_of.items(), key=lambda item: item[1] != (item[0],)):
             source_bytes = sum(sizes[source] for source in of if source not in saved)
             saved |= {var} if sizes[var] <= source_bytes else set(of)
         device, host = (

@@ -9,15 +9,21 @@ from typing import Any
 import jax
 from jax import lax
 
-from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, scan_parts, source_context
-from zero_jax.core.subcalls import subcall
+from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context
+from zero_jax.core.subcalls import scan_of, subcall
 
 Equation = Callable[[Any, list[Any]], Sequence[Any]]
 # From a closed jaxpr, the shape of its results, and the arguments as pytrees to another jaxpr and shape.
 Rewrite = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any]]
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], equation: Equation = bind) -> list[Any]:
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    equation: Equation = bind,
+    env: dict[Any, Any] | None = None,
+) -> list[Any]:
     """Evaluates an open jaxpr on values and returns its results.
 
     Args:
@@ -25,8 +31,10 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], equation:
       consts: the values of its constants.
       values: the values of its inputs.
       equation: from an equation and the values of its inputs to the values of its results.
+      env: gets the values of all variables.
     """
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    env = {} if env is None else env
+    env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
     read = lambda atom: atom.val if is_literal(atom) else env[atom]  # noqa: E731
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
@@ -57,13 +65,13 @@ def run_scan(
       carry: the first carry.
       xs: the arrays to slice.
     """
-    parts = scan_parts(eqn)
+    scan = scan_of(eqn)
 
     def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = body(carry, x)
-        return outs[: parts.num_carry], outs[parts.num_carry :]
+        return outs[: scan.num_carry], outs[scan.num_carry :]
 
-    options = {"length": parts.length, "reverse": parts.reverse, "unroll": parts.unroll}
+    options = {"length": scan.length, "reverse": scan.reverse, "unroll": scan.unroll}
     with source_context(eqn):
         carry, ys = lax.scan(iteration, list(carry), list(xs), **options)
     return [*carry, *ys]

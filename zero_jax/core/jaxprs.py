@@ -8,7 +8,6 @@ primitives that run other jaxprs.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -93,12 +92,6 @@ def variables(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
-def last_reads(jaxpr: Jaxpr) -> dict[Any, int]:
-    """Returns for each variable of an open jaxpr the index of its last reader, past the end for what is returned."""
-    last = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in variables(eqn)}
-    return last | {var: len(jaxpr.eqns) for var in jaxpr.outvars if not is_literal(var)}
-
-
 @contextlib.contextmanager
 def source_context(eqn: JaxprEqn) -> Iterator[None]:
     """Gives what is traced inside the source line, name stack and trace-time settings of an equation."""
@@ -137,33 +130,13 @@ def source_line(eqn: JaxprEqn) -> str:
     return next(filter(None, map(source_line, within)), "")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScanParts:
-    """The parts of a `scan` equation: `jaxpr` takes `num_consts` constants, `num_carry` carries, then slices."""
-
-    jaxpr: Jaxpr
-    num_consts: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: int
-
-
-def scan_parts(eqn: JaxprEqn) -> ScanParts:
-    """Returns the parts of a `scan` equation (JAX 0.12 keeps the counts in a tree, `ft_in`)."""
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many constants and carries a `scan` equation has (JAX 0.12 keeps the counts in a tree, `ft_in`)."""
     params = eqn.params
     if "num_consts" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:
-        num_consts, num_carry, _ = (len(part) for part in params["ft_in"].unpack())
-    return ScanParts(
-        jaxpr=params["jaxpr"],
-        num_consts=num_consts,
-        num_carry=num_carry,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+        return params["num_consts"], params["num_carry"]
+    num_consts, num_carry, _ = (len(part) for part in params["ft_in"].unpack())
+    return num_consts, num_carry
 
 
 def has_explicit_shardings(eqn: JaxprEqn) -> bool:

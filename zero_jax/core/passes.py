@@ -81,6 +81,22 @@ class Pass(Generic[V]):
         return [*carry, *map(self.stack_of, results[sub.num_carry :])]
 
 
+class Dependence(Pass[frozenset[int]]):
+    """Which inputs each value is made of, by the numbers that these are marked with."""
+
+    def constant(self, atom: Any) -> frozenset[int]:
+        """Returns that a constant is made of no input."""
+        return frozenset()
+
+    def join(self, first: frozenset[int], second: frozenset[int]) -> frozenset[int]:
+        """Returns the inputs of both."""
+        return first | second
+
+    def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        """Returns the inputs of all operands, for each result."""
+        return [frozenset().union(*operands)] * len(eqn.outvars)
+
+
 def fixed_point(
     body: Callable[[list[V]], list[V]], carry: list[V], join: Callable[[V, V], V]
 ) -> tuple[list[V], list[V]]:

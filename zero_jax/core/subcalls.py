@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
-from zero_jax.core.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxpr, scan_parts
+from zero_jax.core.jaxprs import has_explicit_shardings, inner_jaxprs, open_jaxpr, scan_counts
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class Subcall:
       num_carry: operands of a loop that an iteration takes from the one before.
       length: iterations; 1 where that is not known.
       reverse: whether a scan begins with the last slice.
+      unroll: how many iterations of a scan are one of the compiled loop.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Subcall:
     num_carry: int = 0
     length: int = 1
     reverse: bool = False
+    unroll: int = 1
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """Splits the operands of a loop into the constants of its body, carries, and what is taken in slices."""
@@ -75,15 +77,7 @@ def subcall(eqn: Any) -> Subcall | None:
     if kind is None:
         return None
     if kind == "scan":
-        parts = scan_parts(eqn)
-        return Subcall(
-            kind="scan",
-            jaxpr=parts.jaxpr,
-            num_consts=parts.num_consts,
-            num_carry=parts.num_carry,
-            length=parts.length,
-            reverse=parts.reverse,
-        )
+        return scan_of(eqn)
     if kind == "while":
         skipped, num_consts = params["cond_nconsts"], params["body_nconsts"]
         return Subcall(
@@ -98,6 +92,13 @@ def subcall(eqn: Any) -> Subcall | None:
         return Subcall(kind="cond", branches=tuple(params["branches"]))
     (jaxpr,) = inner_jaxprs(eqn)
     return Subcall(kind="sharded_call" if has_explicit_shardings(eqn) else kind, jaxpr=jaxpr)
+
+
+def scan_of(eqn: Any) -> Subcall:
+    """Returns the body of a `scan` equation, and what it takes."""
+    num_consts, num_carry = scan_counts(eqn)
+    options = {name: eqn.params[name] for name in ("jaxpr", "length", "reverse", "unroll")}
+    return Subcall(kind="scan", num_consts=num_consts, num_carry=num_carry, **options)
 
 
 def equations(jaxpr: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:

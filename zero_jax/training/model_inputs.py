@@ -6,15 +6,13 @@ last param: casting them would cost the loss its precision (`mask.sum()` in bflo
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from zero_jax.core.jaxprs import inner_jaxprs
-from zero_jax.core.passes import Pass
+from zero_jax.core.passes import Dependence
 from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.precision import cast_floating, resolve_precision
@@ -56,40 +54,29 @@ def cast_batch(
     return tree.unflatten([new if i in changed else old for i, (old, new) in enumerate(zip(leaves, cast, strict=True))])
 
 
-@dataclasses.dataclass(frozen=True)
-class _InputOrigin:
-    """What a value is made of: leaves of the batch, by number, and params or not."""
-
-    leaves: frozenset[int] = frozenset()
-    params: bool = False
+_PARAMS = frozenset({-1})
 
 
 def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
     """Returns the numbers of the leaves that the model takes."""
-    origins = [_InputOrigin(params=True) for _ in jax.tree.leaves(params)]
-    origins += [_InputOrigin(leaves=frozenset({i})) for i in range(len(jax.tree.leaves(batch)))]
-    origins += [_InputOrigin() for _ in jax.tree.leaves(key)]
+    made_of = [_PARAMS for _ in jax.tree.leaves(params)]
+    made_of += [frozenset({i}) for i in range(len(jax.tree.leaves(batch)))]
+    made_of += [frozenset() for _ in jax.tree.leaves(key)]
     inputs = _ModelInputs()
-    inputs.run(jax.make_jaxpr(loss_fn)(params, batch, key), origins)
+    inputs.run(jax.make_jaxpr(loss_fn)(params, batch, key), made_of)
     return set(inputs.notes)
 
 
-class _ModelInputs(Pass[_InputOrigin]):
-    """What each value is made of; notes the leaves of the batch that are brought together with params."""
+class _ModelInputs(Dependence):
+    """Which leaves of the batch, and `_PARAMS`, each value is made of; notes the leaves that meet params."""
 
     enters = CALLS | {"cond", "scan"}
 
-    def constant(self, atom: Any) -> _InputOrigin:
-        return _InputOrigin()
-
-    def join(self, first: _InputOrigin, second: _InputOrigin) -> _InputOrigin:
-        return _InputOrigin(first.leaves | second.leaves, first.params or second.params)
-
-    def operation(self, eqn: Any, operands: list[_InputOrigin]) -> list[_InputOrigin]:
-        origin = functools.reduce(self.join, operands, _InputOrigin())
-        of_params_alone = any(x.params and not x.leaves for x in operands)
+    def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        results = super().operation(eqn, operands)
+        made_of = frozenset().union(*operands)
         # The sum of a loss and a regularizer takes nothing into the model.
         is_total = all(var.aval.shape == () for var in eqn.outvars) and not is_contraction(eqn)
-        if (of_params_alone and not is_total) or (inner_jaxprs(eqn) and origin.params):
-            self.notes.update(dict.fromkeys(origin.leaves))
-        return [origin] * len(eqn.outvars)
+        if (_PARAMS in operands and not is_total) or (inner_jaxprs(eqn) and made_of >= _PARAMS):
+            self.notes.update(dict.fromkeys(made_of - _PARAMS))
+        return results

@@ -4,7 +4,7 @@
 recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
 `separable/` decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every
 value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
-`passes`.
+`passes`. `facts` says what values are made of, and where they are read last.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport

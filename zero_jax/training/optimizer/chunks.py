@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core import jaxprs
 from zero_jax.core.device_put import default_layout
 from zero_jax.core.evaluation import evaluate
+from zero_jax.core.passes import Dependence
 from zero_jax.sharding.mesh import GPUS
 from zero_jax.training.optimizer.rows import Piece, Rows
 from zero_jax.transforms import ELEMENTWISE
@@ -60,15 +61,13 @@ class Loop:
 
     Attributes:
       shape: the shape of all arrays that are cut into chunks.
-      eqns: the equations to evaluate on chunks.
-      inputs: the variables that they, or the results, read: arrays of that shape and scalars.
-      before: the jaxpr of those of the inputs that are computed before, whole.
+      jaxpr: what is evaluated on chunks: it takes arrays of that shape and scalars.
+      before: the jaxpr of those of its inputs that are computed before, whole.
       whole: the variables of its results.
     """
 
     shape: tuple[int, ...]
-    eqns: list[Any]
-    inputs: list[Any]
+    jaxpr: Any
     before: Any
     whole: list[Any]
 
@@ -80,46 +79,39 @@ class Loop:
             return None
         (shape,) = shapes
         jaxpr = jaxprs.without_dead_code(jaxpr)
-        needs_host = {var for var, flag in zip(jaxpr.invars, on_host, strict=True) if flag}
-        used = {x for eqn in jaxpr.eqns for x in eqn.invars if not jaxprs.is_literal(x)} | set(jaxpr.outvars)
-        if any(var.aval.shape != shape for var in needs_host & used):
+        needs_host: dict[Any, frozenset[int]] = {}
+        Dependence().run(jaxpr, [frozenset([0] if flag else []) for flag in on_host], needs_host)
+        used = {*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in jaxprs.variables(eqn))}
+        if any(needs_host[var] and var.aval.shape != shape for var in used.intersection(jaxpr.invars)):
             return None
         eqns = []
         for eqn in jaxpr.eqns:
-            operands = [x for x in eqn.invars if not jaxprs.is_literal(x)]
             if _is_chunked(eqn, shape) and all(x.aval.shape in (shape, ()) for x in eqn.invars):
                 eqns.append(eqn)
-                needs_host.update(eqn.outvars if needs_host.intersection(operands) else ())
-            elif needs_host.intersection(operands):
+            elif any(needs_host[var] for var in jaxprs.variables(eqn)):
                 return None
         # From the results back: what a chunk needs, down to inputs and to what is computed before.
         wanted, needed_eqns = dict.fromkeys(jaxpr.outvars), []
         for eqn in reversed(eqns):
             if any(var in wanted for var in eqn.outvars):
                 needed_eqns.append(eqn)
-                wanted.update(dict.fromkeys(x for x in eqn.invars if not jaxprs.is_literal(x)))
+                wanted.update(dict.fromkeys(jaxprs.variables(eqn)))
         made = {var for eqn in needed_eqns for var in eqn.outvars}
         whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in wanted and var not in made]
         before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
         inputs = [var for var in wanted if var not in made]
-        return cls(shape=shape, eqns=needed_eqns[::-1], inputs=inputs, before=before, whole=whole)
+        chunked = jaxpr.replace(constvars=[], invars=inputs, eqns=needed_eqns[::-1])
+        return cls(shape=shape, jaxpr=chunked, before=before, whole=whole)
 
-    def evaluate(self, values: dict[Any, Any], results: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
-        """Returns some of the variables of a chunk of a shape, from the values of the inputs there."""
-        values = dict(values)
+    def evaluate(self, values: dict[Any, Any], shape: tuple[int, ...]) -> list[Any]:
+        """Returns the results for a chunk of a shape, from the values of the inputs there."""
 
-        def value_of(atom: Any) -> Any:
-            return atom.val if jaxprs.is_literal(atom) else values[atom]
-
-        for eqn in self.eqns:
-            operands = [value_of(x) for x in eqn.invars]
+        def equation(eqn: Any, operands: list[Any]) -> list[Any]:
             if eqn.primitive.name == "broadcast_in_dim":
-                values[eqn.outvars[0]] = jnp.broadcast_to(operands[0], shape)
-            elif eqn.primitive.name == "sharding_constraint":
-                values[eqn.outvars[0]] = operands[0]
-            else:
-                (values[eqn.outvars[0]],) = jaxprs.bind(eqn, operands)
-        return [value_of(x) for x in results]
+                return [jnp.broadcast_to(operands[0], shape)]
+            return operands if eqn.primitive.name == "sharding_constraint" else jaxprs.bind(eqn, operands)
+
+        return evaluate(self.jaxpr, (), [values[var] for var in self.jaxpr.invars], equation)
 
 
 def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
@@ -159,7 +151,7 @@ def run_chunks(
     sharding = arguments[unit.on_host[0]].sharding
     assert sharding is not None
     device = sharding.mesh.devices.flat[0]  # pyright: ignore[reportOptionalMemberAccess]
-    names = list(dict.fromkeys([*replaced, *on_host, *loop.inputs]))
+    names = list(dict.fromkeys([*replaced, *on_host, *loop.jaxpr.invars]))
     on_gpus = device.platform in GPUS
 
     def run_shard(start: Any, *shard_arrays: Any) -> tuple[list[Any], Any]:
@@ -230,10 +222,10 @@ class _Pipeline:
         """Replaces a chunk, and fetches the following one."""
         state, values = dict(state), dict(zip(self.on_host, current, strict=True))
         i = self.after(current[0], i)
-        for var in self.loop.inputs:
+        for var in self.loop.jaxpr.invars:
             if var not in values:
                 values[var] = state[var] if not jnp.ndim(state[var]) else self.cut(state[var], i)
-        new = self.loop.evaluate(values, list(self.replaced.values()), current[0].shape)
+        new = self.loop.evaluate(values, current[0].shape)
         following = self.after(new[0], following)
         made, fetched = dict(zip(self.replaced, new, strict=True)), []
 

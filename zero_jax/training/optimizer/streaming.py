@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate, flattened, trace_flat
+from zero_jax.core.passes import Dependence
 from zero_jax.sharding.spec import dims_of
 from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks, zero_after
 
@@ -67,18 +68,10 @@ def _evaluate(jaxpr: Any, which: Sequence[int], consts: Sequence[Any], values: S
 
 def _units(jaxpr: Any, arguments: Sequence[Argument], todo: Sequence[int], into: Sequence[int]) -> list[Unit]:
     """Returns the results that need arrays of the host, or replace them, by the arrays that they share."""
-    needs: dict[Any, frozenset[int]] = {
-        var: frozenset([i] if x.on_host else []) for i, (var, x) in enumerate(zip(jaxpr.invars, arguments, strict=True))
-    }
-    for eqn in jaxpr.eqns:
-        found = frozenset().union(*(needs.get(x, frozenset()) for x in eqn.invars if not jaxprs.is_literal(x)))
-        needs.update((var, found) for var in eqn.outvars)
+    needs = Dependence().run(jaxpr, [frozenset([i] if x.on_host else []) for i, x in enumerate(arguments)])
     groups: list[tuple[set[int], list[int]]] = []  # arrays of the host, results
     for i in todo:
-        var = jaxpr.outvars[i]
-        found = set() if jaxprs.is_literal(var) else set(needs.get(var, ()))
-        if arguments[into[i]].on_host:
-            found.add(into[i])
+        found = {*needs[i], *([into[i]] if arguments[into[i]].on_host else [])}
         if not found:
             continue
         same = [group for group in groups if group[0] & found]

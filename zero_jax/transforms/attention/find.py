@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import equations_of
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import is_contraction
 
 
@@ -19,25 +20,25 @@ class AttentionCores:
     results: frozenset[Any]
 
 
-def find_cores(jaxpr: Any, is_activation: Callable[[Any], bool]) -> AttentionCores:
+def find_cores(facts: Facts) -> AttentionCores:
     """Finds what is computed between the product of queries with keys and the product with values.
 
     A core is two products of activations with a softmax (an exponential) between.
 
     Args:
-      jaxpr: an open jaxpr, with calls inlined.
-      is_activation: for each variable whether it is made of more than params and constants.
+      facts: of the values of a jaxpr with calls inlined; activations are made of more than params and constants.
     """
+    eqns = facts.jaxpr.eqns
     inner: set[Any] = set()
     results: set[Any] = set()
 
     def multiplies(eqn: Any) -> bool:
         is_product = eqn.primitive.name == "dot_general"
-        return is_product and all(not jaxprs.is_literal(atom) and is_activation(atom) for atom in eqn.invars)
+        return is_product and all(facts.kind(atom) == "value" for atom in eqn.invars)
 
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, eqn in enumerate(eqns):
         if multiplies(eqn):
-            found, ends = _core(jaxpr.eqns[i:], multiplies)
+            found, ends = _core(eqns[i:], multiplies)
             inner |= found
             results |= ends
     return AttentionCores(frozenset(inner), frozenset(results))

@@ -11,8 +11,8 @@ import jax
 from jax import lax
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import flattened, run_scan
-from zero_jax.core.subcalls import Subcall, equations_of, subcall
+from zero_jax.core.evaluation import evaluate, flattened, run_scan
+from zero_jax.core.subcalls import Subcall, equations_of, scan_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.attention.masks import Affine, Choice, View
@@ -20,6 +20,7 @@ from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
 from zero_jax.transforms.attention.scores import Attended, Logits, Product, Row, Scores, Weights
 from zero_jax.transforms.attention.static import Known
+from zero_jax.transforms.facts import Facts
 
 _ENTERED = ("scan", "remat", "cond")
 
@@ -45,7 +46,7 @@ class Body:
       consts: its constants.
       prover: what is known of its values.
       cores: by the variable of its result, each attention that the kernel computes.
-      inner: by the index of an equation, the bodies of the jaxprs that it runs.
+      inner: by the `id` of an equation, the bodies of the jaxprs that it runs.
     """
 
     jaxpr: Any
@@ -79,22 +80,20 @@ class AttentionSearch:
         """
         jaxpr, consts = flatten(jaxpr, consts)
         prover = Prover(jaxpr, consts, inputs)
-        is_data = dict(zip(jaxpr.invars, data, strict=True)) | {var: bool(var.aval.shape) for var in jaxpr.constvars}
-        for eqn in jaxpr.eqns:
-            value = bool(eqn.effects) or any(is_data[atom] for atom in eqn.invars if not jaxprs.is_literal(atom))
-            is_data.update(dict.fromkeys(eqn.outvars, value))
-        cores = self.choose(jaxpr, prover, is_data, at)
+        facts = Facts(jaxpr, ["value" if is_data else "param" for is_data in data])
+        cores = self.choose(facts, prover, at)
         inner: dict[int, list[Body]] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             if (sub := subcall(eqn)) is not None and _may_attend(eqn):
                 if sub.kind in _ENTERED:
-                    inner[i] = self.bodies(eqn, sub, prover, is_data, at)
+                    inner[id(eqn)] = self.bodies(eqn, sub, prover, facts, at)
                 else:
                     self.leave(eqn, at)
         return Body(jaxpr, consts, prover, cores, inner)
 
-    def choose(self, jaxpr: Any, prover: Prover, is_data: dict[Any, bool], at: Place) -> dict[Any, AttentionCore]:
+    def choose(self, facts: Facts, prover: Prover, at: Place) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
+        jaxpr = facts.jaxpr
         producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         cores: dict[Any, AttentionCore] = {}
         reasons: dict[Any, str] = {}
@@ -107,7 +106,7 @@ class AttentionSearch:
             del cores[var]
             reasons[var] = used[var]
         done = {prover.found[var].result for var in (*cores, *reasons)}
-        for var in find_cores(jaxpr, is_data.__getitem__).results - done:
+        for var in find_cores(facts).results - done:
             lost = prover.lost.get(var)
             reasons[var] = lost.reason if lost is not None else "its equations are of no form that is known"
         for eqn in jaxpr.eqns:
@@ -121,10 +120,10 @@ class AttentionSearch:
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reasons[var]))
         return cores
 
-    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, is_data: dict[Any, bool], at: Place) -> list[Body]:
+    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Place) -> list[Body]:
         """Returns the bodies of the jaxprs that an equation runs."""
         known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
-        data = [not jaxprs.is_literal(atom) and is_data[atom] for atom in eqn.invars]
+        data = [facts.kind(atom) == "value" for atom in eqn.invars]
         if sub.kind == "cond":
             branches = [jaxprs.open_jaxpr(branch) for branch in sub.branches]
             return [self.body(jaxpr, consts, known[1:], data[1:], at.inside(eqn)) for jaxpr, consts in branches]
@@ -146,8 +145,9 @@ class AttentionSearch:
         reason = f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
             jaxpr, _ = flatten(*jaxprs.open_jaxpr(inner))
+            results = find_cores(Facts(jaxpr, ["value"] * len(jaxpr.invars))).results
             for result in jaxpr.eqns:
-                if set(result.outvars) & find_cores(jaxpr, lambda var: True).results:
+                if results.intersection(result.outvars):
                     where = at.inside(eqn).inside(result).line
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reason))
 
@@ -221,39 +221,35 @@ def _still_used(jaxpr: Any, prover: Prover, cores: dict[Any, AttentionCore]) -> 
 
 def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a body; `kernel(core, read, aval)` computes its cores."""
-    jaxpr = body.jaxpr
-    env: dict[Any, Any] = {}
-
-    def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
-        env.update(zip(variables, values, strict=True))
-        for var in variables:
-            if var in body.prover.leaves:
-                body.prover.leaves[var].array = env[var]
-
-    write((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
+    jaxpr, leaves, env = body.jaxpr, body.prover.leaves, {}
     read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-    for i, eqn in enumerate(jaxpr.eqns):
-        core = body.cores.get(eqn.outvars[0]) if eqn.outvars else None
-        if core is not None:
+
+    def note(variables: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
+        for var, value in zip(variables, values, strict=True):
+            if var in leaves:
+                leaves[var].array = value
+        return values
+
+    def equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        inner = body.inner.get(id(eqn), [])
+        if eqn.outvars and eqn.outvars[0] in body.cores:
             with jaxprs.source_context(eqn):
-                write(eqn.outvars, [kernel(core, read, eqn.outvars[0].aval)])
-            continue
-        values = [*map(read, eqn.invars)]
-        inner = body.inner.get(i, [])
-        if any(each.is_changed for each in inner):
-            write(eqn.outvars, _run_inner(eqn, inner, values, kernel))
+                values = [kernel(body.cores[eqn.outvars[0]], read, eqn.outvars[0].aval)]
+        elif any(each.is_changed for each in inner):
+            values = _run_inner(eqn, inner, values, kernel)
         else:
-            write(eqn.outvars, jaxprs.bind(eqn, values))
-    return [read(atom) for atom in jaxpr.outvars]
+            values = jaxprs.bind(eqn, values)
+        return note(eqn.outvars, values)
+
+    note((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
+    return evaluate(jaxpr, body.consts, arrays, equation, env)
 
 
 def _run_inner(eqn: Any, bodies: list[Body], values: list[Any], kernel: Callable[..., Any]) -> list[Any]:
     """Evaluates a loop, a branch or a `jax.checkpoint` with the bodies in place of its own."""
     calls = [functools.partial(_call, body, kernel) for body in bodies]
     if eqn.primitive.name == "scan":
-        parts = jaxprs.scan_parts(eqn)
-        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-        consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
+        consts, carry, xs = scan_of(eqn).split(values)
         return run_scan(eqn, lambda carry, x: calls[0](*consts, *carry, *x), carry, xs)
     with jaxprs.source_context(eqn):
         if eqn.primitive.name == "cond":

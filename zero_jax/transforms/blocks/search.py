@@ -36,20 +36,20 @@ _MIN_USES = 1 / 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """One of the repeated blocks of a jaxpr: the equations of one turn of a Python loop.
+    """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop.
 
     Attributes:
       start: The index of its first equation.
       stop: The index after its last equation.
-      reads: The variables that it takes from before, params among them, in the order of their use.
-      writes: The variables that it makes and that are used after it, or that the jaxpr returns.
+      invars: The variables that it takes from before, params among them, in the order of their use.
+      outvars: The variables that it makes and that are used after it, or that the jaxpr returns.
       repeat: Which run of blocks it belongs to, counted from 0: an encoder's or a decoder's, say.
     """
 
     start: int
     stop: int
-    reads: tuple[Any, ...]
-    writes: tuple[Any, ...]
+    invars: tuple[Any, ...]
+    outvars: tuple[Any, ...]
     repeat: int
 
 
@@ -101,8 +101,8 @@ def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[
         yield Block(
             start=start,
             stop=stop,
-            reads=tuple(var for var in read if var not in made),
-            writes=tuple(var for eqn in inside for var in eqn.outvars if last.get(var, -1) >= stop),
+            invars=tuple(var for var in read if var not in made),
+            outvars=tuple(var for eqn in inside for var in eqn.outvars if last.get(var, -1) >= stop),
             repeat=repeat,
         )
 

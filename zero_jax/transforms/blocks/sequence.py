@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
@@ -13,42 +12,30 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core import jaxprs
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import is_float
-
-_TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
 
 
 class EqnSequence:
     """The equations of a jaxpr that are not on params alone, by their place among each other."""
 
-    def __init__(self, jaxpr: Any, is_param: Sequence[bool]):
-        self.jaxpr, self.last_read = jaxpr, jaxprs.last_reads(jaxpr)
-        self.origins: dict[Any, _Origin] = {}  # of what is made of params and constants alone
-        for i, (var, mark) in enumerate(zip(jaxpr.invars, is_param, strict=True)):
-            if mark:
-                self.origins[var] = _Origin(frozenset((i,)), i)
+    def __init__(self, facts: Facts):
+        self.facts, self.jaxpr, self.last_read = facts, facts.jaxpr, facts.last_read
         signatures = _Signatures()
         self.eqns: list[int] = []
         numbers: list[int] = []
         users: list[int] = []
-        for i, eqn in enumerate(jaxpr.eqns):
-            inputs = [self.origin(atom) for atom in eqn.invars]
-            known = [origin for origin in inputs if origin is not None]
-            if len(known) == len(inputs) and not eqn.effects:
-                self.origins.update(dict.fromkeys(eqn.outvars, _derived(eqn, known)))
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            if facts.only_params(eqn):
                 continue
-            if any(origin.params for origin in known):
+            if facts.params_in(eqn):
                 users.append(len(self.eqns))
             self.eqns.append(i)
             numbers.append(signatures.of(eqn))
         self.numbers = np.asarray(numbers, np.int64)
         self.users = np.asarray(users, np.int64)  # places of what takes params and activations
-        self.sizes = np.asarray([1 + signatures.num_inner(jaxpr.eqns[i]) for i in self.eqns], np.int64)
+        self.sizes = np.asarray([1 + signatures.num_inner(self.jaxpr.eqns[i]) for i in self.eqns], np.int64)
         self.measure()
-
-    def origin(self, atom: Any) -> _Origin | None:
-        """Returns what params an input is made of; None for what is made of anything else."""
-        return _Origin(frozenset(), str(atom)) if jaxprs.is_literal(atom) else self.origins.get(atom)
 
     def measure(self) -> None:
         """Works out how many bytes are made up to each place, and how many of them cross it."""
@@ -74,15 +61,11 @@ class EqnSequence:
         """Returns the index of a block's first equation: what is made of its params just before it is its own."""
         eqns, last = self.jaxpr.eqns, self.last_read
         index, end = self.eqns[start], self.eqns[stop - 1]
-        while index and self.only_params(eqns[index - 1]):
+        while index and self.facts.only_params(eqns[index - 1]):
             if any(last.get(var, -1) > end for var in eqns[index - 1].outvars):
                 break
             index -= 1
         return index
-
-    def only_params(self, eqn: Any) -> bool:
-        """Tells whether an equation is on params alone."""
-        return all(var in self.origins for var in eqn.outvars)
 
     def are_blocks(self, run: Sequence[int]) -> bool:
         """Tells whether each turn takes something of the turn before and has params that no other turn has."""
@@ -124,8 +107,8 @@ class EqnSequence:
         pairs: list[tuple[int, int]] = []
         for place in self.users.tolist():
             read = jaxprs.variables(self.jaxpr.eqns[self.eqns[place]])
-            used = [self.origins[var] for var in read if var in self.origins]
-            pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used if x.params]
+            used = [self.facts.origins[var] for var in read if self.facts.kind(var) == "param"]
+            pairs += [(place, numbers.setdefault(x.part, len(numbers))) for x in used]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T
 
     def weights(self, start: int, stop: int) -> collections.Counter[int]:
@@ -168,25 +151,6 @@ class _Signatures:
 
     def num_inner(self, eqn: Any) -> int:
         return sum(self.of_jaxpr(jaxpr)[2] for jaxpr in jaxprs.inner_jaxprs(eqn))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Origin:
-    """Which params a value is made of, and which parts of them: equal whatever else was done to these parts."""
-
-    params: frozenset[int]
-    part: Hashable
-
-
-def _derived(eqn: Any, inputs: Sequence[_Origin]) -> _Origin:
-    """Returns the origin of what is made of params and constants alone."""
-    params = frozenset().union(*(origin.params for origin in inputs))
-    of_params = [origin.part for origin in inputs if origin.params]
-    inner = jaxprs.inner_jaxprs(eqn)
-    if params and not inner and eqn.primitive.name not in _TAKES_A_PART:
-        return _Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
-    settings = "" if inner else str(eqn.params)
-    return _Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))
 
 
 def _kind(aval: Any) -> Hashable:

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from zero_jax.core import jaxprs
 from zero_jax.transforms.blocks.search import find_blocks
 from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is
 from zero_jax.transforms.passthrough import is_float, moves_elements
 
@@ -49,20 +50,19 @@ class _Segment:
 class Ordering:
     """The ties of one jaxpr that is being walked; none if it has no repeated blocks."""
 
-    def __init__(self, jaxpr: Any, values: Sequence[Lazy | Value]):
-        self.jaxpr = jaxpr
+    def __init__(self, facts: Facts, values: Sequence[Lazy | Value]):
+        self.jaxpr = facts.jaxpr
         self.evaluated: set[int] = set()
         self.places: dict[int, tuple[_Segment, _Segment | None, frozenset[Any]]] = {}
         if not any(isinstance(value, Lazy) and value.is_deferred for value in values):
             return
-        sequence = EqnSequence(jaxpr, [isinstance(value, Lazy) or value.pure for value in values])
-        blocks = find_blocks(sequence)
+        blocks = find_blocks(EqnSequence(facts))
         if not blocks:
             return
-        pairs = zip(jaxpr.invars, values, strict=True)
+        pairs = zip(self.jaxpr.invars, values, strict=True)
         params = {i for i, (var, x) in enumerate(pairs) if isinstance(x, Lazy) or (x.pure and is_float(var.aval))}
         # For what is made of params and constants alone, the numbers of these params.
-        made_of = {var: origin.params & params for var, origin in sequence.origins.items()}
+        made_of = {var: origin.params & params for var, origin in facts.origins.items()}
         self.of_params = {var: numbers for var, numbers in made_of.items() if numbers}
         segments = self.segments([(block.start, block.stop) for block in blocks])
         made = [frozenset(), *(segment.writes for segment in segments)]

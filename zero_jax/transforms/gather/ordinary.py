@@ -7,7 +7,8 @@ from collections.abc import Collection
 from typing import Any
 
 from zero_jax.core.cached_bind import CachedBind, can_be_nested
-from zero_jax.core.jaxprs import is_literal, is_traced, last_reads, name_stack, source_line, variables
+from zero_jax.core.jaxprs import is_literal, is_traced, name_stack, source_line, variables
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import Lazy, Value
 from zero_jax.transforms.gather.ordering import Ordering
 
@@ -20,8 +21,8 @@ class OrdinaryRuns:
     JAX gives all of a nested `jit` that is inlined the line and names where it is called.
     """
 
-    def __init__(self, jaxpr: Any):
-        self.eqns, self.last_read = jaxpr.eqns, last_reads(jaxpr)
+    def __init__(self, facts: Facts):
+        self.eqns, self.last_read = facts.jaxpr.eqns, facts.last_read
 
     def at(self, start: int, env: dict[Any, Lazy | Value], ordering: Ordering) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""

@@ -5,26 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.core import jaxprs
 from zero_jax.core.passes import Pass
 from zero_jax.transforms.passthrough import narrows
-
-
-def last_use(jaxpr: Any, marked: Sequence[bool]) -> Any:
-    """Returns the last equation that brings a marked input together with something else than params."""
-    of_params = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
-    others = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if not mark}
-    last = None
-    for eqn in jaxpr.eqns:
-        variables = [atom for atom in eqn.invars if not jaxprs.is_literal(atom)]
-        if not any(var in of_params for var in variables):
-            others.update(eqn.outvars if any(var in others for var in variables) else ())
-        elif any(var in others for var in variables):
-            last = eqn
-            others.update(eqn.outvars)
-        else:
-            of_params.update(eqn.outvars)
-    return last
 
 
 class _Uses(Pass[bool]):

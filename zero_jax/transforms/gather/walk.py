@@ -18,11 +18,12 @@ from zero_jax.core import jaxprs
 from zero_jax.core.cached_bind import CachedBind, equation_key
 from zero_jax.core.evaluation import run_scan
 from zero_jax.core.gather_names import gather_scope, params_scope
-from zero_jax.core.subcalls import subcall
+from zero_jax.core.subcalls import scan_of, subcall
 from zero_jax.sharding.chains import Chain, reshard, reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.gather.deferred import (
     Copies,
     Lazy,
@@ -39,7 +40,6 @@ from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
 from zero_jax.transforms.gather.loops import hoisted, scanned
 from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.ordinary import OrdinaryRuns
-from zero_jax.transforms.gather.param_uses import last_use
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
 from zero_jax.transforms.gather.weight_grads import needs_dtype, product
@@ -99,7 +99,9 @@ class GatherWalk:
         def read(atom: Any) -> Lazy | Value:
             return Value(atom.val, pure=True) if jaxprs.is_literal(atom) else env[atom]
 
-        last = last_use(jaxpr, [isinstance(v, Lazy) and v.is_deferred for v in ins]) if frame.ends_forward else None
+        facts = Facts(jaxpr, ["param" if isinstance(v, Lazy) or v.pure else "value" for v in ins])
+        deferred = {i for i, v in enumerate(ins) if isinstance(v, Lazy) and v.is_deferred}
+        last = facts.last_use(deferred) if frame.ends_forward and deferred else None
         within = dataclasses.replace(frame, ends_forward=False)
 
         def evaluate(eqn: Any) -> None:
@@ -113,7 +115,7 @@ class GatherWalk:
                 outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        ordering, ordinary = Ordering(jaxpr, ins), OrdinaryRuns(jaxpr)
+        ordering, ordinary = Ordering(facts, ins), OrdinaryRuns(facts)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:
@@ -320,12 +322,12 @@ class GatherWalk:
 
     def scan(self, eqn: Any, values: Sequence[Any], frame: GatherFrame) -> list[Lazy | Value]:
         """Slices of stacked params enter the body as shards; loop-invariant params are gathered once before it."""
-        parts = jaxprs.scan_parts(eqn)
-        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
-        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-        carry = [self.before(v, eqn, "a carry of scan") for v in values[num_consts:num_state]]
-        xs, slices = scanned(self, eqn, values[num_state:], jaxpr.invars[num_state:])
-        consts = hoisted(self, eqn, values[:num_consts], jaxpr, parts.length)
+        scan = scan_of(eqn)
+        jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
+        consts, carry, stacks = scan.split(values)
+        carry = [self.before(v, eqn, "a carry of scan") for v in carry]
+        xs, slices = scanned(self, eqn, stacks, scan.split(jaxpr.invars)[2])
+        consts = hoisted(self, eqn, consts, jaxpr, scan.length)
         inner_frame = dataclasses.replace(frame, prevent_cse=False, ends_forward=False)
 
         def body(carry: list[Any], x: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax import lax
 
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import evaluate, run_scan, trace_call
-from zero_jax.core.subcalls import subcall
+from zero_jax.core.subcalls import scan_of, subcall
 from zero_jax.transforms.low_rank.products import product_of
 from zero_jax.transforms.low_rank.weight import STACK, Weight
 
@@ -191,15 +191,14 @@ class _Walk:
 
     def scan(self, eqn: Any, values: Sequence[Any], frame: _Frame) -> list[Any]:
         """Elements of a stack of weights enter the body still to be made, as do weights that all iterations use."""
-        parts = jaxprs.scan_parts(eqn)
-        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
-        num_state = parts.num_consts + parts.num_carry
-        consts = values[: parts.num_consts]
-        carry = [self.merge(value, eqn, frame) for value in values[parts.num_consts : num_state]]
-        for value in values[num_state:]:
+        scan = scan_of(eqn)
+        jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
+        consts, carry, stacks = scan.split(values)
+        carry = [self.merge(value, eqn, frame) for value in carry]
+        for value in stacks:
             if isinstance(value, Weight):
                 _check_stack(value, eqn)
-        slices = [v if _is_stack(v) else self.merge(v, eqn, frame) for v in values[num_state:]]
+        slices = [v if _is_stack(v) else self.merge(v, eqn, frame) for v in stacks]
         within = dataclasses.replace(frame, prevent_cse=False)
 
         def body(carry: list[Any], xs: list[Any]) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zero_jax.core.jaxprs import is_literal
+from zero_jax.core.jaxprs import is_literal, variables
+from zero_jax.core.passes import Pass
 from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, is_heavy
 
 
@@ -21,11 +23,9 @@ class Alive:
             if eqn.primitive.name in ALIASES:
                 pairs = zip(eqn.outvars, eqn.invars, strict=False)
                 self.roots.update((out, self.root(x)) for out, x in pairs if not is_literal(x))
-            for atom in eqn.invars:
-                if not is_literal(atom):
-                    last[self.root(atom)] = i
-                    if eqn.primitive.name in HEAVY:
-                        heavy_reads.add(self.root(atom))
+            roots = [self.root(var) for var in variables(eqn)]
+            last.update(dict.fromkeys(roots, i))
+            heavy_reads.update(roots if eqn.primitive.name in HEAVY else ())
         self.outputs = {self.root(x) for x in jaxpr.outvars if not is_literal(x)}
         self.ends = {self.root(x) for x in jaxpr.outvars if id(x) in ends}
         self.is_heavy = {i for i, eqn in enumerate(jaxpr.eqns) if is_heavy(eqn)}
@@ -57,22 +57,17 @@ class Alive:
                 self.now -= self.held.pop(root, 0.0)
 
 
-def sources(jaxpr: Any, variables: Sequence[Any]) -> dict[Any, list[Any]]:
-    """Returns for each variable the values in memory that elementwise work makes it of; itself, if it is one."""
-    makers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    heavy = {id(eqn): is_heavy(eqn) for eqn in jaxpr.eqns}
-    found = {}
-    for variable in variables:
-        seen, stored, waiting = set(), [], [variable]
-        while waiting:
-            one = waiting.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            eqn = makers.get(one)
-            if eqn is None or heavy[id(eqn)]:
-                stored.append(one)
-            else:
-                waiting += [atom for atom in eqn.invars if not is_literal(atom)]
-        found[variable] = stored
-    return found
+def sources(jaxpr: Any) -> dict[Any, tuple[Any, ...]]:
+    """Returns for each result the values in memory that elementwise work makes it of; itself, if it is one."""
+    made_of = _Sources().run(jaxpr, [(var,) for var in jaxpr.invars])
+    return {var: of for var, of in zip(jaxpr.outvars, made_of, strict=True) if not is_literal(var)}
+
+
+class _Sources(Pass[tuple[Any, ...]]):
+    def constant(self, atom: Any) -> tuple[Any, ...]:
+        return () if is_literal(atom) else (atom,)
+
+    def operation(self, eqn: Any, operands: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        if is_heavy(eqn):
+            return [(var,) for var in eqn.outvars]
+        return [tuple(dict.fromkeys(itertools.chain(*operands)))] * len(eqn.outvars)

@@ -14,6 +14,7 @@ from typing import Any
 
 from zero_jax.attention import AttentionWork, attention_work
 from zero_jax.core.jaxprs import is_literal, is_on_host, open_jaxpr
+from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.transforms.flops import equation_flops
 from zero_jax.transforms.propagation.kinds import ALIASES, HEAVY, ValueSharding
@@ -26,7 +27,6 @@ _VECTOR_OPS = {
 }
 _SAME_VALUE = ALIASES | {"sharding_constraint", "zero_reshard", "zero_join", "pvary", "stop_gradient", "expand_dims"}
 _SLICES = frozenset({"slice", "split", "dynamic_slice"})
-_FLATTENED = CALLS | {"custom_vmap", "shard_map"}
 _LOOPS = frozenset({"scan", "while"})
 _ENGINES = {
     "zero_attention": "attention",
@@ -138,10 +138,13 @@ class _Operation:
         return min(1.0, self.makes[0].num_elements / self.reads[0].num_elements)
 
 
-class _Body:
+class _Body(Pass[_Value]):
     """The flattened equations of a function, or of an iteration of a loop, and the kernels that they become."""
 
+    enters = CALLS | {"custom_vmap", "shard_map"}
+
     def __init__(self, shardings: Mapping[Any, ValueSharding], sizes: Mapping[str, int], batch_axes: frozenset[str]):
+        super().__init__()
         self.shardings, self.sizes, self.batch_axes = shardings, sizes, batch_axes
         self.operations: list[_Operation] = []
         self.copies: list[Kernel] = []
@@ -159,7 +162,7 @@ class _Body:
         for value, outer in zip(inputs, consts, strict=False):
             if not outer.is_stored:  # cheaper to make in each iteration than to read
                 value.num_bytes = sum(outer.sources.values())
-        outputs = self.flatten(opened, inputs)
+        outputs = self.run(opened, inputs)
         self.fuse({*outputs, *(x for op in self.operations if op.sub for x in _needed(op))})
         made = [kernel for operation in self.operations for kernel in self.kernels_of(operation)]
         copied = [_kernel({x: x.num_bytes}, [x]) for i, x in enumerate(outputs) if x in inputs and inputs.index(x) != i]
@@ -176,31 +179,22 @@ class _Body:
         value.sources = {value: value.num_bytes}
         return value
 
-    def flatten(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
-        """Adds the equations of a jaxpr, and of those that it calls; returns its results."""
-        env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update((var, self.value(var, False, is_stored=True)) for var in jaxpr.constvars)
-        read = lambda atom: _Value(0, 1) if is_literal(atom) else env[atom]  # noqa: E731
-        for eqn in jaxpr.eqns:
-            reads, sub = [read(atom) for atom in eqn.invars], subcall(eqn)
-            splits = any(value.is_split for value in reads)
-            if eqn.primitive.name in _SAME_VALUE:
-                made = reads
-                if reads[0].is_split and _changes_tiles(eqn):
-                    self.copies.append(
-                        dataclasses.replace(_kernel({reads[0]: reads[0].num_bytes}, reads), engine="layout")
-                    )
-            elif sub is not None and sub.kind in _FLATTENED:
-                inner, _ = open_jaxpr(sub.jaxpr)
-                made = self.flatten(inner, reads[len(reads) - len(inner.invars) :])
-            else:
-                made = [self.value(var, splits) for var in eqn.outvars]
-                operation = _Operation(eqn, sub, reads, made)
-                for value in dict.fromkeys(reads):
-                    value.readers.append(operation)
-                self.operations.append(operation)
-            env.update(zip(eqn.outvars, made, strict=False))
-        return [read(atom) for atom in jaxpr.outvars]
+    def constant(self, atom: Any) -> _Value:
+        return _Value(0, 1) if is_literal(atom) else self.value(atom, False, is_stored=True)
+
+    def operation(self, eqn: Any, operands: list[_Value]) -> list[_Value]:
+        if eqn.primitive.name in _SAME_VALUE:
+            if operands[0].is_split and _changes_tiles(eqn):
+                copy = _kernel({operands[0]: operands[0].num_bytes}, operands)
+                self.copies.append(dataclasses.replace(copy, engine="layout"))
+            return operands[: len(eqn.outvars)]
+        splits = any(value.is_split for value in operands)
+        made = [self.value(var, splits) for var in eqn.outvars]
+        operation = _Operation(eqn, subcall(eqn), operands, made)
+        for value in dict.fromkeys(operands):
+            value.readers.append(operation)
+        self.operations.append(operation)
+        return made
 
     def fuse(self, needed: Collection[_Value]) -> None:
         """Decides which values are in memory, and what making the others again takes."""

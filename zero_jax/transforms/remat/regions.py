@@ -19,11 +19,11 @@ from zero_jax.transforms.remat.kept import is_kept, keep, keep_names
 from zero_jax.transforms.remat.policies import Remat
 from zero_jax.transforms.remat.values import (
     Mark,
+    MarkedValues,
     all_values,
     attention_cores,
     fused_attention,
     is_large,
-    mark_values,
     pinned_dims,
     placed_dim,
     products_with_weights,
@@ -47,9 +47,9 @@ class RematSetting:
         """Devices along the axes of the model."""
         return axis_size(self.mesh, self.axes.model)
 
-    def marks(self, jaxpr: Any, marks: Sequence[Mark]) -> dict[Any, Mark]:
-        """Returns a mark for each variable of a jaxpr."""
-        return mark_values(jaxpr, marks, mesh=self.mesh, model=self.axes.model)
+    def marked(self, jaxpr: Any, marks: Sequence[Mark]) -> MarkedValues:
+        """Returns what is known of the values of an open jaxpr, from the marks of its inputs."""
+        return MarkedValues(jaxpr, marks, mesh=self.mesh, model=self.axes.model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,15 +73,14 @@ class RematRegion:
     own_policy: Callable[..., Any] | None = None
 
     @functools.cached_property
-    def known(self) -> dict[Any, Mark]:
-        """A mark for each variable; inputs that the region itself shards over the model are marked so."""
-        known = self.setting.marks(self.jaxpr, self.marks)
-        model = self.setting.axes.model
+    def known(self) -> MarkedValues:
+        """What is known of its values; inputs that the region itself shards over the model are marked so."""
+        known = self.setting.marked(self.jaxpr, self.marks)
         for eqn in self.jaxpr.eqns:
-            dims = pinned_dims(eqn, model)
-            var = eqn.invars[0] if dims is not None else None
-            if var is not None and not jaxprs.is_literal(var) and known[var].dims is None:
-                known[var] = dataclasses.replace(known[var], dims=dims)
+            dims = pinned_dims(eqn, self.setting.axes.model)
+            for var in jaxprs.variables(eqn) if dims is not None else ():
+                if known.marks[var].dims is None:
+                    known.marks[var] = dataclasses.replace(known.marks[var], dims=dims)
         return known
 
     @functools.cached_property
@@ -95,12 +94,12 @@ class RematRegion:
         if remat.policy == "names":
             named = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "name" and eqn.params["name"] in remat.names)
             return {var for eqn in named for var in eqn.outvars}
-        products = products_with_weights(jaxpr, self.known)
+        products = products_with_weights(self.known)
         if remat.policy == "dots":
             return products
         cores = self.cores
         if remat.residuals == "device":
-            return all_values(jaxpr, self.known) - cores.inner - self.fused
+            return all_values(self.known) - cores.inner - self.fused
         # What is between the products is cheap to compute again, and would have to be gathered otherwise.
         return (products | cores.results) - cores.inner
 
@@ -112,7 +111,7 @@ class RematRegion:
     @functools.cached_property
     def cores(self) -> Any:
         """The cores of attention in the region."""
-        return attention_cores(self.jaxpr, self.known)
+        return attention_cores(self.known)
 
     @property
     def policy(self) -> Callable[..., Any] | None:
@@ -140,13 +139,13 @@ class RematRegion:
 
     def leaves(self, var: Any) -> bool:
         """Tells whether an input is worth keeping elsewhere than where it is."""
-        if self.setting.remat.residuals == "device" or self.known[var].kind != "value" or not is_large(var.aval):
+        if self.setting.remat.residuals == "device" or self.known.kind(var) != "value" or not is_large(var.aval):
             return False
         return self.setting.remat.residuals == "offloaded" or self.dim(var) is not None
 
     def dim(self, var: Any) -> int | None:
         """Returns the dim that a residual is sharded on over the model, or None."""
-        if self.setting.num_shards == 1 or self.known[var].dims is not None:
+        if self.setting.num_shards == 1 or self.known.marks[var].dims is not None:
             return None
         return placed_dim(var.aval.shape, self.setting.num_shards, self.setting.batch_sizes)
 

@@ -98,11 +98,10 @@ def residuals_of(function: Callable[[Any], list[Any]], region: RematRegion) -> R
     setting = region.setting
     linearized = lambda *xs: jax.tree.leaves(jax.vjp(lambda *ys: function(ys), *xs)[1])  # noqa: E731
     jaxpr, _ = jaxprs.open_jaxpr(trace_flat(linearized, [var.aval for var in region.jaxpr.invars]))
-    known = setting.marks(jaxpr, region.marks)
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    known = setting.marked(jaxpr, region.marks)
     bytes_at = {"device": 0, "host": 0}
     for var in dict.fromkeys(atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)):
-        mark, eqn = known[var], made_by.get(var)
+        mark = known.marks[var]
         if mark.kind != "value" or mark.held or not hasattr(var.aval.dtype, "itemsize"):
             continue
         shards = 1
@@ -110,6 +109,6 @@ def residuals_of(function: Callable[[Any], list[Any]], region: RematRegion) -> R
             shards *= axis_size(setting.mesh, setting.axes.batch)
         for axes in mark.dims or ():
             shards *= axis_size(setting.mesh, axes)
-        place = "host" if eqn is not None and eqn.primitive.name == "device_put" else "device"
+        place = "host" if jaxprs.is_on_host(var.aval) else "device"
         bytes_at[place] += var.aval.size * var.aval.dtype.itemsize // shards
     return RegionResiduals(device_bytes=bytes_at["device"], host_bytes=bytes_at["host"])

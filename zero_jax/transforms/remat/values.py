@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core import jaxprs
+from zero_jax.core.passes import Pass
 from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
 # Smaller values cost less where they are than a collective or a transfer does.
@@ -40,18 +42,31 @@ class Mark:
 VALUE, CONST = Mark("value"), Mark("const")
 
 
-def mark_values(jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]) -> dict[Any, Mark]:
-    """Returns a mark for each variable of an open jaxpr, from those of its inputs."""
-    env = dict(zip(jaxpr.invars, marks, strict=True))
-    # Arrays that a function closes over may be its batch: only scalars are sure to be mere constants.
-    env.update((var, Mark("value", held=True) if var.aval.shape else CONST) for var in jaxpr.constvars)
-    for eqn in jaxpr.eqns:
-        ins = [CONST if jaxprs.is_literal(atom) else env[atom] for atom in eqn.invars]
-        kinds = {mark.kind for mark in ins}
-        kind = "value" if "value" in kinds or eqn.effects else "param" if "param" in kinds else "const"
-        for var in eqn.outvars:
-            env[var] = Mark(kind, _model_dims(eqn, var, [mark.dims for mark in ins], mesh, model))
-    return env
+class MarkedValues(Facts):
+    """Facts of the values of an open jaxpr, with a mark for each variable, from those of its inputs."""
+
+    def __init__(self, jaxpr: Any, marks: Sequence[Mark], *, mesh: Mesh, model: tuple[str, ...]):
+        super().__init__(jaxpr, [mark.kind for mark in marks])
+        self.marks: dict[Any, Mark] = {}
+        _Marks(self, mesh, model).run(jaxpr, marks, self.marks)
+
+    def mark(self, atom: Any) -> Mark:
+        """Returns the mark of a variable or a literal."""
+        return CONST if jaxprs.is_literal(atom) else self.marks[atom]
+
+
+class _Marks(Pass[Mark]):
+    def __init__(self, facts: Facts, mesh: Mesh, model: tuple[str, ...]):
+        super().__init__()
+        self.facts, self.mesh, self.model = facts, mesh, model
+
+    def constant(self, atom: Any) -> Mark:
+        kind = self.facts.kind(atom)
+        return Mark(kind, held=kind == "value")
+
+    def operation(self, eqn: Any, operands: list[Mark]) -> list[Mark]:
+        dims = [mark.dims for mark in operands]
+        return [Mark(self.facts.kind(var), _model_dims(eqn, var, dims, self.mesh, self.model)) for var in eqn.outvars]
 
 
 def dims_on_model(sharding: Any, num_dims: int, model: tuple[str, ...]) -> Dims | None:
@@ -123,31 +138,31 @@ def fused_attention(jaxpr: Any) -> set[Any]:
     return {var for eqn in jaxpr.eqns if eqn.primitive.name == "zero_attention" for var in eqn.outvars}
 
 
-def products_with_weights(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
+def products_with_weights(facts: Facts) -> set[Any]:
     """Returns the results of products of activations with params."""
     return {
         var
-        for eqn in jaxpr.eqns
-        if is_contraction(eqn) and {_mark(atom, marks).kind for atom in eqn.invars} == {"param", "value"}
+        for eqn in facts.jaxpr.eqns
+        if is_contraction(eqn) and {facts.kind(atom) for atom in eqn.invars} == {"param", "value"}
         for var in eqn.outvars
     }
 
 
-def attention_cores(jaxpr: Any, marks: dict[Any, Mark]) -> AttentionCores:
+def attention_cores(facts: Facts) -> AttentionCores:
     """Finds the cores of attention; to each belongs what is computed for it alone without any activation, as masks."""
-    found = find_cores(jaxpr, lambda var: marks[var].kind == "value")
+    found = find_cores(facts)
     inner = found.inner
     if inner:
-        inner |= _made_for(jaxpr, {*inner}, marks)
+        inner |= _made_for(facts, {*inner})
     return AttentionCores(inner - found.results, found.results)
 
 
-def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:
+def _made_for(facts: Facts, inner: set[Any]) -> set[Any]:
     """Returns what is used in a core alone and made of no activation: of keys, integers and constants."""
-    light = {var for var in (*jaxpr.invars, *jaxpr.constvars) if marks[var].kind != "value" or not is_float(var.aval)}
-    for eqn in jaxpr.eqns:
-        if all(jaxprs.is_literal(atom) or atom in light for atom in eqn.invars):
-            light.update(eqn.outvars)
+    jaxpr = facts.jaxpr
+    inputs = [*jaxpr.invars, *jaxpr.constvars]
+    kinds = ["const" if facts.kind(var) != "value" or not is_float(var.aval) else "value" for var in inputs]
+    light = Facts(jaxpr.replace(constvars=[], invars=inputs), kinds).origins.keys()
     used_outside = {atom for atom in jaxpr.outvars if not jaxprs.is_literal(atom)}
     made: set[Any] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -156,20 +171,16 @@ def _made_for(jaxpr: Any, inner: set[Any], marks: dict[Any, Mark]) -> set[Any]:
         if alone:
             made.update(set(eqn.outvars) - inner)
         else:
-            used_outside.update(atom for atom in eqn.invars if not jaxprs.is_literal(atom))
+            used_outside.update(jaxprs.variables(eqn))
     return made
 
 
-def all_values(jaxpr: Any, marks: dict[Any, Mark]) -> set[Any]:
+def all_values(facts: Facts) -> set[Any]:
     """Returns everything that equations make of activations, numbers only."""
     numbers = (jnp.number, jnp.bool_)
     return {
         var
-        for eqn in jaxpr.eqns
+        for eqn in facts.jaxpr.eqns
         for var in eqn.outvars
-        if marks[var].kind == "value" and any(jnp.issubdtype(var.aval.dtype, kind) for kind in numbers)
+        if facts.kind(var) == "value" and any(jnp.issubdtype(var.aval.dtype, kind) for kind in numbers)
     }
-
-
-def _mark(atom: Any, marks: dict[Any, Mark]) -> Mark:
-    return CONST if jaxprs.is_literal(atom) else marks[atom]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,14 @@ from zero_jax.attention import RESIDUALS
 from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, flattened, run_scan
-from zero_jax.core.subcalls import equations, subcall
+from zero_jax.core.subcalls import equations, scan_of, subcall
 from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
+from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import narrows
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
-from zero_jax.transforms.remat.values import CONST, VALUE, Mark, is_large
+from zero_jax.transforms.remat.values import VALUE, Mark, is_large
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
 _LOOPS_AND_REGIONS = ("scan", "remat")
@@ -75,37 +76,32 @@ class RematWalk:
     ) -> list[Any]:
         """Evaluates a jaxpr."""
         jaxpr, consts = jaxprs.open_jaxpr(flattened(jaxpr, consts))
-        known = self.setting.marks(jaxpr, marks)
-        blocks = self.blocks(jaxpr, marks, frame)
-        readers = _num_readers(jaxpr, blocks)
-        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
-        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
-        i = 0
-        while i < len(jaxpr.eqns):
-            eqn, block = jaxpr.eqns[i], blocks.get(i)
-            reads = eqn.invars if block is None else block.reads
-            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in reads]
-            shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in reads]
-            ins = [dataclasses.replace(m, held=m.held or s) for m, s in zip(ins, shared, strict=True)]
-            values = [read(atom) for atom in reads]
-            if block is not None:
-                outs = self.block(jaxpr, block, values, ins, frame)
-                env.update(zip(block.writes, outs, strict=True))
-                i = block.stop
-                continue
-            env.update(zip(eqn.outvars, self.eqn(eqn, values, ins, frame), strict=True))
-            i += 1
-        return [read(atom) for atom in jaxpr.outvars]
+        known = self.setting.marked(jaxpr, marks)
+        blocks = {block.start: block for block in self.blocks(known, frame)}
+        inside = {i for block in blocks.values() for i in range(block.start + 1, block.stop)}
+        units = [blocks.get(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i not in inside]
+        regions = [unit for unit in units if isinstance(unit, Block) or _kind(unit) in _LOOPS_AND_REGIONS]
+        readers = collections.Counter(var for unit in regions for var in {*jaxprs.variables(unit)})
 
-    def blocks(self, jaxpr: Any, marks: Sequence[Mark], frame: RematFrame) -> dict[int, Block]:
-        """Returns the repeated blocks by where they begin, and notes what is like them and none."""
+        def equation(unit: Any, values: list[Any]) -> Sequence[Any]:
+            shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in unit.invars]
+            ins = [known.mark(atom) for atom in unit.invars]
+            ins = [dataclasses.replace(m, held=m.held or s) for m, s in zip(ins, shared, strict=True)]
+            if isinstance(unit, Block):
+                return self.block(jaxpr, unit, values, ins, frame)
+            return self.eqn(unit, values, ins, frame)
+
+        return evaluate(jaxpr.replace(eqns=units), consts, arrays, equation)
+
+    def blocks(self, facts: Facts, frame: RematFrame) -> list[Block]:
+        """Returns the repeated blocks, and notes what is like them and none."""
         if self.policy == "own":
-            return {}
-        sequence = EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])
+            return []
+        jaxpr, sequence = facts.jaxpr, EqnSequence(facts)
         found = find_blocks(sequence)
         for i in find_left_out(sequence, found):
             self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
-        blocks = {block.start: block for block in found if _makes_more(jaxpr, block)}
+        blocks = [block for block in found if _makes_more(jaxpr, block)]
         for block in found if not blocks else ():
             self.leave(jaxpr.eqns[block.start], "a block that makes nothing but its results", frame)
         return blocks
@@ -128,8 +124,7 @@ class RematWalk:
     def block(self, jaxpr: Any, block: Block, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
-
-        turn = jaxpr.replace(constvars=[], invars=block.reads, outvars=block.writes, eqns=eqns)
+        turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
         traced = flattened(turn, kinds=_UNWRAPPED)
         return self.region(eqns[0], "block of a Python loop", traced, values, marks, frame, prevent_cse=True)
 
@@ -156,12 +151,9 @@ class RematWalk:
     def holds_blocks(self, jaxpr: Any, marks: list[Mark]) -> bool:
         """Tells whether there are blocks within a region."""
         jaxpr, _ = jaxprs.open_jaxpr(flattened(jaxpr))
-        known = self.setting.marks(jaxpr, marks)
-        for eqn in jaxpr.eqns:
-            ins = [CONST if jaxprs.is_literal(atom) else known[atom] for atom in eqn.invars]
-            if _kind(eqn) == "scan" and _is_over_layers(eqn, ins):
-                return True
-        return bool(find_blocks(EqnSequence(jaxpr, [mark.kind == "param" for mark in marks])))
+        facts = Facts(jaxpr, [mark.kind for mark in marks])
+        is_loop = (_kind(eqn) == "scan" and _is_over_layers(eqn, map(facts.kind, eqn.invars)) for eqn in jaxpr.eqns)
+        return any(is_loop) or bool(find_blocks(EqnSequence(facts)))
 
     def region(
         self,
@@ -192,9 +184,9 @@ class RematWalk:
             self.leave(eqn, "no attention in it, so nothing of it is recomputed", frame)
             return plain(values)
         for var, moves in zip(jaxpr.invars, movable, strict=True):
-            large = moves and region.known[var].kind == "value" and is_large(var.aval)
+            large = moves and region.known.kind(var) == "value" and is_large(var.aval)
             if large and self.setting.remat.residuals == "sharded" and not region.leaves(var):
-                is_sharded = region.known[var].dims is not None
+                is_sharded = region.known.marks[var].dims is not None
                 reason = "already sharded over `model`" if is_sharded else f"no dim of {var.aval.shape} divides"
                 self.leave(eqn, f"a residual is not sharded: {reason}", frame)
         recomputed = jax.checkpoint(region, policy=region.policy, prevent_cse=prevent_cse)
@@ -205,39 +197,31 @@ class RematWalk:
 
     def scan(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """The body of a scan over layers is a block; into other loops that use params the walk descends."""
-        parts = jaxprs.scan_parts(eqn)
-        jaxpr, inner_consts = jaxprs.open_jaxpr(parts.jaxpr)
-        num_consts, num_state = parts.num_consts, parts.num_consts + parts.num_carry
-        consts, carry, xs = values[:num_consts], values[num_consts:num_state], values[num_state:]
-        is_block = self.policy != "own" and _is_over_layers(eqn, marks)
+        scan, is_layers = scan_of(eqn), _is_over_layers(eqn, (mark.kind for mark in marks))
+        is_block = self.policy != "own" and is_layers
+        jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
+        consts, carry, xs = scan.split(values)
+        of_consts, of_carry, of_xs = scan.split(marks)
         inside = [
-            *(dataclasses.replace(mark, held=True) for mark in marks[:num_consts]),
-            *(dataclasses.replace(VALUE, dims=mark.dims) for mark in marks[num_consts:num_state]),
-            *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in marks[num_state:]),
+            *(dataclasses.replace(mark, held=True) for mark in of_consts),
+            *(dataclasses.replace(VALUE, dims=mark.dims) for mark in of_carry),
+            *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in of_xs),
         ]
-        traced = flattened(jaxpr, inner_consts, _UNWRAPPED) if is_block else None
-        inside = self.carried(jaxpr, inside, parts)
-        is_layers = _is_over_layers(eqn, marks)
-        times = frame.times * parts.length
+        traced = flattened(jaxpr, inner_consts, _UNWRAPPED)
+        opened, _ = jaxprs.open_jaxpr(traced)
+        known = self.setting.marked(opened, inside)
+        for i, atom in enumerate(opened.outvars[: scan.num_carry], scan.num_consts):
+            inside[i] = dataclasses.replace(inside[i], dims=known.mark(atom).dims)  # as the body itself leaves it
+        times = frame.times * scan.length
         frame = dataclasses.replace(frame.inside(eqn), in_loop=not is_layers, times=times)
 
         def body(carry: list[Any], x: list[Any]) -> list[Any]:
             arrays = [*consts, *carry, *x]
-            if traced is None:
+            if not is_block:
                 return self.run(jaxpr, inner_consts, arrays, inside, frame)
             return self.region(eqn, "scan body", traced, arrays, inside, frame, prevent_cse=False)
 
         return run_scan(eqn, body, carry, xs)
-
-    def carried(self, jaxpr: Any, marks: list[Mark], parts: jaxprs.ScanParts) -> list[Mark]:
-        """Marks the carries that the body itself leaves sharded over the model."""
-        opened, _ = jaxprs.open_jaxpr(flattened(jaxpr, kinds=_UNWRAPPED))
-        known = self.setting.marks(opened, marks)
-        marks = list(marks)
-        for i, atom in enumerate(opened.outvars[: parts.num_carry]):
-            dims = None if jaxprs.is_literal(atom) else known[atom].dims
-            marks[parts.num_consts + i] = dataclasses.replace(marks[parts.num_consts + i], dims=dims)
-        return marks
 
     def cond(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """Descends into the branches."""
@@ -274,17 +258,14 @@ def _kind(eqn: Any) -> str | None:
     return None if sub is None else sub.kind
 
 
-def _is_over_layers(eqn: Any, marks: Sequence[Mark]) -> bool:
+def _is_over_layers(eqn: Any, kinds: Iterable[str]) -> bool:
     """Tells whether a scan takes a slice of some params in each turn, stacked or by index."""
-    parts = jaxprs.scan_parts(eqn)
-    if any(mark.kind == "param" for mark in marks[parts.num_consts + parts.num_carry :]):
-        return True
-    jaxpr, _ = jaxprs.open_jaxpr(parts.jaxpr)
-    invariant = {
-        var for var, mark in zip(jaxpr.invars, marks[: parts.num_consts], strict=False) if mark.kind == "param"
-    }
-    taken = (eqn.invars[0] for eqn in equations(jaxpr) if narrows(eqn))
-    return any(not jaxprs.is_literal(atom) and atom in invariant for atom in taken)
+    scan = scan_of(eqn)
+    consts, _, slices = scan.split([*kinds])
+    jaxpr, _ = jaxprs.open_jaxpr(scan.jaxpr)
+    invariant = [var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "param"]
+    taken = (eqn.invars[0] in invariant for eqn in equations(jaxpr) if narrows(eqn))
+    return "param" in slices or any(taken)
 
 
 def _has_blocks(eqn: Any) -> bool:
@@ -297,16 +278,4 @@ def _makes_more(jaxpr: Any, block: Block) -> bool:
     """Tells whether a block makes anything of activations that is not among its results."""
     eqns = jaxpr.eqns[block.start : block.stop]
     num_made = sum(len(eqn.outvars) for eqn in eqns)
-    return num_made > len(block.writes) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)
-
-
-def _num_readers(jaxpr: Any, blocks: dict[int, Any]) -> collections.Counter:
-    """Counts by how many blocks, regions and loops each variable is read."""
-    counts: collections.Counter = collections.Counter()
-    for block in blocks.values():
-        counts.update(set(block.reads))
-    covered = {i for block in blocks.values() for i in range(block.start, block.stop)}
-    for i, eqn in enumerate(jaxpr.eqns):
-        if i not in covered and _kind(eqn) in _LOOPS_AND_REGIONS:
-            counts.update({atom for atom in eqn.invars if not jaxprs.is_literal(atom)})
-    return counts
+    return num_made > len(block.outvars) or any(jaxprs.inner_jaxprs(eqn) for eqn in eqns)

@@ -1,0 +1,100 @@
+"""Facts of a jaxpr's values, found without evaluating it: one rule for each, which all transforms ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from zero_jax.core import jaxprs
+from zero_jax.core.passes import Pass
+
+_TAKES_A_PART = frozenset("slice dynamic_slice gather split unstack squeeze".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a value is made of that is made of params and constants alone.
+
+    Attributes:
+      params: the numbers of these params among the inputs of the jaxpr; none for a constant.
+      part: which parts of them it is: equal whatever else was done to these parts.
+    """
+
+    params: frozenset[int]
+    part: Hashable
+
+
+class Facts:
+    """What is known of the values of an open jaxpr; each fact is found when it is first asked for.
+
+    Args:
+      jaxpr: the open jaxpr.
+      kinds: for each input `param`, `const`, or `value` for anything else.
+    """
+
+    def __init__(self, jaxpr: Any, kinds: Sequence[str]):
+        self.jaxpr, self.kinds = jaxpr, kinds
+
+    @functools.cached_property
+    def origins(self) -> dict[Any, Origin]:
+        """For each variable that is made of params and constants alone, of which."""
+        params = [frozenset((i,)) if kind == "param" else frozenset() for i, kind in enumerate(self.kinds)]
+        inputs = [None if kind == "value" else Origin(params[i], i) for i, kind in enumerate(self.kinds)]
+        env: dict[Any, Origin | None] = {}
+        _Origins().run(self.jaxpr, inputs, env)
+        return {var: origin for var, origin in env.items() if origin is not None}
+
+    def kind(self, atom: Any) -> str:
+        """Returns `param` for what is made of params and constants alone, `const` for constants, else `value`."""
+        if jaxprs.is_literal(atom):
+            return "const"
+        origin = self.origins.get(atom)
+        return "value" if origin is None else "param" if origin.params else "const"
+
+    def only_params(self, eqn: Any) -> bool:
+        """Tells whether an equation is on params and constants alone."""
+        return bool(eqn.outvars) and eqn.outvars[0] in self.origins
+
+    def params_in(self, eqn: Any) -> frozenset[int]:
+        """Returns the params that those inputs of an equation are made of that are made of params alone."""
+        origins = (self.origins.get(var) for var in jaxprs.variables(eqn))
+        return frozenset().union(*(origin.params for origin in origins if origin is not None))
+
+    def last_use(self, params: Collection[int]) -> Any:
+        """Returns the last equation that brings some of these params together with anything else; None if none does."""
+        uses = (eqn for eqn in reversed(self.jaxpr.eqns) if not self.only_params(eqn))
+        return next((eqn for eqn in uses if not self.params_in(eqn).isdisjoint(params)), None)
+
+    @functools.cached_property
+    def last_read(self) -> dict[Any, int]:
+        """For each variable the index of its last reader, past the end for what is returned."""
+        last = {var: i for i, eqn in enumerate(self.jaxpr.eqns) for var in jaxprs.variables(eqn)}
+        return last | {var: len(self.jaxpr.eqns) for var in self.jaxpr.outvars if not jaxprs.is_literal(var)}
+
+
+class _Origins(Pass[Origin | None]):
+    """The origins of values; None of what is made of anything else than params and constants."""
+
+    def constant(self, atom: Any) -> Origin | None:
+        if jaxprs.is_literal(atom):
+            return Origin(frozenset(), str(atom))
+        # Arrays that a function closes over may be its batch: only scalars are sure to be mere constants.
+        return None if atom.aval.shape else Origin(frozenset(), atom)
+
+    def operation(self, eqn: Any, operands: list[Origin | None]) -> list[Origin | None]:
+        known = [origin for origin in operands if origin is not None]
+        origin = None if eqn.effects or len(known) < len(operands) else _derived(eqn, known)
+        return [origin] * len(eqn.outvars)
+
+
+def _derived(eqn: Any, inputs: Sequence[Origin]) -> Origin:
+    """Returns the origin of what is made of params and constants alone."""
+    params = frozenset().union(*(origin.params for origin in inputs))
+    of_params = [origin.part for origin in inputs if origin.params]
+    inner = jaxprs.inner_jaxprs(eqn)
+    if params and not inner and eqn.primitive.name not in _TAKES_A_PART:
+        return Origin(params, of_params[0] if len(set(of_params)) == 1 else hash(tuple(of_params)))
+    settings = "" if inner else str(eqn.params)
+    return Origin(params, hash((eqn.primitive.name, settings, tuple(origin.part for origin in inputs))))

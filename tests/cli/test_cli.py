@@ -64,7 +64,7 @@ OPTIONS = {
     "export": EXPORT_OPTIONS,
     "plot": ["--help", "--metric", "--out", "--title", "--x", "-h"],
     "launch": LAUNCH_OPTIONS,
-    "plan": [*PLAN_OPTIONS, "--auto", "--layouts", "--max-compiles", "--write-config"],
+    "plan": [*PLAN_OPTIONS, "--auto", "--host-memory-bytes", "--layouts", "--max-compiles", "--write-config"],
     "memory": [*PLAN_OPTIONS, "--estimate", "--paper", "--plot"],
     "comms": [*PLAN_OPTIONS, "--estimate"],
     "completion": ["--help", "-h"],
@@ -186,6 +186,7 @@ def test_compiler_options_are_given_one_by_one(tmp_path):
         (["plan", "--compiler-option=--xla_a=1"], "'--xla_a' is no name of an option: give one without dashes"),
         (["plan", "--auto", "--num-microbatches", "2"], "--num-microbatches: --auto chooses that by itself"),
         (["plan", "--max-compiles=2"], "--max-compiles: it is for --auto"),
+        (["plan", "--host-memory-bytes=2"], "--host-memory-bytes: it is for --auto"),
         (["plan", "--layouts", "--data-layout", "4x4"], "--data-layout: --layouts compiles all of them"),
         (["memory", "--plot", "a.png", "--stage", "3"], "--stage: --plot draws all stages"),
         (

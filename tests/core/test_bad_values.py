@@ -56,7 +56,7 @@ ZERO = set(
     "--seed --stage --step --temperature --warmup-steps --weight-decay".split()
 )
 # Counts for 64 bits, or whose bound is the machine's; all others are 32 bits on a device.
-WIDE = {"--batch-size", "--combine-bytes", "--min-shard-size", "--seed"}
+WIDE = {"--batch-size", "--combine-bytes", "--host-memory-bytes", "--min-shard-size", "--seed"}
 
 # Refused by what samples; it may not be 0 or less either.
 OF_SAMPLERS = {("--top-k", "0"), ("--top-k", "-1")}

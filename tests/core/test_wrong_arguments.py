@@ -58,6 +58,7 @@ RIGHT = {
     "own_process": {"bool"},
     "max_hoisted_bytes": {"integer", "huge"},
     "max_compiles": {"integer", "huge"},
+    "host_memory_bytes": {"integer", "huge"},
     "max_num_microbatches": {"integer", "huge"},
     "timeout_seconds": {"integer", "fraction", "huge"},
     "unknown_trip_count": {"integer", "huge"},

@@ -328,6 +328,35 @@ def test_the_fallback_is_tried_where_nothing_fits():
     assert got.num_compiled == 1 and got.best is None and "allow more compiles" in str(got)
 
 
+def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
+    settings = candidates(num_devices=8, batch_size=32, stages=(2,), max_num_microbatches=1)
+    fallback = candidates(num_devices=8, batch_size=32, stages=(2,), offloads=("optimizer", "state"))
+
+    def smaller(setting):
+        """In host memory 24 GB over the devices that the state is sharded over, or 16 GB of them."""
+        found, size = estimate(setting), {"state": 24e9, "optimizer": 16e9}.get(setting.offload, 0)
+        return dataclasses.replace(found, bytes=found.bytes / (8 if size else 1), host_bytes=size / setting.data)
+
+    options = {"fallback": fallback, "estimate": smaller, "capacity_bytes": 2.5e9}
+    unbounded = run(settings, **options)
+    assert unbounded.best.offload and "host memory for each device: not known, nothing bounds it" in str(unbounded)
+    got = run(settings, **options, host_capacity_bytes=2.5e9)
+    assert got.best.offload == "optimizer" and all(x.host_bytes <= 2.5e9 for x in got.ranked)
+    assert {x.setting.offload for x in got.rejected if x.kind == "host"} == {"optimizer", "state"}
+    assert "in host memory: needs 12.0 GB (for each device), 2.5 GB usable: short of 9.5 GB" in str(got)
+    assert "host memory for each device: 2.50 GB are assumed" in str(got)
+    # None: the one that is short of the least, on its device or on its host, and what would do.
+    none = run(settings, **options, host_capacity_bytes=1.9e9)
+    assert none.best is None and none.nearest.setting.offload == "optimizer"
+    assert none.nearest.missing_bytes == pytest.approx(0.1e9)
+    first, *_, hosts = none.nearest.remedies
+    assert first == "8 devices more (16 in all)" and hosts == "hosts with at least 2.0 GB of memory for each device"
+    # The program needs more of it than was estimated.
+    compiler = Compiler(lambda s: Outcome(fits=True, bytes=1e9, seconds=1.0, host_bytes=smaller(s).host_bytes + 1e9))
+    got = run(settings, **options, compiler=compiler, host_capacity_bytes=2.5e9)
+    assert got.best is None and {x.kind for x in got.rejected if x.outcome} == {"host"}
+
+
 def test_nearest_miss_names_smaller_microbatches_and_batches():
     # Only one microbatch is tried: 3.2 + 4 x 0.5 GB.
     settings = candidates(num_devices=8, batch_size=32, max_num_microbatches=1)

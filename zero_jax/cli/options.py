@@ -50,7 +50,7 @@ PLACES: Mapping[str, Place] = {
     "from_hf": "local",
 }
 # Integers of 64 bits, or bounded by the machine; all others are 32 bits on a device.
-_WIDE = frozenset({"batch_size", "combine_bytes", "min_shard_size", "seed"})
+_WIDE = frozenset({"batch_size", "combine_bytes", "host_memory_bytes", "min_shard_size", "seed"})
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 _EXPLICIT = "explicit options"
 

@@ -15,7 +15,17 @@ from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
 from zero_jax.cli.models.options import add_model_options, add_own_model_options
 from zero_jax.cli.models.presets import ActivationConfig, ModelConfig, shape_changes
-from zero_jax.cli.options import add_fields, add_json, explicit, field_values, log_line, option_fields, reader, refuse
+from zero_jax.cli.options import (
+    add_fields,
+    add_json,
+    explicit,
+    field_values,
+    limits_of,
+    log_line,
+    option_fields,
+    reader,
+    refuse,
+)
 from zero_jax.cli.request import PlanConfig, Request, read_request
 from zero_jax.cli.zero_options import add_zero_options
 from zero_jax.planning import (
@@ -54,6 +64,12 @@ def add_commands(commands: Any) -> None:
     )
     auto.add_argument(
         "--max-compiles", type=reader(int, lowest=0), default=4, metavar="N", help="settings to compile (default: 4)"
+    )
+    auto.add_argument(
+        "--host-memory-bytes",
+        type=reader(int, lowest=1, **limits_of("host_memory_bytes")),
+        metavar="N",
+        help="memory of a host for each of its devices (default: what is known of such hosts)",
     )
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
     auto.add_argument(
@@ -131,7 +147,7 @@ def _plan(options: argparse.Namespace) -> int:
         if not options.max_compiles:
             refuse(options, ("--write-config",), reason="it takes a plan that was compiled: leave out --max-compiles 0")
         return _auto(options, request)
-    refuse(options, ("--max-compiles",), reason="it is for --auto: add that, or leave it out")
+    refuse(options, ("--max-compiles", "--host-memory-bytes"), reason="it is for --auto: add that, or leave it out")
     if options.layouts:
         refuse(options, ("--data-layout",), reason="--layouts compiles all of them: leave it out")
         refuse(options, ("--write-config",), reason="`zero-jax train` takes the default layout: leave out --layouts")
@@ -168,6 +184,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
         attentions=(zero.attention,) if "ZeroConfig.attention" in fixed else None,
         overlaps=(zero.overlap,) if "ZeroConfig.overlap" in fixed else None,
         max_compiles=options.max_compiles,
+        host_memory_bytes=options.host_memory_bytes,
         **vars(request.compiling),
     )
     _show(options, str(result), result.to_json())

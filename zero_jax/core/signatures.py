@@ -148,6 +148,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
     "folder": (_is(str, os.PathLike), "give the path of a folder"),
+    "host_memory_bytes": (
+        _optional(_is_count(1)),
+        "give the bytes of a host's memory for each of its devices, or None",
+    ),
     "init_fn": (callable, "it is no function: give a function of a key that returns the params"),
     "keep_gathered": (_is(bool), "give True or False"),
     "layout": (_optional(_has("allocated_bytes", "live_bytes")), "give what `zero.memory.read_layout` returns"),

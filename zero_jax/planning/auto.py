@@ -73,6 +73,7 @@ def plan_auto(
     batch_sizes: Sequence[int] | None = None,
     max_num_microbatches: int = 64,
     max_compiles: int = 4,
+    host_memory_bytes: float | None = None,
     **compiling: Any,
 ) -> AutoPlan:
     """Searches stage, mesh axes, microbatches, remat and more for a model, a topology and a batch.
@@ -109,6 +110,7 @@ def plan_auto(
         `batch` alone.
       max_num_microbatches: the most microbatches to try.
       max_compiles: the most settings to compile, the plain one included; 1 compiles that alone.
+      host_memory_bytes: memory of a host for each of its devices; None takes what is known of such hosts.
       **compiling: `name`, `cache`, `own_process`, `timeout_seconds` (of each compile) and `log`, as for `plan`.
 
     Raises:
@@ -117,6 +119,7 @@ def plan_auto(
     check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
     check_arguments(attentions=attentions, overlaps=overlaps, offloads=offloads, quantizes=quantizes)
     check_arguments(batch_sizes=batch_sizes, max_num_microbatches=max_num_microbatches, max_compiles=max_compiles)
+    check_arguments(host_memory_bytes=host_memory_bytes)
     options = CompileOptions(**compiling)
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats)
@@ -164,6 +167,7 @@ def plan_auto(
         estimate=estimator.estimate,
         compile=compile,
         capacity_bytes=estimator.hardware.usable_bytes,
+        host_capacity_bytes=host_memory_bytes or estimator.hardware.host_memory_bytes,
         fallback=[x for x in offloaded if _is_distinct(x, has_master=estimator.precision.has_master)],
         max_compiles=max_compiles,
         is_plain=_plain(settings, same.get("own", "own") if "own" in policies else next(iter(policies))),

@@ -117,7 +117,8 @@ class Ranked:
       setting: the setting.
       estimated: the estimate; None if the setting is invalid.
       outcome: the result of compiling; None if it was not compiled.
-      kind: kind of rejection: `invalid`, `estimate`, `compiled`, `failed` or `passed over`; empty if not rejected.
+      kind: kind of rejection: `invalid`, `estimate`, `compiled`, `host` (too little host memory), `failed` or
+        `passed over`; empty if not rejected.
       reason: why it was rejected, as a line; empty if not rejected.
       corrected_seconds: the estimated seconds of a step, corrected by what was compiled; None without that.
     """
@@ -158,7 +159,7 @@ class Miss:
 
     Attributes:
       setting: the setting.
-      missing_bytes: bytes by which it exceeds the memory of a device.
+      missing_bytes: bytes by which it exceeds the memory of a device, or of its host.
       remedies: changes, each sufficient by estimate.
     """
 
@@ -183,6 +184,7 @@ class Ranking:
         examples a second, or None.
       nearest: the setting that comes closest, if none fits.
       capacity_bytes: usable memory of a device.
+      host_capacity_bytes: memory of a host for each of its devices; None if it is not known.
       num_compiled: number of settings that were compiled.
     """
 
@@ -191,6 +193,7 @@ class Ranking:
     best: Candidate | None
     nearest: Miss | None
     capacity_bytes: float
+    host_capacity_bytes: float | None
     num_compiled: int
 
     def __str__(self) -> str:
@@ -214,6 +217,8 @@ class Ranking:
         if self.rejected:
             lines += ["", f"rejected ({len(self.rejected)}, {format_bytes(self.capacity_bytes, decimals=1)} usable)"]
             lines += [f"  {line}" for line in _rejections(self.rejected, self.capacity_bytes)]
+        if any(entry.host_bytes for entry in (*self.ranked, *self.rejected)):
+            lines += ["", f"host memory for each device: {host_memory(self.host_capacity_bytes)}"]
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -237,6 +242,11 @@ def naming(entries: Iterable[Ranked]) -> Callable[[Candidate], str]:
     if len({entry.setting.batch_size for entry in entries}) == 1:
         return str
     return lambda setting: f"batch={setting.batch_size} {setting}"
+
+
+def host_memory(capacity_bytes: float | None) -> str:
+    """Returns what is assumed of the memory of a host for each of its devices."""
+    return "not known, nothing bounds it" if capacity_bytes is None else f"{format_bytes(capacity_bytes)} are assumed"
 
 
 def _shown(entry: Ranked) -> str:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.planning.job import Job, OutOfMemory, compile_job
+from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import carries, dims_of
@@ -304,7 +305,11 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         refusal="",
-        notes=(*_notes(job, mesh, state, options, program.not_kept), *_gpu_notes(topology, needed)),
+        notes=(
+            *_notes(job, mesh, state, options, program.not_kept),
+            *_gpu_notes(topology, needed),
+            *_host_notes(topology, measured),
+        ),
         **common,
     )
 
@@ -363,6 +368,17 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str
     if not_kept:
         notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
     return tuple(notes)
+
+
+def _host_notes(topology: Any, measured: memory.MemoryReport) -> tuple[str, ...]:
+    if not measured.host_bytes:
+        return ()
+    hardware, needs = topology.hardware, format_bytes(measured.host_bytes)
+    known = hardware.host_memory_bytes
+    short = (
+        ", which is too little: take hosts with more, or more devices" if known and measured.host_bytes > known else ""
+    )
+    return (f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(known)}{short}",)
 
 
 def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:

@@ -131,6 +131,7 @@ def search(
     estimate: Estimate,
     compile: Compile,
     capacity_bytes: float,
+    host_capacity_bytes: float | None = None,
     fallback: Sequence[Candidate] = (),
     max_compiles: int = 6,
     is_plain: Callable[[Candidate], bool] = lambda setting: False,
@@ -149,6 +150,7 @@ def search(
       estimate: estimates bytes per device and seconds of a step; a `ValueError` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
+      host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
       fallback: settings that need less memory and more time.
       max_compiles: the most settings to compile, the control included; 0 ranks by estimate alone.
       is_plain: returns whether a setting is what users would take without a search, whatever its microbatches.
@@ -163,14 +165,15 @@ def search(
             f"search: {len(settings)} candidates, max_compiles={max_compiles}: give settings, see candidates()"
         )
     rejected, ranked, num_compiled = [], [], 0
+    memory = _Memory(capacity_bytes, host_capacity_bytes)
     for group in (settings, fallback):
-        entries = [_estimated(setting, estimate, capacity_bytes) for setting in group]
+        entries = [_estimated(setting, estimate, memory) for setting in group]
         fitting = sorted((entry for entry in entries if not entry.reason), key=_order)
         rejected += [entry for entry in entries if entry.reason]
         where = "" if group is settings else "nothing fits without host memory; "
         log(f"{where}{len(group)} settings: {len(fitting)} may fit by estimate, {len(entries) - len(fitting)} do not")
         compiled, skipped = _compile_best(
-            fitting, compile, capacity_bytes, max_compiles=max_compiles - num_compiled, is_plain=is_plain, log=log
+            fitting, compile, memory, max_compiles=max_compiles - num_compiled, is_plain=is_plain, log=log
         )
         num_compiled += len(compiled)
         rejected += [entry for entry in compiled if entry.reason] + skipped
@@ -184,10 +187,33 @@ def search(
         ranked=tuple(ranked),
         rejected=tuple(rejected),
         best=best.setting if best else None,
-        nearest=None if ranked else _nearest(rejected, estimate, capacity_bytes),
+        nearest=None if ranked else _nearest(rejected, estimate, memory),
         capacity_bytes=capacity_bytes,
+        host_capacity_bytes=host_capacity_bytes,
         num_compiled=num_compiled,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Usable memory of a device, and of a host for each of its devices, if that is known."""
+
+    device_bytes: float
+    host_bytes: float | None
+
+    def missing(self, entry: Ranked | Estimated) -> float:
+        """Returns the bytes that a setting exceeds it by, of the device or of the host, or less than 0."""
+        return max(entry.bytes - self.device_bytes, self.missing_on_host(entry))
+
+    def missing_on_host(self, entry: Ranked | Estimated) -> float:
+        return -math.inf if self.host_bytes is None else entry.host_bytes - self.host_bytes
+
+    def bounded(self, entry: Ranked) -> Ranked:
+        """Returns a setting that fits on a device, rejected if it does not fit in the host's memory."""
+        if self.host_bytes is None or entry.host_bytes <= self.host_bytes:
+            return entry
+        reason = f"in host memory: {shortage(entry.host_bytes, self.host_bytes, note='for each device')}"
+        return dataclasses.replace(entry, kind="host", reason=reason)
 
 
 def divisors(n: int) -> list[int]:
@@ -224,7 +250,7 @@ def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None
     return entry.estimated.seconds * math.exp(total / weights) if entry.estimated and weights else None
 
 
-def _estimated(setting: Candidate, estimate: Estimate, capacity_bytes: float) -> Ranked:
+def _estimated(setting: Candidate, estimate: Estimate, memory: _Memory) -> Ranked:
     try:
         estimated = estimate(setting)
     except ValueError as error:
@@ -233,16 +259,16 @@ def _estimated(setting: Candidate, estimate: Estimate, capacity_bytes: float) ->
         raise ValueError(
             f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
         )
-    if estimated.bytes <= capacity_bytes:
-        return Ranked(setting=setting, estimated=estimated)
-    reason = shortage(estimated.bytes, capacity_bytes, note=estimated.note)
+    if estimated.bytes <= memory.device_bytes:
+        return memory.bounded(Ranked(setting=setting, estimated=estimated))
+    reason = shortage(estimated.bytes, memory.device_bytes, note=estimated.note)
     return Ranked(setting=setting, estimated=estimated, kind="estimate", reason=reason)
 
 
 def _compile_best(
     entries: Sequence[Ranked],
     compile: Compile,
-    capacity_bytes: float,
+    memory: _Memory,
     *,
     max_compiles: int,
     is_plain: Callable[[Candidate], bool],
@@ -262,7 +288,7 @@ def _compile_best(
         waiting.remove(chosen)
         role = ", the plain setting, as a control" if chosen is plain else ""
         log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {named(chosen.setting)}{role}")
-        done = _compiled(chosen, compile, capacity_bytes)
+        done = _compiled(chosen, compile, memory)
         compiled.append(done)
         needs_control = needs_control and bool(done.reason)
         log(f"  {done.reason or f'fits: {format_bytes(done.bytes, decimals=1)}, {done.seconds:.4g} s a step'}")
@@ -276,47 +302,51 @@ def _compile_best(
     return compiled, skipped
 
 
-def _compiled(entry: Ranked, compile: Compile, capacity_bytes: float) -> Ranked:
+def _compiled(entry: Ranked, compile: Compile, memory: _Memory) -> Ranked:
     try:
         outcome = compile(entry.setting)
     except Exception as error:  # a compiler may raise anything; the search continues
         outcome = Outcome(fits=False, error=f"{type(error).__name__}: {error}")
     if outcome.fits:
-        return dataclasses.replace(entry, outcome=outcome)
-    if outcome.bytes is not None and outcome.bytes > capacity_bytes:
-        reason = "compiled, " + shortage(outcome.bytes, capacity_bytes, note=outcome.error)
+        return memory.bounded(dataclasses.replace(entry, outcome=outcome))
+    if outcome.bytes is not None and outcome.bytes > memory.device_bytes:
+        reason = "compiled, " + shortage(outcome.bytes, memory.device_bytes, note=outcome.error)
         return dataclasses.replace(entry, outcome=outcome, kind="compiled", reason=reason)
     reason = f"compiling failed: {outcome.error or 'the compiler gave no reason'}"
     return dataclasses.replace(entry, outcome=outcome, kind="failed", reason=reason)
 
 
-def _nearest(rejected: Sequence[Ranked], estimate: Estimate, capacity_bytes: float) -> Miss | None:
+def _nearest(rejected: Sequence[Ranked], estimate: Estimate, memory: _Memory) -> Miss | None:
     """Returns the rejected setting that exceeds the memory by the fewest bytes, with changes that make it fit."""
     # Sizes of programs and estimates do not compare; compiled settings need less than the others by estimate.
-    by_kind = ([entry for entry in rejected if entry.kind == kind] for kind in ("compiled", "estimate"))
-    too_large = next((entries for entries in by_kind if entries), [])
+    too_large = [entry for entry in rejected if entry.kind in ("compiled", "estimate", "host")]
+    too_large = [entry for entry in too_large if entry.outcome] or too_large
     if not too_large:
         return None
-    entry = min(too_large, key=lambda entry: (entry.bytes, entry.seconds))
+    entry = min(too_large, key=lambda entry: (memory.missing(entry), entry.seconds))
     assert entry.estimated is not None
     # The estimates of other settings are taken to be too low by as much as the estimate of a compiled one was.
     error_bytes = max(entry.bytes - entry.estimated.bytes, 0)
 
     def fits(setting: Candidate) -> bool:
         try:
-            return estimate(setting).bytes + error_bytes <= capacity_bytes
+            estimated = estimate(setting)
+            return memory.missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
         except ValueError:
             return False
 
     changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))
     remedies = [next((remedy for setting, remedy in options if fits(setting)), None) for options in changes]
+    at_least = lambda num_bytes: f"at least {format_bytes(math.ceil(num_bytes / 1e8) * 1e8, decimals=1)}"  # noqa: E731
+    if entry.bytes > memory.device_bytes:
+        more = f"devices with {at_least(entry.bytes)} of usable memory"
+        more += f", and hosts with {at_least(entry.host_bytes)} for each" if memory.missing_on_host(entry) > 0 else ""
+    else:
+        more = f"hosts with {at_least(entry.host_bytes)} of memory for each device"
     return Miss(
         setting=entry.setting,
-        missing_bytes=entry.bytes - capacity_bytes,
-        remedies=(
-            *(remedy for remedy in remedies if remedy),
-            f"devices with at least {format_bytes(math.ceil(entry.bytes / 1e8) * 1e8, decimals=1)} of usable memory",
-        ),
+        missing_bytes=memory.missing(entry),
+        remedies=(*(remedy for remedy in remedies if remedy), more),
     )
 
 

@@ -40,6 +40,7 @@ class Hardware:
       link_bytes_per_second: one direction of one link of a TPU's torus, or of all NVLinks of a GPU together.
       network_bytes_per_second: one direction of a device's share of the network between slices or hosts.
       host_bytes_per_second: one direction between a device and its host.
+      host_memory_bytes: memory of a host for each of its devices; None if it is not known.
       wraps_at: how a torus closes: `cubes` where all extents are multiples of 4, a number where a dim has that extent.
       topology_options: further options of the TPU compiler's topology.
       example: a topology of it.
@@ -55,6 +56,7 @@ class Hardware:
     link_bytes_per_second: float
     network_bytes_per_second: float
     host_bytes_per_second: float
+    host_memory_bytes: float | None = None
     wraps_at: str | int | None = None
     topology_options: tuple[tuple[str, str], ...] = ()
     example: str
@@ -75,7 +77,15 @@ def _tpu(name: str, kind: str, gib: float, tflops: float, gb_per_s: float, ghz: 
 
 
 def _gpu(
-    name: str, kind: str, memory_bytes: int, tflops: float, gb_per_s: float, nvlink: float, nic: float, pcie: float
+    name: str,
+    kind: str,
+    memory_bytes: int,
+    tflops: float,
+    gb_per_s: float,
+    nvlink: float,
+    nic: float,
+    pcie: float,
+    **rest: Any,
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -88,30 +98,33 @@ def _gpu(
         network_bytes_per_second=nic * 1e9,
         host_bytes_per_second=pcie * 1e9,
         example=f"{name}:1x8",
+        **rest,
     )
 
 
 # Usable memory: "available HBM" of the TPU compiler's own out-of-memory errors (libtpu 0.0.42). Speeds: Google's system
 # architecture pages; links per direction: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2. GPU
 # memory and bandwidth: XLA's target configurations; FLOPs, NVLink and PCIe x 16: NVIDIA's data sheets; a NIC of 400
-# Gb/s a GPU (A100: 200). Between a TPU and its host 12 GB/s are assumed, below PCIe 3.0 x 16.
+# Gb/s a GPU (A100: 200). Between a TPU and its host 12 GB/s are assumed, below PCIe 3.0 x 16. Host memory: Google's
+# machine types (ct5p-hightpu-4t has 448 GB for 4 chips, a3-highgpu-8g 1,872 GB for 8 GPUs), where it was looked up.
 _TPUS = (
     _tpu("v3", "TPU v3", 15.48, 61.5, 450, 0.94, link_bytes_per_second=5e10, network_bytes_per_second=3.1e9,
-         wraps_at=16, example="v3:4x4"),
+         host_memory_bytes=8.5e10, wraps_at=16, example="v3:4x4"),
     _tpu("v4", "TPU v4", 30.75, 275, 1229, 1.05, link_bytes_per_second=4.5e10, network_bytes_per_second=6.25e9,
-         wraps_at="cubes", topology_options=(("chip_config_name", "megacore"),), example="v4:2x2x4"),
+         host_memory_bytes=1.01e11, wraps_at="cubes", topology_options=(("chip_config_name", "megacore"),),
+         example="v4:2x2x4"),
     _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 1.5, link_bytes_per_second=4.5e10, network_bytes_per_second=3.1e9,
-         wraps_at=16, example="v5e:4x4"),
+         host_memory_bytes=4.8e10, wraps_at=16, example="v5e:4x4"),
     _tpu("v5p", "TPU v5", 95.74, 459, 2765, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
-         wraps_at="cubes", example="v5p:2x2x4"),
+         host_memory_bytes=1.12e11, wraps_at="cubes", example="v5p:2x2x4"),
     _tpu("v6e", "TPU v6 lite", 31.25, 918, 1640, 1.75, link_bytes_per_second=9e10, network_bytes_per_second=12.5e9,
-         wraps_at=16, example="v6e:4x4"),
+         host_memory_bytes=1.76e11, wraps_at=16, example="v6e:4x4"),
     _tpu("tpu7x", "TPU7x", 94.75, 1153, 3690, 2.2, link_bytes_per_second=9e10, network_bytes_per_second=6.25e9,
          wraps_at="cubes", example="tpu7x:2x2x2"),
 )  # fmt: skip
 _GPUS = (
     _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 312, 2039, 300, 25, 32),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50, 64),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_978_434_048, 989, 3352, 450, 50, 64, host_memory_bytes=2.34e11),
     _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50, 64),
     _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50, 64),
 )

@@ -1,5 +1,6 @@
 """Optimizer state and master params in host memory: the same numbers, and a window of them on the device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -306,3 +307,86 @@ def test_xla_tpu_copies_chunks_both_ways_at_once_whatever_the_layout():
     assert num_bytes <= back <= 1.1 * num_bytes  # with tiles filled up
     assert there <= 1.2 * back  # the last chunk of each loop is fetched twice
     assert timeline.total_seconds <= 1.1 * there / 1e9
+
+
+def lora_run(base, num_steps=3, **fields):
+    """Trains adapters of `loss_fn`; returns the state and the metrics."""
+    lora = zero.Lora(rules={"layers/w": "sio", "emb": "io"}, rank=4, base=base, block_size=16)
+    mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=64, **fields)
+    tx = optax.adamw(1e-2)
+    state = zero.init_state(lambda key: lora.init(init(key), key), tx, jax.random.key(0), mesh=mesh, config=config)
+    before = [x.sharding for x in jax.tree.leaves(state)]
+    base_before = jax.tree.map(np.asarray, state.model_state)
+    step = zero.make_train_step(lora.loss_fn(loss_fn), tx, mesh=mesh, config=config)
+    for _ in range(num_steps):
+        state, metrics = step(state, BATCH)
+    assert [x.sharding for x in jax.tree.leaves(state)] == before
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.model_state), base_before)
+    evaluate = zero.make_eval_step(lora.loss_fn(loss_fn), mesh=mesh, config=config)
+    return state, metrics, evaluate(state, BATCH).loss, lora
+
+
+@pytest.mark.parametrize(
+    ("base", "fields"),
+    [
+        ("bfloat16", {}),
+        *(pytest.param(base, {}, marks=pytest.mark.slow) for base in ("own", "int8", "nf4_double")),
+        ("nf4", {"num_microbatches": 2, "remat": "full"}),
+        pytest.param("bfloat16", {"keep_gathered": True}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", {"skip_nonfinite": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_frozen_base_on_the_host_gives_the_same_numbers(base, fields):
+    there, *metrics, lora = lora_run(base, offload="model_state", **fields)
+    here, *expected, _ = lora_run(base, **fields)
+    jax.tree.map(np.testing.assert_array_equal, numbers(there), numbers(here))
+    assert [float(x) for x in (metrics[0].loss, metrics[1])] == [float(x) for x in (expected[0].loss, expected[1])]
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(there.model_state) if x.ndim > 1 and x.size >= 64}
+    assert kinds == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves((there.params, there.opt_state))} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, lora.merge(x)) for x in (there, here)))
+
+
+def test_the_frozen_base_counts_as_host_memory():
+    offload = zero.Offload(what="model_state", paths=["model_state/base/emb"])
+    state, *_ = lora_run("bfloat16", num_steps=1, offload=offload)
+    config = zero.ZeroConfig(stage=3, precision="bf16", min_shard_size=64, offload=offload)
+    found = zero.memory.estimate(state, mesh=zero.make_mesh(), config=config)
+    assert found.host_bytes == 64 * 32 * 2 / jax.device_count()
+    assert state.model_state["base"]["layers"]["w"].sharding.memory_kind == "device"
+    with pytest.raises(ValueError, match=r"keeps the model state on the host, which are whole .*give stage=3"):
+        zero.abstract_state(
+            init, optax.adam(1e-2), mesh=zero.make_mesh(), config=zero.ZeroConfig(stage=2, offload="model_state")
+        )
+
+
+def test_model_state_that_changes_stays_on_the_devices():
+    mesh, config = zero.make_mesh(), zero.ZeroConfig(stage=3, min_shard_size=64, offload="model_state")
+    make = lambda key: zero.Variables(params=init(key), model_state={"target": init(key), "base": init(key)})  # noqa: E731
+
+    def loss(params, batch, *, model_state):
+        target = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, model_state["target"], params)
+        return loss_fn(params, batch) + loss_fn(model_state["base"], batch), None, {**model_state, "target": target}
+
+    tx = optax.adam(1e-2)
+    state = zero.init_state(make, tx, jax.random.key(0), mesh=mesh, config=config)
+    with pytest.raises(ValueError, match="the loss function changes 'model_state/target/emb', which is in host memory"):
+        zero.make_train_step(loss, tx, mesh=mesh, config=config)(state, BATCH)
+    chosen = dataclasses.replace(config, offload_paths="model_state/base/.*")
+    state = zero.init_state(make, tx, jax.random.key(0), mesh=mesh, config=chosen)
+    state, _ = zero.make_train_step(loss, tx, mesh=mesh, config=chosen)(state, BATCH)
+    plain = dataclasses.replace(config, offload=None)
+    expected = zero.init_state(make, tx, jax.random.key(0), mesh=mesh, config=plain)
+    expected, _ = zero.make_train_step(loss, tx, mesh=mesh, config=plain)(expected, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x.model_state) for x in (state, expected)))
+
+
+@pytest.mark.parametrize(("stage", "what"), [(3, "all"), (2, "state")])
+def test_frozen_params_are_not_streamed(stage, what):
+    """What the optimizer leaves as it is stays on the host: the update copies nothing of it."""
+    fields = {"stage": stage, "precision": "bf16", "offload": zero.Offload(what=what, window_bytes=2000)}
+    there, _ = trained(OPTIMIZERS["frozen"], **fields)
+    here, _ = trained(OPTIMIZERS["frozen"], **{**fields, "offload": None})
+    jax.tree.map(functools.partial(assert_same, atol=1e-4), numbers(there), numbers(here))
+    frozen = lambda state: jax.tree.map(np.asarray, state.masters["layers"]["w"])  # noqa: E731
+    np.testing.assert_array_equal(frozen(there), frozen(here))

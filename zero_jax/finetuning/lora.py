@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.jaxprs import stands_for
 from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
@@ -304,6 +305,7 @@ class Lora:
 
         def merged(leaf: Any, node: Any) -> Any:
             if not isinstance(leaf, Weight):
+                leaf = _fetched(leaf)
                 is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
                 return leaf.astype(dtype) if dtype is not None and is_float else leaf
             own = jnp.bfloat16 if isinstance(node, QuantizedWeight) else node.dtype
@@ -330,8 +332,11 @@ class _Recipe:
 
 @functools.partial(jax.jit, static_argnames="weight")
 def _merged(arrays: tuple[Any, ...], *, weight: _Recipe) -> jax.Array:
-    found = weight.weight
+    found, arrays = weight.weight, tuple(map(to_device, arrays))
     return dataclasses.replace(found, roots=arrays[: len(found.roots)], factors=arrays[len(found.roots) :]).merged()
+
+
+_fetched = jax.jit(to_device)
 
 
 def _is_node(x: Any) -> bool:

@@ -277,10 +277,13 @@ class Estimator:
         step = max(compute + waits, roofline.host_seconds(traced, parts))
         # The update fetches and writes back at once, on GPUs three of four times (docs/offload.md). Params are fetched
         # for each use, which waits for them.
-        copied = self.host_bytes(setting) * (4 / 3 if self.hardware.platform == "cuda" else 1)
+        on_host, updated = self.host_bytes(setting), 0.0
+        if setting.offload != "model_state":
+            updated = on_host * (4 / 3 if self.hardware.platform == "cuda" else 1)
         if setting.offload == "all":
-            params = self.host_bytes(setting) - self.host_bytes(dataclasses.replace(setting, offload="optimizer"))
-            copied += setting.num_microbatches * (1 if setting.keep_gathered else 2) * params
+            on_host -= self.host_bytes(dataclasses.replace(setting, offload="optimizer"))
+        fetched = on_host if setting.offload in ("all", "model_state") else 0.0
+        copied = updated + setting.num_microbatches * (1 if setting.keep_gathered else 2) * fetched
         return step + copied / self.hardware.host_bytes_per_second
 
     def update_bytes(self, setting: Candidate) -> float:

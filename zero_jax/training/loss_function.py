@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import open_jaxpr, stands_for
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays
-from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state
+from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
+from zero_jax.transforms import HostParam
 
 
 def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -147,14 +149,38 @@ def _checked_aux(aux: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, aux)
 
 
-def changes_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> bool:
-    """Returns whether a loss function returns other model state than it was given: a frozen base stays as it is."""
+def changed_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> list[bool]:
+    """Returns for each leaf of model state whether a loss function changes it: a frozen base stays as it is."""
     num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
     if not num_leaves:
-        return False
+        return []
     closed, out_shape = traced.trace(variables, batch, key)
     jaxpr, _ = open_jaxpr(closed)
     first = len(jax.tree.leaves(variables)) - num_leaves
     _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
     given = jaxpr.invars[first : first + num_leaves]
-    return any(new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True))
+    return [new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True)]
+
+
+def check_unchanged(model_state: PyTree, changed: Sequence[bool]) -> None:
+    """Raises `ValueError` for a leaf of model state that is in host memory, if the loss function changes it."""
+    for name, leaf, flag in zip(model_state_names(model_state), jax.tree.leaves(model_state), changed, strict=True):
+        if flag and isinstance(leaf, HostParam):
+            raise ValueError(
+                f"offload: the loss function changes {name!r}, which is in host memory and is read there only: choose "
+                "other paths of model state (offload_paths)"
+            )
+
+
+def on_devices(model_state: PyTree) -> PyTree:
+    """Returns model state with None in the place of what is in host memory."""
+    return jax.tree.map(lambda x: None if isinstance(x, HostParam) else x, model_state)
+
+
+def pinned_model_state(new: PyTree, shardings: PyTree, old: PyTree) -> PyTree:
+    """Returns new model state pinned to shardings, `on_devices`: what is on the host is not fetched to be returned."""
+
+    def pinned(old: Any, new: jax.Array, sharding: Any) -> Any:
+        return None if isinstance(old, HostParam) else lax.with_sharding_constraint(new, sharding)
+
+    return jax.tree.map(pinned, old, new, shardings)

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
+from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
-from zero_jax.training.grads.partial import fill_zeros
+from zero_jax.training.grads.partial import fill_zeros, same_leaves
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, trace_update, update_if
 from zero_jax.training.state.train_state import Placement, TrainState, merge, trainable
@@ -28,7 +29,7 @@ class OffloadedState:
     Attributes:
       state: the state.
       placement: how it is sharded.
-      on_host: a flag for each leaf of `opt_state`, of `master` and of `params`.
+      on_host: a flag for each leaf of `opt_state`, of `master`, of `params` and of `model_state`.
     """
 
     state: TrainState
@@ -38,14 +39,12 @@ class OffloadedState:
     @classmethod
     def of(cls, state: TrainState, placement: Placement) -> OffloadedState:
         """Returns a state with what its placement says of it."""
-        return cls(
-            state=state, placement=placement, on_host=placement.on_host(state.opt_state, state.master, state.params)
-        )
+        return cls(state=state, placement=placement, on_host=placement.on_host(state))
 
     @property
     def any(self) -> bool:
-        """Whether any leaf is on the host."""
-        return any(map(any, self.on_host.values()))
+        """Whether any leaf that the update changes is on the host."""
+        return any(any(flags) for group, flags in self.on_host.items() if group != MODEL_STATE)
 
     @property
     def _master_flags(self) -> list[bool]:
@@ -58,7 +57,9 @@ class OffloadedState:
         leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
-    def update(self, tx: Any, function: Callable[..., Any], *others: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def update(
+        self, tx: Any, function: Callable[..., Any], *others: PyTree, same: list[bool]
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Returns new master params, their low-precision copy and the new optimizer state, where the old ones are.
 
         Args:
@@ -66,6 +67,7 @@ class OffloadedState:
           function: of master params, optimizer state and `others` to new master params, their copy (None if there is
             none) and the new optimizer state.
           *others: further arguments of the function, on the devices.
+          same: for each trainable param whether the update leaves it as it is: it stays where it is.
 
         Raises:
           ValueError: an optimizer that calls functions of the params.
@@ -97,7 +99,8 @@ class OffloadedState:
             results = function(*kept.unflatten(arrays[:num_kept]), *rest.unflatten(arrays[num_kept:num_given]))
             return jax.tree.leaves(results)
 
-        results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes)
+        frozen = same_leaves(state.masters, same) * (1 + placement.keeps_copy)
+        results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes, unchanged=frozen)
         of_masters = jax.tree.structure(state.masters)
         num_copies = num_masters * placement.keeps_copy
         masters = of_masters.unflatten(results[:num_masters])
@@ -193,6 +196,7 @@ class UpdateProgram:
         placement: Placement,
         scaled_grads: PyTree,
         scalars: tuple[jax.Array, jax.Array, jax.Array, Any],
+        same: list[bool],
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Returns what `update` does, and the new params in low precision, from a state that is partly on the host.
 
@@ -208,7 +212,7 @@ class UpdateProgram:
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
             return masters, low, opt_state
 
-        return offloaded.update(self.tx, function, scaled_grads, scalars)
+        return offloaded.update(self.tx, function, scaled_grads, scalars, same=same)
 
     def new_state(
         self,
@@ -217,9 +221,16 @@ class UpdateProgram:
         params: PyTree,
         masters: PyTree,
         opt_state: PyTree,
+        model_state: PyTree,
         finite: jax.Array,
     ) -> TrainState:
-        """Returns the next train state."""
+        """Returns the next train state; of model state the old leaf where the new one is None, as it is on the host."""
+
+        def settled(old: Any, new: Any) -> Any:
+            if new is None or self.config.skip_nonfinite is False:
+                return old if new is None else new
+            return jnp.where(finite, new, old)
+
         skipped = jnp.int32(0) if self.config.skip_nonfinite is False else (~finite).astype(jnp.int32)
         scale = state.loss_scale
         if scale is not None:
@@ -233,4 +244,5 @@ class UpdateProgram:
             key=state.key,
             loss_scale=scale,
             num_skipped_steps=state.num_skipped_steps + skipped,
+            model_state=jax.tree.map(settled, state.model_state, model_state, is_leaf=lambda x: x is None),
         )

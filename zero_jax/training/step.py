@@ -28,7 +28,7 @@ from zero_jax.training.grads.accumulator import Accumulator, MeshLoss, check_bat
 from zero_jax.training.grads.choice import accumulated
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
-from zero_jax.training.loss_function import changes_model_state
+from zero_jax.training.loss_function import changed_model_state, check_unchanged, on_devices, pinned_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
@@ -206,7 +206,7 @@ class _Program(UpdateProgram):
         same = unchanged(traced, needed=needed)
         if offloaded.any:
             scalars = norm, finite, value, state.loss_scale
-            new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars)
+            new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars, same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
             new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers, traced)
@@ -215,10 +215,7 @@ class _Program(UpdateProgram):
             low = new_masters
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
         kept = keep_same(state.params, placement.params_of(low, into=state.params), same)
-        new_state = self.new_state(state, placement, kept, new_masters, opt_state, finite)
-        if self.config.skip_nonfinite is not False:
-            model_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), model_state, state.model_state)
-        new_state = dataclasses.replace(new_state, model_state=model_state)
+        new_state = self.new_state(state, placement, kept, new_masters, opt_state, model_state, finite)
         metrics = Metrics(
             loss=loss,
             aux=aux,
@@ -293,7 +290,10 @@ class _Program(UpdateProgram):
 
         Returns:
           `((scaled loss, (aux, model_state)), grads, parts)`: gradients as master params are sharded, None for the
-          frozen.
+          frozen; of model state that is on the host None.
+
+        Raises:
+          ValueError: the loss function changes model state that is on the host.
         """
         config, k = self.config, self.config.num_microbatches
         specs, blocks = placement.loss_shardings(), grad_blocks(placement.quantize, placement.params, mesh=self.mesh)
@@ -309,6 +309,10 @@ class _Program(UpdateProgram):
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
         variables = used_shapes(variables)
+        changed = functools.partial(changed_model_state, traced, variables, batch, key)
+        host_state, model_state = model_state, on_devices(model_state)
+        if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
+            check_unchanged(host_state, changed())
         wanted = iter(needed)
         wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
@@ -326,9 +330,10 @@ class _Program(UpdateProgram):
                 with_gradient(x, next(remaining)) if w else x if other is None else other
                 for x, other, w in zip(leaves, rest, wanted_leaves, strict=True)
             ]
-            loss, (aux, model_state, *weight) = loss_fn(joined(tree.unflatten(full), model_state), batch, key)
+            variables = joined(tree.unflatten(full), merge(host_state, model_state))
+            loss, (aux, new_state, *weight) = loss_fn(variables, batch, key)
             scale = 1 if loss_scale is None else loss_scale.scale
-            pinned = lax.with_sharding_constraint(model_state, placement.model_state_shardings())
+            pinned = pinned_model_state(new_state, placement.model_state_shardings(), host_state)
             weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weight)
             return loss.astype(wide(loss.dtype)) * scale, (aux, pinned, *weight)
 
@@ -357,7 +362,7 @@ class _Program(UpdateProgram):
         if k == 1 and not (mapped or sends_own):
             (out, grads), parts = placed_grads(free, model_state, batch, key), None
         else:
-            passes_state = changes_model_state(traced, variables, batch, key)
+            passes_state = any(changed())
             parts_over = placement.axes.batch if sends_own or not mapped else mapped
             found = separability(
                 traced,

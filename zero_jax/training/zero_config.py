@@ -60,11 +60,12 @@ class ZeroConfig:
         sharded over all of `data`. True takes the axes from the devices, names (`("data_0",)`) say which they are
         (docs/axes.md has the price in memory).
       offload: what is kept in host memory between steps: `optimizer` (the optimizer's state), `state` (the master
-        params too), `all` (at stage 3 the params too), or an `Offload`; None keeps all on the devices
-        (docs/offload.md).
+        params too), `all` (at stage 3 the params too), `model_state` (at stage 3 the model state alone, such as the
+        frozen base of adapters), or an `Offload`; None keeps all on the devices (docs/offload.md).
       offload_fraction: the share of those bytes that is kept in host memory; None takes all, or what an `Offload` says,
         as do the following two.
-      offload_paths: a regular expression of full paths of params: what belongs to them is kept in host memory.
+      offload_paths: a regular expression of full paths of params, or of `model_state/...`: what belongs to them is kept
+        in host memory.
       offload_window_bytes: bytes of a chunk of the update on a device.
       min_shard_size: leaves of fewer elements are replicated.
       param_specs: the model's own sharding, to which `data` is added: a tree (or prefix) of `PartitionSpec`s like the

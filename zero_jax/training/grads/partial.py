@@ -19,9 +19,15 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
     """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
-    flags, tree = iter(same), jax.tree.structure(old)
-    pairs = zip(jax.tree.leaves(old), tree.flatten_up_to(new), strict=True)
-    return tree.unflatten([x if jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) else y for x, y in pairs])
+    tree = jax.tree.structure(old)
+    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), same_leaves(old, same), strict=True)
+    return tree.unflatten([x if flag else y for x, y, flag in of_each])
+
+
+def same_leaves(params: PyTree, same: list[bool]) -> list[bool]:
+    """Returns a flag for each param from those of the trainable ones."""
+    flags = iter(same)
+    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) for x in jax.tree.leaves(params)]
 
 
 def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

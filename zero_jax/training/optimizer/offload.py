@@ -14,13 +14,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.variables import MODEL_STATE
 
 HOST = "pinned_host"
 _MEMORY_OF: Mapping[str, Sequence[str]] = {
     "optimizer": ("opt_state",),
     "state": ("opt_state", "master"),
     "all": ("opt_state", "master", "params"),
+    MODEL_STATE: (MODEL_STATE,),
 }
+# What the loss function fetches where it uses it.
+_FETCHED = frozenset({"params", MODEL_STATE})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +37,15 @@ class Offload:
     Attributes:
       what: `optimizer` for the leaves of the optimizer's state that are shaped like a param; `state` for the master
         params too, where they are kept beside params of lower precision (stages 0 to 2); `all` for the params too
-        (stage 3).
-      paths: regular expressions of full paths of params: what belongs to them is kept on the host. None takes all.
+        (stage 3); `model_state` for the model state alone, such as the frozen base of adapters (stage 3).
+      paths: regular expressions of full paths of params, or of `model_state/...`: what belongs to them is kept on the
+        host. None takes all.
       fraction: the share of those bytes that is kept on the host, param by param in the order of the tree; a param
         that would exceed it stays on the device.
       window_bytes: bytes of a chunk on a device. Two are there at a time.
     """
 
-    what: Literal["optimizer", "state", "all"] = "optimizer"
+    what: Literal["optimizer", "state", "all", "model_state"] = "optimizer"
     paths: Sequence[str] | None = None
     fraction: float = 1.0
     window_bytes: int = 1 << 26
@@ -64,7 +69,9 @@ def resolve_offload(offload: Any) -> Offload | None:
     if offload is None or isinstance(offload, Offload):
         return offload
     if not isinstance(offload, str) or offload not in _MEMORY_OF:
-        raise ValueError(f"offload={offload!r}: give 'optimizer', 'state', 'all', a zero.Offload, or None")
+        raise ValueError(
+            f"offload={offload!r}: give 'optimizer', 'state', 'all', 'model_state', a zero.Offload, or None"
+        )
     return Offload(what=offload)  # pyright: ignore[reportArgumentType]
 
 
@@ -81,10 +88,11 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
     """
     if offload is None:
         return None
-    if "params" in _MEMORY_OF[offload.what] and "params" not in sharded:
+    if _FETCHED.intersection(_MEMORY_OF[offload.what]) and "params" not in sharded:
+        what, remedy = ("params", ", or offload='state'") if offload.what == "all" else ("model state", "")
         raise ValueError(
-            f"offload={offload.what!r} keeps the params on the host, which are whole on each device at stages 0 to 2, "
-            "and a copy with secondary=True: give stage=3 without it, or offload='state'"
+            f"offload={offload.what!r} keeps the {what} on the host, which are whole on each device at stages 0 to 2, "
+            f"and a copy with secondary=True: give stage=3 without it{remedy}"
         )
     if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
         return offload
@@ -101,12 +109,12 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
 def on_host(
     offload: Offload | None, groups: Mapping[str, PyTree], params: Mapping[str, tuple[int, ...]], *, min_size: int
 ) -> dict[str, list[bool]]:
-    """Tells which leaves of `opt_state`, `master` and `params` are kept on the host.
+    """Tells which leaves of `opt_state`, `master`, `params` and `model_state` are kept on the host.
 
     Args:
       offload: the config.
       groups: the trees by name.
-      params: the shapes of the params by path.
+      params: the shapes of the params by path, and those of the model state by `model_state/...`.
       min_size: leaves of fewer elements stay on the device.
 
     Returns:
@@ -117,7 +125,9 @@ def on_host(
     """
     if offload is None:
         return {group: [False] * len(jax.tree.leaves(tree)) for group, tree in groups.items()}
-    leaves = {group: list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()}
+    leaves = {
+        group: list(zip(_names(group, tree), jax.tree.leaves(tree), strict=True)) for group, tree in groups.items()
+    }
     chosen = set(params)
     if offload.paths is not None:
         for pattern in offload.paths:
@@ -132,7 +142,8 @@ def on_host(
         for i, (name, leaf) in enumerate(leaves.get(group, ())):
             path = _param_of(name, leaf.shape, params)
             # XLA:TPU does not compile (error 1200) a loss function that reads params of one dim from the host.
-            can_move = group != "params" or (leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
+            can_move = group not in _FETCHED or leaf.ndim > 1
+            can_move &= group != "params" or jnp.issubdtype(leaf.dtype, jnp.inexact)
             if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path
                 num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -142,6 +153,10 @@ def on_host(
             kept.add(path)
             left -= size
     return {group: [owner.get((group, i)) in kept for i in range(len(named))] for group, named in leaves.items()}
+
+
+def _names(group: str, tree: PyTree) -> list[str]:
+    return leaf_names({group: tree} if group == MODEL_STATE else tree)
 
 
 def host_shardings(shardings: PyTree, flags: Sequence[bool]) -> PyTree:

@@ -23,7 +23,12 @@ from zero_jax.training.optimizer.chunks import Argument, Loop, Unit, run_chunks,
 
 
 def stream(
-    function: Callable[..., list[Any]], arguments: Sequence[Argument], into: Sequence[int], *, window_bytes: int
+    function: Callable[..., list[Any]],
+    arguments: Sequence[Argument],
+    into: Sequence[int],
+    *,
+    window_bytes: int,
+    unchanged: Sequence[bool] = (),
 ) -> list[Any]:
     """Returns the results of a function, each in the memory and the sharding of the argument that it replaces.
 
@@ -32,13 +37,14 @@ def stream(
       arguments: its arguments.
       into: for each result the index of the argument that it replaces, of its shape and dtype.
       window_bytes: bytes of a chunk on a device.
+      unchanged: of the first results, whether they equal what they replace.
     """
     arrays = [x.array for x in arguments]
     closed = trace_flat(function, arrays)
     jaxpr, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
     results: list[Any] = [None] * len(into)
     for i, var in enumerate(jaxpr.outvars):
-        if var is jaxpr.invars[into[i]]:  # unchanged: it stays where it is
+        if var is jaxpr.invars[into[i]] or any(unchanged[i : i + 1]):  # it stays where it is
             results[i] = arrays[into[i]]
     todo = [i for i, result in enumerate(results) if result is None]
     units = _units(jaxpr, arguments, todo, into)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -137,26 +138,25 @@ class Placement:
         return joined(self.param_shardings(group), self.model_state_shardings())
 
     def cast(self, variables: PyTree) -> PyTree:
-        """Returns what the placed loss function is given: params in the compute dtype, or in host memory."""
-        dtype = self.precision.compute
+        """Returns what the placed loss function is given: params in the compute dtype, and what is in host memory."""
 
-        def place(x: jax.Array) -> Any:
+        def place(x: jax.Array, dtype: Any = None) -> Any:
             return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
 
-        found = as_variables(variables)
-        return joined(jax.tree.map(place, found.params), found.model_state)
+        found, cast = as_variables(variables), functools.partial(place, dtype=self.precision.compute)
+        return joined(jax.tree.map(cast, found.params), jax.tree.map(place, found.model_state))
 
     def opt_shardings(self, opt_state: PyTree) -> PyTree:
         """Returns the shardings of an optimizer state."""
         placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
         return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
 
-    def on_host(self, opt_state: PyTree, master: PyTree, params: PyTree) -> dict[str, list[bool]]:
-        """Returns which leaves of `opt_state`, `master` and `params` are kept in host memory."""
-        leaves = jax.tree.leaves(self.params, is_leaf=_is_placement)
+    def on_host(self, state: TrainState) -> dict[str, list[bool]]:
+        """Returns which leaves of `opt_state`, `master`, `params` and `model_state` are kept in host memory."""
+        leaves = jax.tree.leaves((self.params, self.model_state), is_leaf=_is_placement)
         return on_host(
             self.offload,
-            {"opt_state": opt_state, "master": master, "params": params},
+            {name: getattr(state, name) for name in ("opt_state", "master", "params", MODEL_STATE)},
             {leaf.path: leaf.shape for leaf in leaves},
             min_size=self.rules.min_shard_size,
         )
@@ -290,7 +290,7 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
         check_matched("overrides", placement.rules.overrides, names)
-    flags = placement.on_host(state.opt_state, state.master, state.params)
+    flags = placement.on_host(state)
     return TrainState(
         step=whole,
         params=host_shardings(placement.param_shardings("params"), flags["params"]),
@@ -299,5 +299,5 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
         key=whole,
         loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
         num_skipped_steps=whole,
-        model_state=placement.model_state_shardings(),
+        model_state=host_shardings(placement.model_state_shardings(), flags[MODEL_STATE]),
     )

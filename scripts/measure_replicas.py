@@ -52,13 +52,16 @@ def main() -> None:
     parser.add_argument("--secondary", action="store_true")
     parser.add_argument("--quantize-grads")
     parser.add_argument("--quantize-grads-over")
+    parser.add_argument("--quantize-error-feedback", action="store_true")
     parser.add_argument("--microbatches", type=int, default=1)
     found = measure(**vars(parser.parse_args()))
     for network, (sent, ideal) in found["networks"].items():
         ratio = f", {sent / ideal:.3f} x" if ideal else ""
         print(f"{network}: {sent / 1e6:.3f} MB a device and step, formula {ideal / 1e6:.3f} MB{ratio}")
     memory = found["memory"]
-    print(f"state {memory.state_bytes / 1e6:.2f} MB a device, secondary shard {memory.secondary_bytes / 1e6:.2f} MB")
+    parts = {"secondary shard": memory.secondary_bytes, "errors of gradients": memory.by_group.get("grad_errors", 0)}
+    shown = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in parts.items())
+    print(f"state {memory.state_bytes / 1e6:.2f} MB a device, {shown}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Trains a small GPT on the standard library's text with quantized collectives, and draws the losses beside bf16's.
 
 python scripts/quantized_curves.py --steps 1000 --out docs/pictures
+python scripts/quantized_curves.py --steps 1000 --replicas --out docs/pictures
 
 All runs have the same data, seed and optimizer, at stage 3 on 8 simulated devices. With `--outliers`, some features of
 the params are 30 times as large as the others from the start, as those of trained language models become (LLM.int8,
-arXiv:2208.07339): the hard case for a scale that a block shares.
+arXiv:2208.07339): the hard case for a scale that a block shares. With `--replicas`, gradients are quantized between
+four replicas of two devices alone, with and without error feedback.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -32,6 +35,12 @@ RUNS = {
     "bf16": None,
     "gathers int8, grads int8": zero.Quantize(gathers="int8", grads="int8"),
     "gathers fp8, grads int4": zero.Quantize(gathers="fp8", grads="int4"),
+}
+_BETWEEN = zero.Quantize(grads="int4", grads_over="replica")
+REPLICAS = {
+    "bf16": None,
+    "grads int4": _BETWEEN,
+    "grads int4, error feedback": dataclasses.replace(_BETWEEN, error_feedback=True),
 }
 MODEL = gpt.GPTConfig(vocab_size=256, seq_len=64, num_layers=2, d_model=128, num_heads=4)
 COLORS = ("#000000", "#0072B2", "#E69F00")
@@ -58,9 +67,11 @@ def init(key: jax.Array, *, outliers: bool) -> dict:
     return params
 
 
-def train(quantize: zero.Quantize | None, *, steps: int, batch_size: int, outliers: bool) -> list[float]:
+def train(
+    quantize: zero.Quantize | None, *, steps: int, batch_size: int, outliers: bool, replicas: bool
+) -> list[float]:
     """Returns the loss of each step."""
-    mesh = zero.make_mesh(data=8)
+    mesh = zero.make_mesh(replica=4, data=2) if replicas else zero.make_mesh(data=8)
     config = zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0, quantize=quantize)
     tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, min(50, steps // 4), steps))
     make = functools.partial(init, outliers=outliers)
@@ -79,12 +90,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--outliers", action="store_true")
+    parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     curves: dict[str, list[float]] = {}
-    for name, quantize in RUNS.items():
+    for name, quantize in (REPLICAS if options.replicas else RUNS).items():
         start = time.monotonic()
-        settings = {"steps": options.steps, "batch_size": options.batch_size, "outliers": options.outliers}
+        settings = {key: value for key, value in vars(options).items() if key != "out"}
         curves[name] = train(quantize, **settings)
         last = float(np.mean(curves[name][-100:]))
         ratio = last / float(np.mean(curves["bf16"][-100:]))
@@ -92,7 +104,7 @@ def main() -> None:
         print(
             f"{name}: mean loss of the last 100 steps {last:.4f}, {ratio:.4f} of bf16's ({seconds:.0f} s)", flush=True
         )
-    name = "quantized_outliers" if options.outliers else "quantized"
+    name = "quantized" + "_replicas" * options.replicas + "_outliers" * options.outliers
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.json").write_text(json.dumps(curves))
     figure = new_figure(options.out / f"{name}.png", width=6, height=3.2)

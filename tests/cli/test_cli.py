@@ -14,29 +14,29 @@ from zero_jax.training.state.train_state import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
---attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option
---config --d-model --data --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --eval-loss
+--attention --batch-size --batches --beta1 --beta2 --checkpoints --clip-norm --combine-bytes --compiler-option --config
+--d-model --data --decay-fraction --devices --ema-decay --epsilon --eval-batches --eval-every --eval-loss
 --final-learning-rate --format --hang-seconds --help --init --init-from --json --keep-best --keep-gathered --keep-last
 --learning-rate --log-every --lora --lora-alpha --lora-base --lora-dora --lora-rank --lora-train --loss --loss-chunk
---max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay
---no-keep-gathered --no-lora-dora --no-overlap --no-scan --no-secondary --no-separate-documents --no-sequence-parallel
---no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload --offload-fraction
---offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs --position --precision
---prefetch-batches --profile-steps --quantize-block-size --quantize-gathers --quantize-grads --quantize-grads-over
---remat --replica --resume --sample-every --sample-prompt --sample-tokens --save-every --scan --schedule --secondary
---seed --separate-documents --seq-len --sequence-parallel --skip-nonfinite --stage --steps --temperature --tensorboard
---text-field --token-cache --token-dtype --tokenizer --top-k --validation --validation-fraction --vocab-size --wandb
---warmup-steps --weight-decay -h
+--max-nonfinite-steps --min-shard-size --mlp-ratio --model --model-axis --momentum --name --no-decay --no-keep-gathered
+--no-lora-dora --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-separate-documents
+--no-sequence-parallel --no-skip-nonfinite --no-tensorboard --num-heads --num-layers --num-microbatches --offload
+--offload-fraction --offload-paths --offload-window-bytes --optimizer --out --overlap --paper-config --param-specs
+--position --precision --prefetch-batches --profile-steps --quantize-block-size --quantize-error-feedback
+--quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --resume --sample-every --sample-prompt
+--sample-tokens --save-every --scan --schedule --secondary --seed --separate-documents --seq-len --sequence-parallel
+--skip-nonfinite --stage --steps --temperature --tensorboard --text-field --token-cache --token-dtype --tokenizer
+--top-k --validation --validation-fraction --vocab-size --wandb --warmup-steps --weight-decay -h
 """.split()
 PLAN_OPTIONS = """
 --attention --batch --batch-size --beta1 --beta2 --cache --clip-norm --combine-bytes --compiler-option --d-model
 --data-layout --decay-fraction --ema-decay --epsilon --final-learning-rate --help --init --json --keep-gathered
 --learning-rate --loss --loss-chunk --min-shard-size --mlp-ratio --model --model-axis --momentum --no-decay
---no-keep-gathered --no-overlap --no-scan --no-secondary --no-sequence-parallel --no-skip-nonfinite --num-heads
---num-layers --num-microbatches --offload --offload-fraction --offload-paths --offload-window-bytes --optimizer
---overlap --paper-config --param-specs --position --precision --quantize-block-size --quantize-gathers --quantize-grads
---quantize-grads-over --remat --replica --scan --schedule --secondary --seq-len --sequence-parallel --skip-nonfinite
---stage --timeout --topology --vocab-size --weight-decay -h
+--no-keep-gathered --no-overlap --no-quantize-error-feedback --no-scan --no-secondary --no-sequence-parallel
+--no-skip-nonfinite --num-heads --num-layers --num-microbatches --offload --offload-fraction --offload-paths
+--offload-window-bytes --optimizer --overlap --paper-config --param-specs --position --precision --quantize-block-size
+--quantize-error-feedback --quantize-gathers --quantize-grads --quantize-grads-over --remat --replica --scan --schedule
+--secondary --seq-len --sequence-parallel --skip-nonfinite --stage --timeout --topology --vocab-size --weight-decay -h
 """.split()
 # Of the decoders' presets.
 DECODER_OPTIONS = """
@@ -142,6 +142,7 @@ def test_json_is_one_object_and_the_log_goes_elsewhere(tmp_path, capsys):
         (["--quantize-gathers", "int4"], "gathers='int4'"),
         (["--quantize-block-size", "64"], "block_size=64 without anything to quantize"),
         (["--quantize-grads-over", "replica"], "quantize_grads_over='replica' without anything to quantize"),
+        (["--quantize-error-feedback"], "quantize_error_feedback=True without anything to quantize"),
         (["--quantize-grads", "int8", "--stage=0"], "stage=0 scatters no gradients"),
         (["--paper-config", "C3", "--stage=3"], "--paper-config C3 is --stage 2, not 3: leave out one of the two"),
         (["--remat", "full", "--paper-config", "C4"], "C4 is --remat full_sharded, not full"),

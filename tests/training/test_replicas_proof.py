@@ -25,5 +25,9 @@ def test_quantized_gradients_move_what_the_formula_says(fields):
     networks = measure("2xv5e:4x4", replica=2, quantize_grads="int8", **fields)["networks"]
     for sent, formula in networks.values():
         assert 0 < sent <= 1.05 * formula
+    if "quantize_grads_over" in fields:  # the errors stay on their devices
+        feedback = measure("2xv5e:4x4", replica=2, quantize_grads="int8", quantize_error_feedback=True, **fields)
+        assert feedback["networks"] == networks
+        assert feedback["memory"].by_group["grad_errors"] > 0
     quantized = "dcn" if "quantize_grads_over" in fields else "ici"
     assert networks[quantized][0] < (0.52 if quantized == "dcn" else 0.7) * plain[quantized][0]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from zero_jax.core.text_tables import format_bytes
 from zero_jax.hlo import Program, arrays, parse_shape
 
-GROUPS = ("params", "master", "opt_state", "model_state", "batch", "other")
-STATE_GROUPS = GROUPS[:4]
+GROUPS = ("params", "master", "opt_state", "model_state", "grad_errors", "batch", "other")
+STATE_GROUPS = GROUPS[:5]
 _KEY = re.compile(r"\['([^']*)'\]|([^.\[\]'\"\\]+)")
 
 
@@ -25,7 +25,7 @@ class ArgumentLeaf:
 
     Attributes:
       path: Its path, such as state/params/embed.
-      group: `params`, `master`, `opt_state`, `model_state`, `batch` or `other`.
+      group: `params`, `master`, `opt_state`, `model_state`, `grad_errors`, `batch` or `other`.
       dtype: HLO dtype.
       dims: The dims of the shard that one device holds.
       num_bytes: Bytes on the device, with the padding of its tiles.

@@ -34,6 +34,8 @@ from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
+_GRAD_ERRORS = "grad_errors"
+_OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # what a checkpoint may have or not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,24 +165,33 @@ class _Restore:
         wanted = saved_leaves(sharded)
         if self.params_only:
             wanted = {name: x for name, x in wanted.items() if _group(name) in _OF_THE_MODEL}
-        missing_scale = {name for name in wanted if _group(name) == "loss_scale" and name not in record.leaves}
-        present = {name: x for name, x in wanted.items() if name not in missing_scale}
+        missing = {name: x for name, x in wanted.items() if _group(name) in _OPTIONAL and name not in record.leaves}
+        present = {name: x for name, x in wanted.items() if name not in missing}
+        spread = self.other_devices(record, present, saved_leaves(sharded))
         try:
-            _check_leaves(record, present, params_only=self.params_only)
+            _check_leaves(record, {**present, **spread}, params_only=self.params_only)
         except ValueError:
             with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
             raise
-        arrays = read_arrays(record, {name: x.sharding for name, x in present.items()}, mesh=self.mesh)
-        leaves = {name: _cast(arrays.pop(name), x) for name, x in present.items()}
+        arrays = read_arrays(record, {name: x.sharding for name, x in {**present, **spread}.items()}, mesh=self.mesh)
+        leaves = {name: _spread(arrays.pop(name), x) for name, x in present.items() if name in spread}
+        leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in spread}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
             variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
-        if missing_scale:
+        if any(_group(name) == "loss_scale" for name in missing):
             leaves |= self.fresh_loss_scale()
+        if fresh := {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}:
+            self.warn(
+                f"the checkpoint has no errors of {len(fresh)} quantized gradients (error feedback): they begin with "
+                "zeros"
+            )
+            zeros = lambda x: jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()  # noqa: E731
+            leaves |= {name: zeros(x) for name, x in fresh.items()}
         ordered = [leaves[name] for name in wanted]
         return record, self.to_stage(_rebuild(sharded, ordered), record)
 
@@ -192,7 +203,35 @@ class _Restore:
 
     def sharded_shapes(self, record: Record) -> TrainState:
         """Returns the shapes of the saved form with stage 3's shardings: full-precision params, nothing derived."""
-        return self.shapes(dataclasses.replace(self.config, stage=3), _key_shape(record.leaves.get("key")))
+        key, config = _key_shape(record.leaves.get("key")), dataclasses.replace(self.config, stage=3)
+        if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
+            return self.shapes(config, key)
+        # Errors of gradients are those of the stage asked for, which another one may not have.
+        config = dataclasses.replace(
+            config,
+            quantize=dataclasses.replace(quantize, error_feedback=False),
+            quantize_error_feedback=None,
+        )
+        return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
+
+    def other_devices(
+        self, record: Record, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns how errors of gradients that another number of devices saved are read: sharded as their params."""
+        found, numbers = {}, []
+        for name, x in wanted.items():
+            shape = record.leaves[name].shape if name in record.leaves else x.shape
+            if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
+                spec = leaves[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
+                sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
+                found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+                numbers.append((shape[0], x.shape[0]))
+        for (old, new), count in collections.Counter(numbers).items():
+            self.warn(
+                f"errors of {count} quantized gradients are those of {old} devices, not {new}: each has an equal share "
+                "of their sum"
+            )
+        return found
 
     def to_stage(self, sharded: TrainState, record: Record) -> TrainState:
         """Makes the state of the stage asked for: low-precision copies, and that stage's shardings."""
@@ -215,6 +254,11 @@ class _Restore:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
         if any(_group(name) == "loss_scale" for name in record.leaves.keys() - wanted.keys()):
             self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
+        dropped = [name for name in record.leaves.keys() - wanted.keys() if _group(name) == _GRAD_ERRORS]
+        if dropped:
+            self.warn(
+                f"errors of {len(dropped)} quantized gradients were dropped: the config has no error feedback there"
+            )
         casts = collections.Counter(
             (record.leaves[name].dtype, dtype_name(x))
             for name, x in wanted.items()
@@ -226,7 +270,7 @@ class _Restore:
 
 def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
-    groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {"loss_scale"}
+    groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
     saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
     absent = [name for name in wanted if name not in record.leaves]
     extra = [name for name in saved if name not in wanted]
@@ -279,6 +323,15 @@ def _cast(x: Array, like: Any) -> Array:
 def _move(x: Array, like: Any) -> Array:
     """Casts an array and then reshards it, to the dtype and sharding of a leaf."""
     return reshard_array(_cast(x, like), like.sharding)
+
+
+def _spread(x: Array, like: Any) -> Array:
+    """Returns errors of gradients for another number of devices: an equal share of their sum for each."""
+
+    def share(x: Array) -> Array:
+        return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
+
+    return jax.jit(share, out_shardings=like.sharding)(x)
 
 
 def _astype(x: Array, dtype: Any) -> Array:

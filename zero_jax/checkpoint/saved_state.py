@@ -1,8 +1,8 @@
 """Encodes a train state for saving: the same leaves for every stage, mesh and precision.
 
 These are the full-precision params, the optimizer's state, the model state, the key, the loss scale and the counters,
-by name, but not what is derived from them (low-precision copies). A leaf whose dtype files do not have is saved as its
-bits.
+by name, but not what is derived from them (low-precision copies). Errors of quantized gradients alone are those of the
+mesh. A leaf whose dtype files do not have is saved as its bits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def saved_leaves(state: TrainState) -> dict[str, Any]:
         "key": state.key,
         "loss_scale": state.loss_scale,
         "num_skipped_steps": state.num_skipped_steps,
+        "grad_errors": state.grad_errors,
     })  # fmt: skip
 
 

@@ -220,7 +220,8 @@ class Estimator:
         num_shards = self.num_param_shards(setting)
         model_state = sizes.by_group.get("model_state", 0.0) / num_shards
         window_bytes = 2 * self.offload.window_bytes if setting.offload else 0
-        own = num_params * (optimizer + param_bytes / num_shards) + model_state
+        errors = self.sent_bytes(_alike(setting))[3] if setting.quantize else 0.0
+        own = num_params * (optimizer + param_bytes / num_shards) + model_state + errors
         return own - self.host_bytes(setting) + window_bytes
 
     def num_param_shards(self, setting: Candidate) -> int:
@@ -320,13 +321,16 @@ class Estimator:
         """Returns what is sent of the bytes without quantization: in gathers, reductions, and between copies."""
         if not setting.quantize:
             return 1.0, 1.0, 1.0
-        alike = dataclasses.replace(setting, remat="", attention="own", overlap=True, offload=None)
+        alike = _alike(setting)
         quantized, plain = self.sent_bytes(alike), self.sent_bytes(dataclasses.replace(alike, quantize=False))
-        gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized, plain, strict=True))
+        gathers, reduced, copies = (a / b if b else 1.0 for a, b in zip(quantized[:3], plain[:3], strict=True))
         return gathers, reduced, copies
 
-    def _sent_bytes(self, setting: Candidate) -> tuple[float, float, float]:
-        """Returns the bytes that a device sends by formula: in gathers, reductions, and between copies."""
+    def _sent_bytes(self, setting: Candidate) -> tuple[float, float, float, float]:
+        """Returns the bytes that a device sends by formula: in gathers, reductions, and between copies.
+
+        The last ones are those of the errors of quantized gradients that it keeps.
+        """
         mesh = self.links(replica=setting.replica, model=setting.model).mesh
         config = dataclasses.replace(setting_config(self.job.config, setting), **_ON_DEVICES)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
@@ -335,7 +339,10 @@ class Estimator:
         for row in rows:
             kind = "all-gather" if row.kind == "all-gather" else "reduction"
             sent["copies" if set(row.axes) <= copies else kind] += row.total_sent_bytes
-        return sent["all-gather"], sent["reduction"], sent["copies"]
+        errors = (
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state.grad_errors)
+        )
+        return sent["all-gather"], sent["reduction"], sent["copies"], float(sum(errors))
 
     def coded_bytes(self, setting: Candidate) -> float:
         """Returns the bytes per device that are read and written to make codes and to decode them.
@@ -378,6 +385,11 @@ class Estimator:
             each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
             seconds += setting.num_microbatches * move.times * each
         return seconds
+
+
+def _alike(setting: Candidate) -> Candidate:
+    """Returns the setting whose state and gradients are sharded and sent alike."""
+    return dataclasses.replace(setting, remat="", attention="own", overlap=True, offload=None)
 
 
 def _figures(traced: LossTrace) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_value
-from zero_jax.core.tree import PyTree, shown
+from zero_jax.core.tree import shown
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.rules import LeafPlacement, check_matched
@@ -49,20 +49,26 @@ class Quantize:
         the largest divisor of its shard up to 128, and leaves as they are those that have none from 32 on.
       grads_over: the mesh axis, or axes, over which gradients are sent quantized, such as `replica` for the network
         between slices alone. None takes all axes of `data`.
+      error_feedback: add what quantization dropped of a gradient to that of the next step, before it is quantized. The
+        train state keeps it in float32, `TrainState.grad_errors`. A flag for all params, or a dict from regular
+        expressions to flags. It needs gradients that are sent once a step, over one axis, as `grads_over="replica"`.
     """
 
     gathers: str | Mapping[str, str | None] | None = None
     grads: str | Mapping[str, str | None] | None = None
     block_size: int | None = None
     grads_over: str | Sequence[str] | None = None
+    error_feedback: bool | Mapping[str, bool] = False
 
     def __post_init__(self) -> None:
-        for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS)):
+        for name, formats in (("gathers", GATHER_FORMATS), ("grads", GRAD_FORMATS), ("error_feedback", ())):
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 _check_patterns(name, value)
             for each in value.values() if isinstance(value, Mapping) else (value,):
-                if each is not None and each not in formats:
+                if name == "error_feedback":
+                    check_value(f"quantize: {name}", each, bool)
+                elif each is not None and each not in formats:
                     hint = did_you_mean(each, formats) if isinstance(each, str) else ""
                     raise ValueError(f"quantize: {name}={each!r}: {hint}choose one of {', '.join(formats)}, or None")
         check_value("block_size", self.block_size, int, is_optional=True)
@@ -76,8 +82,10 @@ class Quantize:
             isinstance(names, Sequence) and names and all(isinstance(x, str) and x for x in names)
         ):
             raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
-        if over is not None and self.grads is None:
-            raise ValueError(f"quantize: grads_over={over!r} without grads: give grads='int8' or 'int4' too")
+        for name in ("grads_over", "error_feedback"):
+            if getattr(self, name) and self.grads is None:
+                given = f"{name}={getattr(self, name)!r}"
+                raise ValueError(f"quantize: {given} without grads: give grads='int8' or 'int4' too")
 
     def grad_axes(self, axes: Axes) -> tuple[str, ...]:
         """Returns the mesh axes over which gradients are sent quantized."""
@@ -85,12 +93,12 @@ class Quantize:
         return () if self.grads is None else (over,) if isinstance(over, str) else tuple(over)
 
     def patterns(self, what: str) -> Mapping[str, Any]:
-        """Returns the patterns of `gathers` or `grads`; none where there is one format for all."""
+        """Returns the patterns of `gathers`, `grads` or `error_feedback`; none where there is one value for all."""
         value = getattr(self, what)
         return value if isinstance(value, Mapping) else {}
 
-    def format_of(self, what: str, path: str) -> str | None:
-        """Returns the format of a leaf in `gathers` or `grads`, or None."""
+    def format_of(self, what: str, path: str) -> Any:
+        """Returns the format of a leaf in `gathers` or `grads`, or None; its flag in `error_feedback`."""
         value = getattr(self, what)
         if isinstance(value, Mapping):
             return next((each for pattern, each in value.items() if re.fullmatch(pattern, path)), None)
@@ -247,12 +255,6 @@ def blocks_of_leaf(
     return blocks_of(format, leaf.path, shape or leaf.shape, leaf.dims, mesh=mesh, block_size=quantize.block_size)
 
 
-def grad_blocks(quantize: Quantize | None, placements: PyTree, *, mesh: Mesh) -> list[Blocks | None]:
-    """Returns the blocks in which the gradient of each param is sent, None for its own dtype."""
-    leaves = jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
-    return [blocks_of_leaf(quantize, "grads", leaf, mesh=mesh) for leaf in leaves]
-
-
 def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: str, *, mesh: Mesh) -> Dims | None:
     """Returns `dims` with one more axis, so that whole blocks of a shard go to each device along it.
 
@@ -300,14 +302,15 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
             f"quantize: grads_over={quantize.grads_over!r}: gradients are not summed over {unknown!r}, but over "
             f"{summed}: name axes of these, or None"
         )
-    for what in ("gathers", "grads"):
+    for what in ("gathers", "grads", "error_feedback"):
         value, patterns = getattr(quantize, what), quantize.patterns(what)
-        over = quantize.grad_axes(axes) if what == "grads" else axes.data
+        sends = "gathers" if what == "gathers" else "grads"
+        over = quantize.grad_axes(axes) if sends == "grads" else axes.data
         check_matched(f"quantize: {what}", patterns, [leaf.path for leaf in leaves])
-        sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, what, leaf, mesh=mesh) is not None}
+        sent = {leaf.path for leaf in leaves if blocks_of_leaf(quantize, sends, leaf, mesh=mesh) is not None}
         for pattern, format in (patterns or {".*": value}).items():
             matched = [leaf for leaf in leaves if re.fullmatch(pattern, leaf.path)]
-            if format is None or axis_size(mesh, over) == 1 or sent & {leaf.path for leaf in matched}:
+            if not format or axis_size(mesh, over) == 1 or sent & {leaf.path for leaf in matched}:
                 continue
             largest = max(matched, key=lambda leaf: leaf.num_bytes)
             small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"

@@ -21,8 +21,6 @@ from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
 from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.precision import wide
-from zero_jax.sharding.quantized import grad_blocks
-from zero_jax.sharding.spec import dims_of
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated, shard_batch
 from zero_jax.training.grads.accumulator import Accumulator, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.grads.choice import accumulated
@@ -191,8 +189,8 @@ class _Program(UpdateProgram):
         needed = needed_grads(traced)
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
-        (loss, (aux, model_state)), grads, parts = self.grads(
-            placement, variables, batch, key, state.loss_scale, needed
+        (loss, (aux, model_state)), grads, parts, errors = self.grads(
+            placement, variables, batch, key, state.loss_scale, needed, state.grad_errors
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
@@ -201,6 +199,11 @@ class _Program(UpdateProgram):
         value = loss.astype(value_dtype(trainable(masters)))
         offers = {"value": value, "full_grads": fill_zeros(grads, masters)}
         if traced.calls_functions:
+            if errors is not None:
+                raise ValueError(
+                    "quantize: error_feedback: the optimizer takes gradients at other params (a line search, or SAM), "
+                    "to which the error of the last one does not belong: leave error_feedback out"
+                )
             offers |= self.objective(state, placement, batch, key, needed)
         finite = bad_grad < 0
         same = unchanged(traced, needed=needed)
@@ -216,6 +219,9 @@ class _Program(UpdateProgram):
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
         kept = keep_same(state.params, placement.params_of(low, into=state.params), same)
         new_state = self.new_state(state, placement, kept, new_masters, opt_state, model_state, finite)
+        # The gradients of a skipped step are not applied, nor are the errors that were added to them.
+        errors = jax.tree.map(lambda new, old: jnp.where(finite, new, old), errors, state.grad_errors)
+        new_state = dataclasses.replace(new_state, grad_errors=errors)
         metrics = Metrics(
             loss=loss,
             aux=aux,
@@ -237,7 +243,8 @@ class _Program(UpdateProgram):
         needed, _ = used_by_optimizer(self.tx, state)
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
-        (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
+        arguments = placement, variables, batch, key, state.loss_scale, needed, state.grad_errors
+        (loss, _), grads, *_ = self.grads(*arguments)
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         whole = NamedSharding(self.mesh, PartitionSpec())
@@ -260,7 +267,7 @@ class _Program(UpdateProgram):
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            (loss, _), grads, _ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
+            (loss, _), grads, *_ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return (loss / scale.astype(loss.dtype)).astype(value_dtype(at)), grads
 
@@ -285,24 +292,21 @@ class _Program(UpdateProgram):
         key: jax.Array,
         loss_scale: Any,
         needed: list[bool],
+        errors: PyTree = None,
     ) -> Any:
         """Returns loss, gradients and more.
 
         Returns:
-          `((scaled loss, (aux, model_state)), grads, parts)`: gradients as master params are sharded, None for the
-          frozen; of model state that is on the host None.
+          `((scaled loss, (aux, model_state)), grads, parts, errors)`: gradients as master params are sharded, None for
+          the frozen, and what quantization dropped of them; of model state that is on the host None.
 
         Raises:
           ValueError: the loss function changes model state that is on the host.
         """
         config, k = self.config, self.config.num_microbatches
-        specs, blocks = placement.loss_shardings(), grad_blocks(placement.quantize, placement.params, mesh=self.mesh)
+        specs = placement.loss_shardings()
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
-        sends_own, is_local = placement.sends_own_grads, k > 1 and "grads" not in placement.groups
-        mapped: tuple[str, ...] = placement.axes.batch if is_local else ()
-        if "master" in placement.groups and not is_local:
-            # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
-            mapped = tuple(axis for axis in placement.axes.copies if self.mesh.shape[axis] > 1)
+        sends_own, is_local, mapped = placement.sends_own_grads, placement.is_local, placement.summed_once
         if k > 1 or mapped or sends_own:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
@@ -344,13 +348,14 @@ class _Program(UpdateProgram):
             num_microbatches=k,
             loss_weight=config.loss_weight,
             whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
-            reduce_dtype=placement.precision.reduce,
-            codings=[x for x, wanted in zip(blocks, wanted_leaves, strict=True) if wanted],
-            coded=placement.grad_axes,
+            sums=pick(placement.grad_sums()),
         )
         shardings = pick(placement.param_shardings("master"))
         free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
-        sharded = [dims_of(s, x.ndim) for s, x in zip(shardings, free, strict=True)]
+        sharded = [how.dims for how in accumulator.sums]
+        scale = 1 if loss_scale is None else loss_scale.scale
+        of_each = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
+        own_errors = [None if x is None else x * scale for x, w in zip(of_each, wanted_leaves, strict=True) if w]
         own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
@@ -360,7 +365,7 @@ class _Program(UpdateProgram):
         inputs = (free, model_state, batch, key, sharded)
         rest = [None if w or isinstance(x, HostParam) else x for x, w in zip(leaves, wanted_leaves, strict=True)]
         if k == 1 and not (mapped or sends_own):
-            (out, grads), parts = placed_grads(free, model_state, batch, key), None
+            (out, grads), parts, new_errors = placed_grads(free, model_state, batch, key), None, own_errors
         else:
             passes_state = any(changed())
             parts_over = placement.axes.batch if sends_own or not mapped else mapped
@@ -387,8 +392,10 @@ class _Program(UpdateProgram):
                 arguments = within, functools.partial(scaled_loss, mapped_loss), traced, variables, batch, key
                 placed_grads = own_grads = quantized_grads(*arguments, convolves=found.convolves)
                 found = dataclasses.replace(found, is_plain=False)  # `jax.vmap` within `jax.vmap`
-            out, grads, parts = accumulated(
-                accumulator, own_grads, placed_grads, inputs, found, is_local=is_local, rest=rest
+            out, grads, parts, new_errors = accumulated(
+                accumulator, own_grads, placed_grads, inputs, found, is_local=is_local, rest=rest, errors=own_errors
             )
-        remaining = iter(grads)
-        return out, tree.unflatten([next(remaining) if w else None for w in wanted_leaves]), parts
+        full = lambda some: tree.unflatten([next(some) if w else None for w in wanted_leaves])  # noqa: E731
+        if errors is not None:
+            errors = full(iter([None if x is None else x / scale for x in new_errors]))
+        return out, full(iter(grads)), parts, errors

@@ -47,10 +47,11 @@ class ZeroConfig:
       quantize: a `Quantize`: params are gathered in int8 or fp8, and gradients sent in int8 or int4, block by block
         (docs/quantized.md); None sends both in the dtypes of the precision.
       quantize_gathers: the format that params are gathered in, `int8` or `fp8`; None takes what `quantize` says, as do
-        the next two.
+        the next four.
       quantize_grads: the format that gradients are sent in, `int8` or `int4`.
       quantize_block_size: elements of a shard that share a scale.
       quantize_grads_over: the mesh axis over which gradients are sent quantized, such as `replica`.
+      quantize_error_feedback: add what quantization dropped of a gradient to that of the next step.
       overlap: compile with the options that let collectives run beside computation on the hardware (docs/overlap.md).
       compiler_options: further compiler options by name, without dashes, such as
         `{"xla_gpu_enable_while_loop_double_buffering": True}`. They replace those of `overlap`; None removes one.
@@ -94,6 +95,7 @@ class ZeroConfig:
     quantize_grads: str | None = None
     quantize_block_size: int | None = None
     quantize_grads_over: str | None = None
+    quantize_error_feedback: bool | None = None
     overlap: bool = True
     compiler_options: Mapping[str, str | float | bool | None] | None = None
     keep_gathered: bool = False
@@ -139,6 +141,8 @@ class ZeroConfig:
           ValueError: a value that is no such setting, or a block size without anything to quantize.
         """
         quantize, given = check_quantize(self.quantize), self._given("quantize_")
+        if quantize is None and given == {"error_feedback": False}:
+            return None
         if quantize is None and given and not given.keys() & {"gathers", "grads"}:
             name = f"quantize_{next(iter(given))}"
             raise ValueError(

@@ -219,16 +219,11 @@ def _param_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -
 
 def _grad_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
     """The rows of a gradient that is summed."""
-    (_, compute), groups, k = _dtypes(leaf, placement), placement.groups, config.num_microbatches
+    (_, compute), k = _dtypes(leaf, placement), config.num_microbatches
     # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls; so
     # do the others over the axes of copies of the params. Gradients that are quantized move at each use.
-    axes, mapped, once = placement.axes, (), k > 1 and "grads" not in groups
-    reduce = placement.precision.reduce
-    if once:
-        mapped = axes.batch
-    elif "master" in groups:
-        mapped = axes.copies
-    unmapped = [axis for axis in axes.batch if axis not in mapped]
+    mapped, reduce = placement.summed_once, placement.precision.reduce
+    unmapped = [axis for axis in placement.axes.batch if axis not in mapped]
     kind, reduced = ("all-to-all", "float32") if placement.sends_own_grads else ("reduce-scatter", compute)
     yield from _sum_rows(kind, leaf, placement, unmapped, reduce or reduced, "backward", k)
     yield from _sum_rows(

@@ -74,7 +74,8 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
 
     Args:
       tree: A `TrainState` or any pytree; leaves that are no `jax.Array` take no memory of a device. The group of a leaf
-        is the first component of its path that is `params`, `master`, `opt_state`, `model_state` or `batch`.
+        is the first component of its path that is `params`, `master`, `opt_state`, `model_state`, `grad_errors` or
+        `batch`.
 
     Raises:
       ValueError: An array that was donated and is gone.

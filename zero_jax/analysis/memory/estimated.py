@@ -91,10 +91,11 @@ class GroupEstimate:
     """One group on one device.
 
     Attributes:
-      name: `params`, `master`, `grads`, `opt_state`, `model_state` (where there is any), `other` (counters, keys, the
-        loss scale) or `residuals`.
+      name: `params`, `master`, `grads`, `opt_state`, `model_state` and `grad_errors` (where there are any), `other`
+        (counters, keys, the loss scale) or `residuals`.
       device_bytes: bytes by the leaves of the state.
-      formula_bytes: bytes by the paper's formula; of model state, which it does not have, by the rule for params.
+      formula_bytes: bytes by the paper's formula; of model state, which it does not have, by the rule for params, and
+        of the errors of quantized gradients 4 bytes a param, sharded as the gradients that are sent.
     """
 
     name: str
@@ -147,7 +148,8 @@ class MemoryEstimate:
     @property
     def state_bytes(self) -> float:
         """Bytes per device of the train state, which stay from step to step."""
-        return sum(self.by_group.get(name, 0) for name in ("params", "master", "opt_state", "model_state", "other"))
+        names = ("params", "master", "opt_state", "model_state", "grad_errors", "other")
+        return sum(self.by_group.get(name, 0) for name in names)
 
     @property
     def formula_bytes(self) -> float:
@@ -218,8 +220,8 @@ def estimate(
     groups["grads"] = grad_group(state, placement, config, used_by_optimizer(tx, state)[0])
     sizes = _sizes(groups, state, placement)
     formula = _formula(sizes, placement)
-    has_model_state = bool(groups["model_state"].leaves)
-    formula["model_state"] = _even_bytes(groups["model_state"])
+    absent = [name for name in ("model_state", "grad_errors") if not groups[name].leaves]
+    formula |= {name: _even_bytes(groups[name]) for name in ("model_state", "grad_errors")}
     differences = [
         *grad_differences(groups["grads"], placement, config),
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
@@ -238,8 +240,8 @@ def estimate(
         formula["residuals"] = (residuals or saved).device_bytes
         over = actual["residuals"] - formula["residuals"]
         differences.append(Difference(group="residuals", device_bytes=over, reason=_BY_TRACE))
-    order = ["params", "master", "grads", "opt_state", "model_state", "other", "residuals"]
-    order = [x for x in order if x in actual and (x != "model_state" or has_model_state)]
+    order = ["params", "master", "grads", "opt_state", "model_state", "grad_errors", "other", "residuals"]
+    order = [x for x in order if x in actual and x not in absent]
     num_devices, model = data_and_model_sizes(placement)
     return MemoryEstimate(
         groups=tuple(GroupEstimate(name=x, device_bytes=actual[x], formula_bytes=formula.get(x, 0)) for x in order),

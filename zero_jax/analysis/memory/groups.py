@@ -91,15 +91,17 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
     trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    named = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state")}
+    named = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
     named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K is what grows with the model: an optimizer's scalars do not, and what has no gradient is no parameter.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
     _, model = data_and_model_sizes(placement)
+    # Each device that sends a gradient has an error of its own, of the part that it sends.
+    over = lambda name: placement.axes.batch if name == "grad_errors" else placement.axes_of_group(name)  # noqa: E731
     return {
         name: Group(
             leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
-            ways=axis_size(mesh, placement.axes_of_group(name)) * (1 if name == "other" else model),
+            ways=axis_size(mesh, over(name)) * (1 if name == "other" else model),
         )
         for name, (tree, placed) in named.items()
     }

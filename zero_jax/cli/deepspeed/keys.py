@@ -116,7 +116,7 @@ _ZERO: dict[str, Key] = {
         "zero.Quantize(gathers={...}) names what is quantized by path, in a loop of your own",
         off=(False,),
     ),
-    **_block("zeropp_loco_param", "zero_jax has no error feedback for quantized gradients", switch=None),
+    **_block("zeropp_loco_param", "zero.quantize_error_feedback is for gradients between replicas", switch=None),
 }
 _LOSS_SCALE = (
     "zero-jax train scales the loss by its own defaults; which steps are skipped may differ, gradients do not. In "

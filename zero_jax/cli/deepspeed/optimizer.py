@@ -13,7 +13,10 @@ from zero_jax.trainer import OptimizerConfig
 
 _PARAMS = "optimizer.params."
 _SCHEDULE = "scheduler.params."
-_ONE_BIT = "zero.quantize_grads sends gradients as int8 or int4, without error feedback, for any optimizer"
+_ONE_BIT = (
+    "zero.quantize_grads sends gradients as int8 or int4 for any optimizer, with zero.quantize_error_feedback between "
+    "replicas"
+)
 # The names that DeepSpeed knows and zero_jax does not have with the same meaning.
 _OTHERS: Mapping[str, str] = {
     "lamb": "`zero-jax train` has no LAMB; a loop of your own takes optax.lamb, whose trust ratio has no max_coeff and "

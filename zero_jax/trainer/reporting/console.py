@@ -206,7 +206,7 @@ def format_duration(seconds: float) -> str:
 
 def groups(state: TrainState) -> dict[str, Any]:
     """Returns the groups of a train state by name."""
-    return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state")}
+    return {name: getattr(state, name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
 
 
 def num_params(state: TrainState) -> int:

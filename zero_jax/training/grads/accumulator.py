@@ -18,7 +18,6 @@ from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leading_dims, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
-from zero_jax.sharding.quantized import Blocks
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
@@ -103,9 +102,7 @@ class Accumulator:
     num_microbatches: int
     loss_weight: str | None
     whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
-    reduce_dtype: Any
-    codings: Sequence[Blocks | None]  # the blocks that the gradient of each param is sent in
-    coded: tuple[str, ...]  # over these axes of the mesh
+    sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
 
     @property
     def num_shards(self) -> int:
@@ -147,8 +144,8 @@ class Accumulator:
         """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
         axes = (*self.mapped, *self.unmapped)
         order = [axes.index(axis) for axis in self.axes.batch]
-        (k, shards, size, *shape), last = x.shape, 1 + len(axes)
-        x = x.reshape(k, *self.sizes(axes), shards * size // self.num_shards, *shape)
+        (k, n, size, *shape), last = x.shape, 1 + len(axes)
+        x = x.reshape(k, *self.sizes(axes), n * size // axis_size(self.mesh, axes), *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
         return lax.collapse(x, 0, last + 1)
 
@@ -227,7 +224,7 @@ class Accumulator:
         convolves: bool = False,
         is_plain: bool = False,
     ) -> Any:
-        """Accumulates each device's own gradients in float32 and reduces them across devices once, at the end.
+        """Accumulates each device's own gradients in float32, a stack of them for each param, to be summed once.
 
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
         gradients is turned from devices to shards by all-to-alls and summed where it lands. Where `mapped` are the axes
@@ -251,10 +248,7 @@ class Accumulator:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
             (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), rest)
             total = nonzero(weights.joined().divisor)
-            grads = [
-                self.reduce(d, c, _weighed_share(g, outer(weights.divisor, g), total))
-                for d, c, g in zip(dims, self.codings, grads, strict=True)
-            ]
+            grads = [_weighed_share(g, outer(weights.divisor, g), total) for g in grads]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
             aux = self.combine(auxes, weights.count[None], size)
@@ -276,7 +270,7 @@ class Accumulator:
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         sums, (losses, weights, auxes, squares) = lax.scan(body, zeros, xs)
         total = weights.joined().divisor
-        grads = [self.reduce(d, c, _divided(s, total)) for d, c, s in zip(dims, self.codings, sums, strict=True)]
+        grads = [_divided(s, total) for s in sums]
         size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
         out = self.mean(losses, weights), (self.combine(auxes, weights.count, size), model_state)
         return out, grads, mean_of_parts(squares, weights.count)
@@ -306,12 +300,16 @@ class Accumulator:
             one_device, mesh=mesh, axis_names=set(self.mapped), in_specs=specs, out_specs=over, check_vma=False
         )
 
-    def reduce(self, dims: Dims, coding: Blocks | None, stack: jax.Array) -> jax.Array:
-        """Sums a stack `[devices of the mapped axes, ...]` of gradients to the shards `dims`."""
-        dtype = self.reduce_dtype or stack.dtype
-        quantized = {"coding": coding, "coded": self.coded}
-        how = DeviceSum(mesh=self.mesh, axes=self.axes, over=self.mapped, dims=dims, dtype=dtype, **quantized)
-        return how(stack).astype(stack.dtype)
+    def reduce(
+        self, stacks: list[jax.Array], errors: Sequence[jax.Array | None]
+    ) -> tuple[list[jax.Array], list[jax.Array | None]]:
+        """Sums stacks `[devices of the mapped axes, ...]` of gradients to shards; returns them and new errors."""
+        sums = []
+        for how, stack, error in zip(self.sums, stacks, errors, strict=True):
+            how = dataclasses.replace(how, dtype=how.dtype or stack.dtype)
+            total, error = how.with_error(stack, error)
+            sums.append((total.astype(stack.dtype), error))
+        return [total for total, _ in sums], [error for _, error in sums]
 
     def mean(self, losses: jax.Array, weights: PartWeight) -> jax.Array:
         """Returns the weighted mean of losses."""

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training.optimizer.update import described, first_opt_state
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement, trainable
+from zero_jax.training.state.train_state import Placement, TrainState, make_placement, new_grad_errors, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
@@ -129,6 +129,14 @@ def checked_placement(
                 )
     if (placement.precision.loss_scale is None) != (state.loss_scale is None):
         raise ValueError("the state and the step differ in loss scaling: make both with the same config")
+    needs = new_grad_errors(state, tx, placement)
+    if described(state.grad_errors) != described(needs):
+        have, need = ([f"{name} {list(shape)}" for name, shape, _ in described(x)] for x in (state.grad_errors, needs))
+        odd, lacks = (next((x for x in a if x not in b), "no other") for a, b in ((have, need), (need, have)))
+        raise ValueError(
+            f"state.grad_errors does not match the error feedback of the config: it holds {odd}, and the step needs "
+            f"{lacks}. Make the state with the mesh, config and optimizer that the step was made with"
+        )
     wanted = first_opt_state(tx, trainable(state.masters))
     of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
     if of_leaves(state.opt_state) == of_leaves(wanted):

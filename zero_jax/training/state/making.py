@@ -23,6 +23,7 @@ from zero_jax.training.state.train_state import (
     Placement,
     TrainState,
     make_placement,
+    new_grad_errors,
     train_state_shardings,
     trainable,
 )
@@ -40,7 +41,7 @@ def _build_state(
         placement.param_shardings("master"),
     )
     precision = placement.precision
-    return TrainState(
+    state = TrainState(
         step=jnp.int32(0),
         params=cast_floating(sharded, precision.param) if placement.keeps_copy else sharded,
         master=sharded if placement.keeps_copy else None,
@@ -52,6 +53,8 @@ def _build_state(
             lax.with_sharding_constraint, strongly_typed(variables.model_state), placement.model_state_shardings()
         ),
     )
+    zeros = lambda x: lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
+    return dataclasses.replace(state, grad_errors=jax.tree.map(zeros, new_grad_errors(state, tx, placement)))
 
 
 def abstract_state(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,14 @@ from zero_jax.sharding.rules import (
     place_params,
     to_shardings,
 )
+from zero_jax.sharding.spec import dims_of, named
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
 from zero_jax.training.optimizer.frozen import needed_grads, unchanged
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import HostParam
+from zero_jax.transforms import DeviceSum, HostParam
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +56,8 @@ class TrainState:
       loss_scale: the loss scale, or None.
       num_skipped_steps: steps skipped because a gradient was not finite, `int32[]`.
       model_state: what the loss function reads and returns anew (`Variables.model_state`), or None.
+      grad_errors: with `Quantize.error_feedback` what quantization dropped of the gradient of a param, on each device
+        that sent one, `float32[devices, ...]`, without the loss scale; None for other params, and without any.
     """
 
     step: jax.Array
@@ -64,6 +68,7 @@ class TrainState:
     loss_scale: LossScale | None
     num_skipped_steps: jax.Array
     model_state: PyTree = None
+    grad_errors: PyTree = None
 
     @property
     def variables(self) -> PyTree:
@@ -94,6 +99,7 @@ class Placement:
     model_state: PyTree = None  # and for each leaf of the model state
     offload: Offload | None = None
     quantize: Quantize | None = None
+    is_local: bool = False  # gradients of microbatches are accumulated per device
 
     @property
     def keeps_copy(self) -> bool:
@@ -114,6 +120,45 @@ class Placement:
     def sends_own_grads(self) -> bool:
         """Whether each device has gradients of its own, sent quantized at each use: not those of a copy's devices."""
         return not set(self.grad_axes) <= set(self.axes.copies)
+
+    @property
+    def summed_once(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed once a step, where the loss can be called on parts."""
+        if self.is_local:
+            return self.axes.batch
+        # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
+        copies = self.axes.copies if "master" in self.groups else ()
+        return tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+
+    def grad_sums(self) -> list[DeviceSum]:
+        """Returns how the gradients that devices have of each param are summed once a step."""
+        shardings = jax.tree.leaves(self.param_shardings("master"))
+        leaves = jax.tree.leaves(self.params, is_leaf=_is_placement)
+        return [
+            DeviceSum(
+                mesh=self.mesh,
+                axes=self.axes,
+                over=self.summed_once,
+                dims=dims_of(sharding, len(leaf.shape)),
+                dtype=self.precision.reduce,
+                coding=blocks_of_leaf(self.quantize, "grads", leaf, mesh=self.mesh),
+                coded=self.grad_axes,
+            )
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+
+    def grad_errors(self, has_grad: Sequence[bool]) -> PyTree:
+        """Returns shapes and shardings of the errors of gradients, of params that have one; None if there are none."""
+        leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
+        errors = []
+        for leaf, how, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
+            feeds_back = wanted and self.quantize and self.quantize.format_of("error_feedback", leaf.path)
+            dims = how.error_dims(leaf.shape) if feeds_back else None
+            if dims is not None:
+                shape = (axis_size(self.mesh, dims[0]), *leaf.shape)
+                dims = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named(self.mesh, dims))
+            errors.append(dims)
+        return tree.unflatten(errors) if any(x is not None for x in errors) else None
 
     def axes_of_group(self, group: str) -> tuple[str, ...]:
         """Returns the axes of `data` that a group is sharded over."""
@@ -241,7 +286,7 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
     leaves = jax.tree.leaves((placed, placed_state), is_leaf=_is_placement)
     quantize = config.resolved_quantize()
     check_leaves(quantize, leaves, mesh=mesh, axes=axes)
-    return Placement(
+    placement = Placement(
         mesh=mesh,
         axes=axes,
         rules=rules,
@@ -251,7 +296,28 @@ def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Plac
         model_state=placed_state,
         offload=offload,
         quantize=quantize,
+        is_local=config.num_microbatches > 1 and "grads" not in groups,
     )
+    if quantize is not None and quantize.error_feedback:
+        _check_error_feedback(placement)
+    return placement
+
+
+def _check_error_feedback(placement: Placement) -> None:
+    """Raises `ValueError` where quantized gradients are not sent once a step, over one axis."""
+    axes = [axis for axis in placement.grad_axes if placement.mesh.shape[axis] > 1]
+    often = [axis for axis in axes if axis not in placement.summed_once]
+    if often:
+        raise ValueError(
+            f"quantize: error_feedback: gradients are sent over {often[0]!r} at each use of a param, and an error of "
+            "each would be as large as all gradients: give grads_over='replica', over which they are sent once a step, "
+            "or stage=1 with num_microbatches=2 or more; or leave error_feedback out"
+        )
+    if len(axes) > 1:
+        raise ValueError(
+            f"quantize: error_feedback: gradients are quantized over {axes}, one after another, and the error is kept "
+            "of one: name it in grads_over, or leave error_feedback out"
+        )
 
 
 def trainable(params: PyTree) -> PyTree:
@@ -284,8 +350,19 @@ def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[
     return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
 
 
+def new_grad_errors(state: TrainState, tx: optax.GradientTransformation, placement: Placement) -> PyTree:
+    """Returns shapes and shardings of the errors that a state has for an optimizer; None without error feedback."""
+    if placement.quantize is None or not placement.quantize.error_feedback:
+        return None
+    return placement.grad_errors(trained_params(tx, state))
+
+
 def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
-    """Returns the sharding of each leaf of a train state."""
+    """Returns the sharding of each leaf of a train state.
+
+    Raises:
+      ValueError: errors of gradients that the config does not have.
+    """
     whole: Any = NamedSharding(placement.mesh, PartitionSpec())
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
@@ -300,4 +377,20 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
         loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
         num_skipped_steps=whole,
         model_state=host_shardings(placement.model_state_shardings(), flags[MODEL_STATE]),
+        grad_errors=_error_shardings(state.grad_errors, placement),
     )
+
+
+def _error_shardings(errors: PyTree, placement: Placement) -> PyTree:
+    """Returns the shardings of errors of gradients, which frozen params do not have."""
+    if errors is None:
+        return None
+    tree = jax.tree.structure(placement.params, is_leaf=_is_placement)
+    found = placement.grad_errors([x is not None for x in tree.flatten_up_to(errors)])
+    if leaf_names(found) != leaf_names(errors):
+        odd = next(name for name in leaf_names(errors) if name not in leaf_names(found))
+        raise ValueError(
+            f"the state has errors of the quantized gradients of {odd!r}, and the config has no error feedback for it: "
+            "make both with the same config"
+        )
+    return jax.tree.map(lambda x: x.sharding, found)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from zero_jax.core.jaxprs import bind
 from zero_jax.sharding.chains import Chain, reshard
@@ -143,6 +143,44 @@ class DeviceSum:
 
         Each all-to-all moves what a reduce-scatter would, and the sum is made locally.
         """
+        return self.with_error(stack, None)[0]
+
+    def error_dims(self, shape: Sequence[int]) -> Dims | None:
+        """Returns how the error of a quantized sum is sharded, `[devices that send, ...]`; None if it is not quantized.
+
+        `shape` is that of the sum.
+        """
+        left = list(self.over)
+        for axis in self._scattered:
+            if self._codes(axis):
+                return (tuple(left), *without(self.dims, left))
+            left.remove(axis)
+        coded = [axis for axis in left if self._spread(axis, shape, left) is not None]
+        return (tuple(left), *without(self.dims, left)) if coded else None
+
+    @property
+    def _scattered(self) -> list[str]:
+        """The axes that shard the sum, in the order in which it is scattered over them."""
+        return [axis for axis in self.axes.data if axis in self.over and carries(self.dims, (axis,))]
+
+    def _codes(self, axis: str) -> bool:
+        return self.coding is not None and axis in self.coded and self.mesh.shape[axis] > 1
+
+    def _spread(self, axis: str, shape: Sequence[int], left: Sequence[str]) -> Dims | None:
+        """Returns the dims of the parts that are summed over an axis which does not shard the sum, if in codes."""
+        coding = self.coding if self._codes(axis) else None
+        return spread_over(coding, shape, without(self.dims, left), axis, mesh=self.mesh)
+
+    def with_error(self, stack: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Sums a stack with error feedback, over one axis in codes: error feedback of 1-bit Adam (arXiv:2102.02888).
+
+        Args:
+          stack: the gradients.
+          error: what codes did not have of the last sum, sharded as `error_dims`, which is added; None for nothing.
+
+        Returns:
+          The sum, and what its codes do not have; the errors of all devices add up to that of the sum.
+        """
         mesh, dims, left = self.mesh, self.dims, list(self.over)
         wide = promoted(stack.dtype, jnp.float32)
         moved = summed_dtype(wide, self.dtype)
@@ -150,28 +188,24 @@ class DeviceSum:
         # Without it XLA may cut what the gradients are made of as it cuts their sum.
         stack = lax.with_sharding_constraint(stack, named(mesh, (self.over, *placed)))
         stack = stack.reshape(*(mesh.shape[axis] for axis in left), *stack.shape[1:])
-        for axis in self.axes.data:
-            if axis not in left or not carries(dims, (axis,)):
-                continue
+        for axis in self._scattered:
             place = left.index(axis)
             landed = without(dims, [other for other in left if other != axis])
             here = named(mesh, (*((a,) for a in left), *placed))
             there = named(mesh, (*(() if a == axis else (a,) for a in left), *landed))
-            if self.coding is None or axis not in self.coded or mesh.shape[axis] == 1:
+            if not self._codes(axis):
                 # Pinned on both sides, or XLA moves it in the dtype from before the cast.
                 stack = lax.with_sharding_constraint(stack.astype(moved), here)
                 stack = lax.with_sharding_constraint(stack, there)
             else:
-                stack = lax.with_sharding_constraint(stack.astype(wide), here)
-                move = Chain((here, there), barrier=True, coding=self.coding)
-                stack = reshard(stack, forward=move, backward=Chain())
+                stack, error = self._send(stack.astype(wide), here, there, error)
             placed = landed
             stack = stack.astype(wide).sum(place)
             left.pop(place)
-        for axis in [axis for axis in left if axis in self.coded]:
-            spread = spread_over(self.coding, stack.shape[len(left) :], placed, axis, mesh=mesh)
+        for axis in list(left):
+            spread = self._spread(axis, stack.shape[len(left) :], left)
             if spread is not None:
-                stack = self._sum_quantized(stack, axis, left, placed, spread)
+                stack, error = self._sum_quantized(stack, axis, left, spread, error)
                 left.remove(axis)
         if left:  # replicas, and axes that this leaf is not sharded over
             stack = stack.astype(moved)
@@ -179,19 +213,51 @@ class DeviceSum:
             # Not `jnp.sum`, which would make float32 of what is narrower before it moves.
             stack = lax.reduce(stack, jnp.zeros((), stack.dtype), lax.add, tuple(range(len(left))))
             stack = lax.with_sharding_constraint(stack, named(mesh, placed))
-        return stack.astype(wide)
+        return stack.astype(wide), error
 
-    def _sum_quantized(self, stack: jax.Array, axis: str, left: list[str], placed: Dims, spread: Dims) -> jax.Array:
+    def _send(
+        self, x: jax.Array, here: NamedSharding, there: NamedSharding, error: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Moves an array in codes, with an error added (None: nothing); returns it and what the codes do not have."""
+        assert self.coding is not None
+        x = lax.with_sharding_constraint(x, here)
+        if error is None:
+            return reshard(x, forward=Chain((here, there), barrier=True, coding=self.coding), backward=Chain()), None
+        x += error.reshape(x.shape)
+        codes = lax.optimization_barrier(self.coding.encode(x))  # the error is that of what is sent
+        codes = [lax.with_sharding_constraint(part, here) for part in codes]
+        sent = [lax.with_sharding_constraint(part, there) for part in codes]
+        error = (x - self.coding.decode(codes, x.dtype)).reshape(error.shape)
+        return self.coding.decode(sent, x.dtype), error
+
+    def _sum_quantized(
+        self, stack: jax.Array, axis: str, left: list[str], spread: Dims, error: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Sums over an axis that does not shard the sum: a part on each device, and then the parts are gathered."""
-        mesh, wide = self.mesh, promoted(stack.dtype, jnp.float32)
+        mesh, placed, place = self.mesh, without(self.dims, left), left.index(axis)
         rest = [(other,) for other in left if other != axis]
         here = named(mesh, (*((a,) for a in left), *placed))
         there = named(mesh, (*(() if a == axis else (a,) for a in left), *spread))
-        stack = lax.with_sharding_constraint(stack.astype(wide), here)
-        stack = reshard(stack, forward=Chain((here, there), barrier=True, coding=self.coding), backward=Chain())
-        stack = stack.sum(left.index(axis))
+        stack, error = self._send(stack.astype(promoted(stack.dtype, jnp.float32)), here, there, error)
+        stack = stack.sum(place)
         parts, whole = named(mesh, (*rest, *spread)), named(mesh, (*rest, *placed))
-        return reshard(stack, forward=Chain((parts, whole), barrier=True, coding=self.coding), backward=Chain())
+        total, lost = self._send(stack, parts, whole, None if error is None else jnp.zeros_like(stack))
+        if error is None or lost is None:
+            return total, None
+
+        def add_to_part(error: jax.Array, lost: jax.Array) -> jax.Array:
+            lost = jnp.expand_dims(lost, place)
+            is_cut = [False] * len(left) + [axis in dim for dim in spread]
+            starts = [lax.axis_index(axis) * size if cut else 0 for size, cut in zip(lost.shape, is_cut, strict=True)]
+            part = lax.dynamic_slice(error, starts, lost.shape) + lost
+            return lax.dynamic_update_slice(error, part, starts)
+
+        # What is lost of a part of the sum is added to the error of the device that sent it: nothing moves.
+        specs = (here.spec, parts.spec)
+        added = jax.shard_map(add_to_part, mesh=mesh, in_specs=specs, out_specs=here.spec, check_vma=False)(
+            error.reshape(*(mesh.shape[a] for a in left), *lost.shape[len(rest) :]), lost
+        )
+        return total, added.reshape(error.shape)
 
 
 # `summed_use` is the identity. Its transpose, `device_sum`, is the identity too, of a value that is the same for all

@@ -24,14 +24,14 @@ from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import variable_names
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.sharding.mesh import Axes, axes_of, axis_size
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
 from zero_jax.transforms.gather.deferred import Lazy, Value, as_it_is
 from zero_jax.transforms.gather.events import GatherEvent, GatherReport, Notes, WideUse
 from zero_jax.transforms.gather.host_params import HostParam, fetch, fetch_as, used_shapes
-from zero_jax.transforms.gather.mixing import mixed_products
+from zero_jax.transforms.gather.mixing import FREE, UNKNOWN, mixed_products
 from zero_jax.transforms.gather.per_device import summed_use
 from zero_jax.transforms.gather.uses import Options, device_sum
 from zero_jax.transforms.gather.walk import GatherFrame, GatherWalk
@@ -157,8 +157,7 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
         marked = _mark(params, specs, options)
         mixed: frozenset[int] = frozenset()
         if not options.mapped:
-            params_of = jaxprs.open_jaxpr(closed)[0].invars[: len(marked)]
-            mixed = mixed_products(closed, params_of, values, mesh=options.mesh, axes=options.axes)
+            mixed = mixed_products(closed, [*(FREE for _ in marked), *(_examples(value, options) for value in values)])
         walk = GatherWalk(options, _batch_sizes(values), Notes(events, gathers=not options.stored_whole), mixed)
         jaxpr, consts = jaxprs.open_jaxpr(closed)
         ins = [*marked, *(Value(value, pure=False) for value in values)]
@@ -179,6 +178,12 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
 
 def _batch_sizes(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(value.shape[0] for value in values if getattr(value, "ndim", 0) >= 1)
+
+
+def _examples(value: Any, options: Options) -> int | str:
+    """Returns the dim of examples of an argument."""
+    size = axis_size(options.mesh, options.axes.batch)
+    return 0 if getattr(value, "ndim", 0) and value.shape[0] % size == 0 else UNKNOWN
 
 
 def _mark(params: PyTree, specs: PyTree, options: Options) -> list[Lazy | Value]:

@@ -32,15 +32,12 @@ class ValueSharding:
       partial: the axes over which each device has a part of a sum.
       itemsize: bytes of an element of such a sum when it was made; 0 for the value's own.
       varies: whether it depends on more than the params.
-      exact: whether XLA is known to shard it so, and in every call of the jaxpr that it is in; else it is a guess, and
-        good for estimates alone.
     """
 
     dims: Dims
     partial: tuple[str, ...] = ()
     itemsize: int = 0
     varies: bool = False
-    exact: bool = True
 
     @property
     def axes(self) -> set[str]:

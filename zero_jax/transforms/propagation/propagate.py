@@ -3,10 +3,6 @@
 The shardings of the inputs are carried forward through every equation, as Megatron's authors count on paper and as
 XLA's partitioner mostly decides: a product whose contracted dim is sharded is a partial sum; sums of partial sums stay
 partial; whatever needs the value itself reduces it first.
-
-Each sharding says whether it is exact. Estimates take all; `gather/` builds on exact ones alone. `separable/` asks
-another question, and has rules of its own: whether the values on parts of a batch are those on the batch, and how the
-loss is divided. A value's sharding does not say so: the sum, the mean and the square of the mean are sharded alike.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ class Propagation:
         elementwise work counts as fused into what reads it.
       sliced_param_bytes: bytes on one device of the params that an iteration of a loop takes, where it takes most.
       unknown: why `moves` are not the whole of it; empty where they are.
-      values: the shardings of all values, those of inner jaxprs as in their last run; exact where all runs agree.
+      values: the shardings of all values, those of inner jaxprs as in their last run.
     """
 
     outputs: tuple[ValueSharding, ...]
@@ -105,34 +101,19 @@ def propagate_shardings(
     )
 
 
-def value_shardings(
-    jaxpr: Any, inputs: Sequence[ValueSharding], *, sizes: Mapping[str, int]
-) -> Mapping[Any, ValueSharding]:
-    """Returns the shardings of all values of a jaxpr, as `propagate_shardings` does, and not what they cost."""
-    walk = _Walk(sizes=sizes, counted=(), measures=False)
-    walk.run(open_jaxpr(jaxpr)[0], inputs)
-    return walk.values
-
-
-def _unsharded(var: Any, *, exact: bool = True) -> ValueSharding:
-    return ValueSharding(dims=((),) * len(getattr(var.aval, "shape", ())), exact=exact)
-
-
-def _guessed(shardings: Sequence[ValueSharding]) -> list[ValueSharding]:
-    return [dataclasses.replace(x, exact=False) for x in shardings]
+def _unsharded(var: Any, *, varies: bool = False) -> ValueSharding:
+    return ValueSharding(dims=((),) * len(getattr(var.aval, "shape", ())), varies=varies)
 
 
 class _Walk:
     """Carries shardings through equations; the rules of single primitives are in `rules`."""
 
-    def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...], measures: bool = True):
-        self.sizes, self.counted, self.measures = sizes, counted, measures
+    def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
+        self.sizes, self.counted = sizes, counted
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.values: dict[Any, ValueSharding] = {}
         self.times, self.phase, self.source = 1, "forward", ""
-        self.is_guess = False  # of the equation at hand; rules set it
-        self.calls: dict[Any, tuple[list[ValueSharding], float]] = {}
 
     # What rules ask for.
 
@@ -148,7 +129,6 @@ class _Walk:
 
     def move(self, kind: str, axes: Sequence[str], num_bytes: float, aval: Any) -> None:
         """Notes a collective over those of `axes` that count; `num_bytes` is the larger of input and result."""
-        self.is_guess = self.is_guess or (bool(axes) and kind in ("all-gather", "collective-permute"))
         axes = tuple(axis for axis in self.sizes if axis in axes and axis in self.counted)
         size = self.size(axes)
         if size == 1 or not num_bytes:
@@ -181,7 +161,6 @@ class _Walk:
 
     def placed(self, sharding: ValueSharding, aval: Any, target: Dims) -> ValueSharding:
         """Reshards a value, as a sharding constraint does."""
-        is_guess = self.is_guess
         before, wanted = sharding.axes, {axis for dim in target for axis in dim}
         after = dataclasses.replace(sharding, dims=target, partial=(), itemsize=0)
         if sharding.partial:
@@ -191,7 +170,6 @@ class _Walk:
         self.move("all-gather", lost, self.local_bytes(aval, after), aval)
         moved = [a for a in before & wanted if _dim_of(sharding.dims, a) != _dim_of(target, a)]
         self.move("all-to-all", moved, self.local_bytes(aval, after), aval)
-        self.is_guess = is_guess
         return after
 
     def give_up(self, why: str) -> None:
@@ -210,26 +188,22 @@ class _Walk:
     ) -> tuple[list[ValueSharding], float]:
         """Returns the shardings of the results of a jaxpr, and the peak of what is alive."""
         env = {} if env is None else env
-        env.update((var, _unsharded(var, exact=not getattr(var.aval, "shape", ()))) for var in jaxpr.constvars)
+        env.update((var, _unsharded(var)) for var in jaxpr.constvars)
         env.update(zip(jaxpr.invars, inputs, strict=True))
-        alive = Alive(jaxpr, ends) if self.measures else None
+        alive = Alive(jaxpr, ends)
         source, phase = self.source, self.phase
         for i, eqn in enumerate(jaxpr.eqns):
-            if alive is not None:
-                self.source, self.phase = source_line(eqn) or source, _phase(name_stack(eqn), phase)
+            self.source, self.phase = source_line(eqn) or source, _phase(name_stack(eqn), phase)
             outs, inner_peak = self.equation(eqn, env)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            if alive is None:
-                continue
+            env.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True))
             made = [
                 (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
                 for var, out in zip(eqn.outvars, outs, strict=True)
             ]
             alive.step(i, made, inner_peak)
         self.source, self.phase = source, phase
-        agreed = lambda x, before: x if x == before else dataclasses.replace(x, exact=False)  # noqa: E731
-        self.values.update((var, agreed(x, self.values.get(var, x))) for var, x in env.items())
-        return [self.read(env, atom) for atom in jaxpr.outvars], 0.0 if alive is None else alive.peak
+        self.values.update(env)
+        return [self.read(env, atom) for atom in jaxpr.outvars], alive.peak
 
     def read(self, env: dict[Any, ValueSharding], atom: Any) -> ValueSharding:
         """Returns the sharding of an input of an equation."""
@@ -246,14 +220,10 @@ class _Walk:
         if sub is not None and kind == "scan":
             return self.scan(eqn, sub, inputs)
         if sub is not None and kind == "while":  # its body counts once
-            outs, peak = self.run(open_jaxpr(sub.jaxpr)[0], _guessed(inputs[sub.num_test_consts :]))
-            return _guessed(outs), peak
+            return self.run(open_jaxpr(sub.jaxpr)[0], inputs[sub.num_test_consts :])
         if sub is not None and kind == "cond":
             return self.branches(sub, inputs)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
-        # Whatever is made of unsharded params is unsharded, too.
-        is_unsharded = not (any(x.varies or x.axes for x in inputs) or name.startswith("random"))
-        self.is_guess = not all(x.exact for x in inputs) or (name not in RULES and not is_unsharded)
         try:
             outs = rule(self, eqn, inputs) if rule else self.opaque(eqn, inputs)
         except (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
@@ -263,11 +233,9 @@ class _Walk:
         return self.made_of(inputs, outs), 0.0
 
     def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
-        """Marks results by what they were made of, and by what rules guessed."""
-        marks = any(x.varies for x in inputs), not self.is_guess
-        return [
-            x if (x.varies, x.exact) == marks else dataclasses.replace(x, varies=marks[0], exact=marks[1]) for x in outs
-        ]
+        """Marks results by what they were made of."""
+        varies = any(x.varies for x in inputs)
+        return [dataclasses.replace(x, varies=varies) for x in outs]
 
     def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""
@@ -280,7 +248,7 @@ class _Walk:
 
     def opaque(self, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
         """Takes the results of an unknown primitive for unsharded, but for a leading dim of the size of an input's."""
-        name, self.is_guess = eqn.primitive.name, self.is_guess or any(x.varies or x.axes for x in inputs)
+        name = eqn.primitive.name
         if any(axis in self.counted for x in inputs for dim in x.dims for axis in dim):
             self.give_up(f"what the primitive {name!r} does with a sharded input is not known")
         leading = [
@@ -297,14 +265,8 @@ class _Walk:
         """Propagates through a call; what it sums is summed outside too."""
         opened, _ = open_jaxpr(jaxpr)
         inputs = [self.read(env, atom) for atom in eqn.invars]
-        key = id(opened), tuple(inputs)
-        if key in self.calls:
-            return self.calls[key]
         inner: dict[Any, ValueSharding] = {}
-        moves, unknown = len(self.moves), self.unknown
         outs, peak = self.run(opened, inputs, env=inner)
-        if (moves, unknown) == (len(self.moves), self.unknown):  # equal layers run one jaxpr
-            self.calls[key] = outs, peak
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]
@@ -317,7 +279,7 @@ class _Walk:
         for x, atom in zip(slices, sub.split(eqn.invars)[2], strict=True):
             if x.dims[0]:
                 self.gather(x, atom.aval, x.dims[0])
-        slices = [dataclasses.replace(x, dims=x.dims[1:], exact=x.exact and not x.dims[0]) for x in slices]
+        slices = [dataclasses.replace(x, dims=x.dims[1:]) for x in slices]
         of_params = zip(sub.split(opened.invars)[2], slices, strict=True)
         taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
         self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
@@ -344,7 +306,7 @@ class _Walk:
         moves, best = len(self.moves), None
         for branch in sub.branches:
             opened, _ = open_jaxpr(branch)
-            outs, peak = self.run(opened, _guessed(inputs[1:]))
+            outs, peak = self.run(opened, inputs[1:])
             outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
             taken = self.moves[moves:]
             del self.moves[moves:]
@@ -352,7 +314,7 @@ class _Walk:
                 best = outs, peak, taken
         assert best is not None
         self.moves += best[2]
-        return _guessed(best[0]), best[1]
+        return best[0], best[1]
 
 
 def _dim_of(dims: Dims, axis: str) -> int:
@@ -365,8 +327,7 @@ def _joined(before: ValueSharding, after: ValueSharding) -> ValueSharding:
     dims = tuple(
         new if not old and not taken & set(new) else old for old, new in zip(before.dims, after.dims, strict=True)
     )
-    is_same = (before.dims, before.varies, before.exact) == (after.dims, after.varies, True)
-    return ValueSharding(dims=dims, varies=before.varies or after.varies, exact=is_same)
+    return ValueSharding(dims=dims, varies=before.varies or after.varies)
 
 
 def _phase(stack: str, outer: str) -> str:

@@ -1,7 +1,4 @@
-"""Sharding propagation through single primitives, mostly as XLA decides it.
-
-What XLA may shard in another way is a guess: where values are gathered or exchanged, or a rule says so (`is_guess`).
-"""
+"""Sharding propagation through single primitives, mostly as XLA decides it: for estimates."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.sharding.spec import Dims, dims_of, without
-from zero_jax.transforms.passthrough import ELEMENTWISE
 from zero_jax.transforms.propagation.kinds import ValueSharding
 
 Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
@@ -136,18 +132,15 @@ def _reduce(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueS
     return results
 
 
-def _along(name: str, *, cumulative: bool = False) -> Rule:
-    """What works along one dim, which is gathered for it; cumulative results are sharded as the operand was."""
+def _along(name: str) -> Rule:
+    """What works along one dim, which is gathered for it."""
 
     def rule(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-        dims = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)])
-        dim, is_guess = eqn.params.get(name, len(dims) - 1), walk.is_guess
-        if dims and dims[dim]:
-            gathered = walk.gather(dataclasses.replace(inputs[0], dims=dims), eqn.invars[0].aval, dims[dim])
-            # Of several rows that are sorted, XLA may give each device some.
-            walk.is_guess = is_guess or not (cumulative or len(dims) == 1)
-            dims = dims if cumulative else gathered.dims
-        return [ValueSharding(dims=dims)] * len(eqn.outvars)
+        sharding = inputs[0]
+        dim = eqn.params.get(name, len(sharding.dims) - 1)
+        if sharding.dims and sharding.dims[dim]:
+            sharding = walk.gather(sharding, eqn.invars[0].aval, sharding.dims[dim])
+        return [ValueSharding(dims=sharding.dims)] * len(eqn.outvars)
 
     return rule
 
@@ -208,7 +201,7 @@ def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list
 
 
 def _dynamic_update_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    walk.is_guess = True
+    del walk
     old, new = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     dims, used = list(inputs[0].dims), inputs[0].axes
     for i, axes in enumerate(inputs[1].dims):
@@ -235,18 +228,6 @@ def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueShar
     return [_partial(walk, dims, summed, eqn)]
 
 
-def is_ragged(eqn: Any) -> bool:
-    """Tells whether it is a product over groups of rows, which XLA does not shard (unless it has batch dims)."""
-    numbers = eqn.params.get("ragged_dot_dimension_numbers")
-    return numbers is not None and not numbers.dot_dimension_numbers[1][0]
-
-
-def _ragged(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    results = walk.opaque(eqn, inputs)
-    walk.is_guess = not is_ragged(eqn)
-    return results if walk.is_guess else [ValueSharding(dims=((),) * len(x.dims)) for x in results]
-
-
 def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     return one if len(one) >= len(other) else other
 
@@ -268,7 +249,6 @@ def _attention(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Val
 
 
 def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    walk.is_guess = True
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     dims: list[tuple[str, ...]] = [()] * len(out)
@@ -294,7 +274,6 @@ def _gather(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueS
         table = walk.gather(table, aval, sorted(clash))
     rows = [i for i in range(len(sizes)) if sizes[i] != aval.shape[i] and i not in pairs]
     summed = [a for i in rows for a in table.dims[i]]
-    walk.is_guess = walk.is_guess or (bool(summed) and not index.varies)
     kept = [i for i in range(len(sizes)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     batch = list(index.dims[:-1])
     for i, j in pairs.items():
@@ -322,9 +301,6 @@ def _scatter(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         if not dims[i]:
             dims[i] = inputs[1].dims[j]
-    in_windows = any(updates.dims[j] for j in numbers.update_window_dims)
-    is_sum = not (inputs[0].axes or numbers.operand_batching_dims or in_windows)
-    walk.is_guess = walk.is_guess or not is_sum or bool(inputs[1].axes and not updates.axes)
     summed = updates.axes - {a for dim in dims for a in dim}
     return [_partial(walk, tuple(dims), [a for a in walk.sizes if a in summed], eqn)]
 
@@ -356,7 +332,6 @@ def _through(walk: Any, sharding: ValueSharding, aval: Any, targets: Sequence[An
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE, "convert_element_type"), merge),
     **{
         name: _identity
         for name in ("name", "copy", "optimization_barrier", "zero_order", "device_put", "zero_join", "pvary")
@@ -369,7 +344,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"), _reduce
     ),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis", cumulative=True)),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "sort": _along("dimension"),
     "rev": _reversed,
     "top_k": _along("axis"),
@@ -380,7 +355,6 @@ RULES: Mapping[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,
-    **dict.fromkeys(("ragged_dot", "ragged_dot_general"), _ragged),
     "conv_general_dilated": _convolution,
     "zero_attention": _attention,
     "gather": _gather,

@@ -196,8 +196,7 @@ class _Program(UpdateProgram):
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
         norm, bad_grad = norm_and_first_nonfinite(grads)
         loss = loss / scale.astype(loss.dtype)
-        value = loss.astype(value_dtype(trainable(masters)))
-        offers = {"value": value, "full_grads": fill_zeros(grads, masters)}
+        offers = {"value": loss.astype(value_dtype(trainable(masters))), "full_grads": fill_zeros(grads, masters)}
         if traced.calls_functions:
             if errors is not None:
                 raise ValueError(
@@ -208,7 +207,7 @@ class _Program(UpdateProgram):
         finite = bad_grad < 0
         same = unchanged(traced, needed=needed)
         if offloaded.any:
-            scalars = norm, finite, value, state.loss_scale
+            scalars = norm, finite, offers["value"], state.loss_scale
             new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars, same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)

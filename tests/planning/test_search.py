@@ -334,8 +334,9 @@ def test_the_fallback_is_tried_where_nothing_fits():
 
 
 def test_what_exceeds_the_memory_of_the_hosts_is_not_proposed():
-    settings = candidates(num_devices=8, batch_size=32, stages=(2,), max_num_microbatches=1)
-    fallback = candidates(num_devices=8, batch_size=32, stages=(2,), offloads=("optimizer", "state"))
+    space = Space(num_devices=8, batch_sizes=(32,), stages=(2,))
+    settings = candidates(dataclasses.replace(space, max_num_microbatches=1))
+    fallback = candidates(dataclasses.replace(space, offloads=("optimizer", "state")))
 
     def smaller(setting):
         """In host memory 24 GB over the devices that the state is sharded over, or 16 GB of them."""

@@ -232,8 +232,8 @@ def test_only_what_is_elementwise_is_cut():
 @pytest.mark.parametrize(
     ("offload", "error"),
     [
-        ("opt", "offload='opt': give 'optimizer', 'state', 'all', a zero.Offload, or None"),
-        (3, "offload=3: give 'optimizer', 'state', 'all', a zero.Offload, or None"),
+        ("opt", "offload='opt': give 'optimizer', 'state', 'all', 'model_state', a zero.Offload, or None"),
+        (3, "offload=3: give 'optimizer', 'state', 'all', 'model_state', a zero.Offload, or None"),
     ],
 )
 def test_what_is_no_offload(offload, error):

@@ -52,6 +52,7 @@ class TrainResult:
     per_device_master_bytes: int
     per_device_opt_state_bytes: int
     per_device_model_state_bytes: int = 0
+    per_device_grad_errors_bytes: int = 0
     prompt: str
     sample: str
     examples_per_second: float | None = None

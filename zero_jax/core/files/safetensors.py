@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import os
 import pathlib
 import stat
@@ -74,7 +75,16 @@ class StoredTensor(Tensor):
         """Returns the tensor as a map of the file, of which only what is used is read ("r") or written ("r+")."""
         if 0 in self.shape:
             return np.empty(self.shape, jnp.dtype(self.dtype))
-        return np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,)).reshape(self.shape)
+        mapped = np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,))
+        if mode != "r":
+            _map_single_pages(mapped)
+        return mapped.reshape(self.shape)
+
+
+def _map_single_pages(mapped: np.memmap) -> None:
+    """Maps the pages that are written alone: Linux maps large folios around them, up to all of the file for a column."""
+    if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+        mapped.base.madvise(mmap.MADV_RANDOM)
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:

@@ -15,7 +15,8 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
-from zero_jax.training.grads.partial import fill_zeros, same_leaves
+from zero_jax.training.grads.partial import fill_zeros
+from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, trace_update, update_if
 from zero_jax.training.state.train_state import Placement, TrainState, merge, trainable
@@ -99,7 +100,7 @@ class OffloadedState:
             results = function(*kept.unflatten(arrays[:num_kept]), *rest.unflatten(arrays[num_kept:num_given]))
             return jax.tree.leaves(results)
 
-        frozen = same_leaves(state.masters, same) * (1 + placement.keeps_copy)
+        frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
         results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes, unchanged=frozen)
         of_masters = jax.tree.structure(state.masters)
         num_copies = num_masters * placement.keeps_copy
@@ -227,9 +228,9 @@ class UpdateProgram:
         """Returns the next train state; of model state the old leaf where the new one is None, as it is on the host."""
 
         def settled(old: Any, new: Any) -> Any:
-            if new is None or self.config.skip_nonfinite is False:
-                return old if new is None else new
-            return jnp.where(finite, new, old)
+            if new is None:
+                return old
+            return new if self.config.skip_nonfinite is False else jnp.where(finite, new, old)
 
         skipped = jnp.int32(0) if self.config.skip_nonfinite is False else (~finite).astype(jnp.int32)
         scale = state.loss_scale

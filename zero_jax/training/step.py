@@ -28,7 +28,7 @@ from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, n
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
 from zero_jax.training.loss_function import changed_model_state, check_unchanged, on_devices, pinned_model_state
 from zero_jax.training.model_inputs import cast_batch
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.making import check_optimizer
@@ -316,8 +316,8 @@ class _Program(UpdateProgram):
         host_state, model_state = model_state, on_devices(model_state)
         if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
             check_unchanged(host_state, changed())
-        wanted = iter(needed)
-        wanted_leaves = [jnp.issubdtype(x.dtype, jnp.inexact) and next(wanted) for x in leaves]
+        wanted_leaves = flags_of_all(leaves, needed)
+        scale = 1 if loss_scale is None else loss_scale.scale
         pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
 
         def scaled_loss(
@@ -335,7 +335,6 @@ class _Program(UpdateProgram):
             ]
             variables = joined(tree.unflatten(full), merge(host_state, model_state))
             loss, (aux, new_state, *weight) = loss_fn(variables, batch, key)
-            scale = 1 if loss_scale is None else loss_scale.scale
             pinned = pinned_model_state(new_state, placement.model_state_shardings(), host_state)
             weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weight)
             return loss.astype(wide(loss.dtype)) * scale, (aux, pinned, *weight)
@@ -352,7 +351,6 @@ class _Program(UpdateProgram):
         shardings = pick(placement.param_shardings("master"))
         free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
         sharded = [how.dims for how in accumulator.sums]
-        scale = 1 if loss_scale is None else loss_scale.scale
         of_each = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
         own_errors = [None if x is None else x * scale for x, w in zip(of_each, wanted_leaves, strict=True) if w]
         own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)

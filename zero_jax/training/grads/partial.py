@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from zero_jax.core.tree import PyTree
 from zero_jax.training.noise_scale import squared
+from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.state.train_state import trainable
 
 
@@ -20,14 +21,8 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def keep_same(old: PyTree, new: PyTree, same: list[bool]) -> PyTree:
     """Returns the new params, or the old ones where `same` (a flag for each trainable param) is true."""
     tree = jax.tree.structure(old)
-    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), same_leaves(old, same), strict=True)
+    of_each = zip(jax.tree.leaves(old), tree.flatten_up_to(new), flags_of_all(old, same), strict=True)
     return tree.unflatten([x if flag else y for x, y, flag in of_each])
-
-
-def same_leaves(params: PyTree, same: list[bool]) -> list[bool]:
-    """Returns a flag for each param from those of the trainable ones."""
-    flags = iter(same)
-    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(flags) for x in jax.tree.leaves(params)]
 
 
 def norm_and_first_nonfinite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

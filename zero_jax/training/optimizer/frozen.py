@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from zero_jax.core.jaxprs import is_literal, open_jaxpr, used_inputs
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
+from zero_jax.core.tree import PyTree
 from zero_jax.training.optimizer.update import TracedUpdate
 
 # Zeros stay zeros in these.
@@ -25,6 +27,12 @@ def needed_grads(traced: TracedUpdate) -> list[bool]:
     used = used_inputs(traced.jaxpr)
     clipped, unclipped = used[: traced.num_grads], used[len(used) - traced.num_grads :]
     return [a or b for a, b in zip(clipped, unclipped, strict=True)]
+
+
+def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
+    """Returns a flag for each param from those of the trainable ones, False for all others."""
+    of_trainable = iter(flags)
+    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(of_trainable) for x in jax.tree.leaves(params)]
 
 
 def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:

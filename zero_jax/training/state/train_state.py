@@ -34,7 +34,7 @@ from zero_jax.sharding.rules import (
 from zero_jax.sharding.spec import dims_of, named
 from zero_jax.sharding.stages import group_axes, sharded_groups
 from zero_jax.sharding.torus import gather_shardings
-from zero_jax.training.optimizer.frozen import needed_grads, unchanged
+from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
 from zero_jax.training.optimizer.update import trace_update
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -346,8 +346,7 @@ def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState
 
 def trained_params(tx: optax.GradientTransformation, state: TrainState) -> list[bool]:
     """Returns a flag for each leaf of a state's params: whether a step computes its gradient."""
-    needed = iter(used_by_optimizer(tx, state)[0])
-    return [jnp.issubdtype(x.dtype, jnp.inexact) and next(needed) for x in jax.tree.leaves(state.params)]
+    return flags_of_all(state.params, used_by_optimizer(tx, state)[0])
 
 
 def new_grad_errors(state: TrainState, tx: optax.GradientTransformation, placement: Placement) -> PyTree:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 import zero_jax
 
 PACKAGE = pathlib.Path(zero_jax.__file__).parent
@@ -53,6 +55,7 @@ def run(code):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_heavy_packages_are_imported_by_who_uses_them():
     """Apart from what JAX imports itself, where it is installed."""
     [at_import, with_step, with_checkpoints] = run(

@@ -44,6 +44,7 @@ def test_bfloat16_is_as_near_as_it_can_be():
         assert np.linalg.norm(x.astype(jnp.float32) - y) < 0.01 * np.linalg.norm(y)  # bfloat16 has 8 bits
 
 
+@pytest.mark.slow
 def test_examples_may_be_mapped_and_derivatives_taken_forward_and_twice():
     q, k, v = random_arrays(b=3, t=5, s=6)
     both = [functools.partial(zero.dot_product_attention, implementation=name) for name in ("splash", "xla")]

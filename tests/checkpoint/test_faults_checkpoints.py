@@ -143,6 +143,7 @@ def test_what_a_save_that_was_cut_off_left_is_removed_and_told(cut_off, unbroken
     assert read(cut_off) == read(unbroken) and checkpoints(cut_off) == checkpoints(unbroken)
 
 
+@pytest.mark.slow
 def test_the_folder_of_checkpoints_is_gone(cut_off, unbroken):
     """There is nothing to go on from: the run begins, and its figures with it."""
     shutil.rmtree(cut_off / "runs/run/checkpoints")
@@ -195,6 +196,7 @@ def test_what_was_changed_since_is_told(cut_off):
 # Saving
 
 
+@pytest.mark.slow
 def test_a_full_disk_during_a_save_costs_that_checkpoint_alone(tmp_path, at_step, unbroken):
     """The save of step 8 fails, the run goes on, that of step 12 is whole."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -262,6 +264,7 @@ def test_a_folder_that_vanishes_under_the_run_is_made_again(tmp_path, at_step, u
     assert checkpoints(tmp_path) == ["step_00000008", "step_00000012"] and read(tmp_path) == read(unbroken)
 
 
+@pytest.mark.slow
 def test_a_file_in_place_of_the_folder_is_told_at_every_save(tmp_path, at_step, unbroken):
     folder, lines = tmp_path / "runs/run/checkpoints", []
 

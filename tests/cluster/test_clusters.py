@@ -156,6 +156,7 @@ def joining(timeout_seconds, **environment):
     return done.returncode, done.stderr, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_answer():
     address = f"127.0.0.1:{free_port()}"
     environment = {cluster.NUM_PROCESSES: "2", cluster.PROCESS_ID: "1", cluster.COORDINATOR: address}

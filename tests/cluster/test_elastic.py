@@ -206,6 +206,7 @@ def test_a_lost_process_comes_back_while_the_others_run():
     assert "a lost process is tried again: restart 2, with 2 of 2" in launched.err
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_when_it_is_asked_to_save_is_killed():
     launched = Launched([0, KILLED, 0], ["deaf", 0, 0], num_processes=2, rejoin_seconds=1, grace_seconds=0)
     assert launched.result.status == 0, launched.err

@@ -259,6 +259,7 @@ def test_a_process_that_hangs_ends_with_the_code_and_its_stack(tmp_path):
     assert "in the_step_that_hangs" in (tmp_path / "hang-0.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes cannot be stopped here")
 def test_a_process_that_was_stopped_goes_on(tmp_path):
     child = start_child(0.6, tmp_path, 15, "end")

@@ -178,6 +178,7 @@ def test_text_formats_split_alike_and_token_formats_too(load, tmp_path):
     assert len(text) == len(tokens) == 1
 
 
+@pytest.mark.slow
 def test_standard_library_has_megabytes_of_python(load):
     dataset = load("stdlib", seq_len=128)
     assert dataset.train.size > 2_000_000

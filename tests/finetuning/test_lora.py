@@ -30,11 +30,10 @@ def plain_base(variables):
 @pytest.mark.parametrize(
     ("base", "dora"),
     [
-        ("own", False),
         ("nf4", True),
         *(
             pytest.param(base, dora, marks=pytest.mark.slow)
-            for base, dora in [("own", True), ("nf4", False), ("bfloat16", True), ("int8", False)]
+            for base, dora in [("own", False), ("own", True), ("nf4", False), ("bfloat16", True), ("int8", False)]
         ),
     ],
 )

@@ -72,7 +72,7 @@ def by_hand(lora, steps=3):
 @pytest.mark.parametrize(
     ("stage", "settings"),
     [
-        (0, {"base": "own"}),
+        pytest.param(0, {"base": "own"}, marks=pytest.mark.slow),
         (3, {"base": "nf4_double", "dora": True}),
         *(
             pytest.param(s, {"base": b, "dora": d}, marks=pytest.mark.slow)
@@ -103,6 +103,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "settings", "mesh"),
     [
@@ -161,6 +162,7 @@ def test_microbatches_are_one_batch_without_a_warning(stage):
     assert loss == pytest.approx(by_hand(lora)[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_have_the_adapters_alone(tmp_path):
     lora, mesh = adapters(base="nf4"), mesh_of("8")
     config = zero.ZeroConfig(stage=3, min_shard_size=8)
@@ -175,6 +177,7 @@ def test_a_checkpoint_may_have_the_adapters_alone(tmp_path):
     assert num_bytes < 12 * sum(x.size for x in jax.tree.leaves(state.params)) + 60_000
 
 
+@pytest.mark.slow
 def test_merged_params_go_on_as_plain_ones():
     lora, mesh, config = adapters(base="bfloat16"), mesh_of("8"), zero.ZeroConfig(stage=3, min_shard_size=8)
     state, _ = trained(lora, steps=2, stage=3)

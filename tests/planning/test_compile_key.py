@@ -73,6 +73,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 def test_every_field_of_a_job_is_in_the_key(lowered):
     assert set(JOBS) == {field.name for field in dataclasses.fields(compile_job.Job)}
     keys = [key(lower(job), job) for job in (job_of(), *(job_of(**changes) for changes in JOBS.values()))]

@@ -93,6 +93,7 @@ def test_a_program_is_compiled_once(cache, report, monkeypatch):
     assert again.time == report.time
 
 
+@pytest.mark.slow
 def test_another_config_or_layout_is_another_program(cache, report):
     other = plan(cache, own_process=False, config=dataclasses.replace(CONFIG, clip_norm=1.0))
     assert not other.from_cache
@@ -190,6 +191,7 @@ def test_an_error_of_the_users_own_function_arrives(cache):
         plan(cache, loss_fn=planned.wrong_loss)
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_ended(cache):
     started = time.monotonic()
     with pytest.raises(zero.CompilerCrash, match=r"small: still (starting|tracing) after 2 s, which is all the time"):
@@ -335,6 +337,7 @@ def test_a_picture_of_the_stages(cache, capsys, tmp_path):
     assert "stage 3" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_the_worker_leaves_no_half_written_result(tmp_path):
     """A result appears in one move, so that a killed process leaves none."""
     import cloudpickle

@@ -93,6 +93,7 @@ def test_gradients_that_are_quantized_between_copies_alone():
     assert found.data_seconds(held) < found.data_seconds(dataclasses.replace(held, quantize=False))
 
 
+@pytest.mark.slow
 def test_quantization_is_searched_where_the_config_has_formats():
     assert tried(by_estimate(stages=(0, 3)), "quantize") == {False}
     config = dataclasses.replace(CONFIG, quantize_gathers="int8", quantize_grads="int8")
@@ -267,6 +268,7 @@ def test_the_control_has_the_models_own_attention():
     assert times[found.ranking.best] == min(times.values())
 
 
+@pytest.mark.slow
 def test_the_model_axis_is_searched_where_params_have_specs():
     assert tried(by_estimate(stages=(3,)), "model") == {1}
     config = dataclasses.replace(CONFIG, param_specs=SPECS)
@@ -274,6 +276,7 @@ def test_the_model_axis_is_searched_where_params_have_specs():
     assert tried(by_estimate(stages=(3,), config=config, models=(2,)), "model") == {2}
 
 
+@pytest.mark.slow
 def test_sizes_that_the_specs_do_not_admit_are_left_out_with_the_reason():
     def init_fn(key):
         return {"layers": [jnp.zeros((planned.WIDTH, 6)), jnp.zeros((6, planned.WIDTH))]}

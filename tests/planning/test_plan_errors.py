@@ -181,6 +181,7 @@ def test_a_search_by_estimate_alone_finds_something(capsys):
     assert "tracing the loss with remat=none, model=1" in err
 
 
+@pytest.mark.slow
 def test_the_compilers_process_ends_with_the_one_that_wants_it(tmp_path):
     """However that has ended: here the process whose number it is given is not its parent (any more)."""
     folder = tmp_path / "zero_jax-job"

@@ -116,6 +116,7 @@ def test_names_that_are_no_python_names(tmp_path):
     assert function(folder / "gpt-2.large.py")() == 1
 
 
+@pytest.mark.slow
 def test_it_reaches_another_process(tmp_path):
     model = (
         "import dataclasses, layers\n@dataclasses.dataclass\nclass Config:\n  n: int = layers.L\n"

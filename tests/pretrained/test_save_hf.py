@@ -139,6 +139,7 @@ def checkpoint(folder, config, mesh):
     return state
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_for_the_hub(tmp_path):
     config = huggingface.decoder_config(FOLDERS["llama"], seq_len=16)
     state = checkpoint(tmp_path / "run", config, zero.make_mesh())

@@ -288,6 +288,7 @@ def test_a_token_folder_that_was_cut_is_refused(tmp_path, capfd):
 # What the run writes beside its checkpoints
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_figures_is_told_and_the_run_goes_on(tmp_path, tamper, unbroken):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     metrics, lines = tmp_path / "runs/run/metrics.jsonl", []
@@ -363,6 +364,7 @@ def test_figures_that_end_in_half_a_line_are_mended(last, tmp_path, unbroken):
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=8)
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(tmp_path, tamper, unbroken):
     lines = []
 

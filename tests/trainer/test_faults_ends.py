@@ -155,6 +155,7 @@ def train_command(folder):
     return ["train", *(str(x) for name, value in options.items() for x in (f"--{name}", value))]
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_a_line_on_the_screen_without_tracebacks_of_orbax(tmp_path, monkeypatch, capfd, caplog):
     def in_the_way(self, arrays, folder):
         folder.rmdir()
@@ -199,6 +200,7 @@ def test_a_stop_whose_state_cannot_be_saved_does_not_say_saved(tmp_path, tamper,
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_stops_at_once_and_loses_nothing(tmp_path, monkeypatch, unbroken):
     begin = trainer.begin
 

@@ -195,6 +195,7 @@ def test_equals_one_device(row):
     assert [bool(m.skipped) for m in history] == [False] * NUM_STEPS
 
 
+@pytest.mark.slow
 def test_a_loss_that_knows_the_mesh():
     config = config_of({"framework": "dict", "own_checkpoint": True})
     losses = functools.partial(zero.losses.softmax_cross_entropy_with_integer_labels, chunk_size=12)

@@ -178,6 +178,7 @@ def test_steps_move_nothing_between_host_and_devices(name):
     assert np.isfinite(float(metrics.loss))
 
 
+@pytest.mark.slow
 def test_simulated_devices_have_one_program_in_flight():
     """More than 32 can deadlock them (docs/xla_faults.md)."""
     mesh, tx = mesh_of("8"), optax.sgd(0.1)

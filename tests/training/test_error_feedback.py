@@ -149,6 +149,7 @@ def test_frozen_params_and_those_of_other_paths_have_no_errors():
     check_conserved(state, 1, names=["up"])
 
 
+@pytest.mark.slow
 def test_gradients_to_look_at_are_those_that_the_next_step_applies():
     state, step = make()
     state, _ = step(state, make_batch())
@@ -189,6 +190,7 @@ def saved(folder, state):
         checkpointer.save(1, state)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_errors_and_other_replicas_share_their_sum(tmp_path):
     state, step = make()
     state, _ = step(state, make_batch())
@@ -213,6 +215,7 @@ def test_a_checkpoint_has_the_errors_and_other_replicas_share_their_sum(tmp_path
     assert found.warnings == ("errors of 2 quantized gradients were dropped: the config has no error feedback there",)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_errors_begins_with_zeros(tmp_path):
     """As one of an earlier release; stage 1 with microbatches has errors that no other stage has."""
     saved(tmp_path, make(None)[0])

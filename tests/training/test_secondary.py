@@ -59,10 +59,13 @@ def largest_loss(params, batch):
     return loss_fn(params, batch), {"largest": batch["targets"].max()}
 
 
-LOSSES = [(loss_fn, 2), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (mixing_loss, 1), (drawing_loss, 1)]
+LOSSES = [(loss_fn, 2), (mixing_loss, 1)]
+FURTHER = [(aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (drawing_loss, 1)]
 
 
-@pytest.mark.parametrize(("loss", "num_microbatches"), LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "num_microbatches"), LOSSES + [pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER]
+)
 def test_equals_without_it(loss, num_microbatches):
     fields = {"stage": 3, "num_microbatches": num_microbatches, "mesh": split_mesh()}
     runs = [
@@ -164,6 +167,7 @@ def test_slow_axis_moves_shards_once_a_step(num_microbatches):
     assert abs(slow(measured.rows) - slow(estimated.rows)) <= scalars + 0.01 * slow(estimated.rows)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_either_is_restored_by_the_other(tmp_path):
     mesh, tx = split_mesh(), optax.adamw(1e-2)
     fields = {"stage": 3, "precision": "bf16"}
@@ -200,6 +204,7 @@ def test_config_refuses(fields):
         zero.ZeroConfig(**fields)
 
 
+@pytest.mark.slow
 def test_order_of_the_users_own_axes():
     """A mesh whose slow axis comes first: its axes are named in order, and the numbers are the same."""
     devices = np.array(jax.devices()).reshape(2, 4)

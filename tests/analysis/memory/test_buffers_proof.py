@@ -10,8 +10,8 @@ from measure_buffers import NUM_EXAMPLES, SHALLOW, compile_buffers
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 TOPOLOGY = "v5e:2x2"
-# A head of as many params as the rest, and logits that are most of the temporaries.
-WIDE = dataclasses.replace(SHALLOW, vocab_size=16384, num_layers=2)
+# A head of more params than the rest, and logits that are most of the temporaries.
+WIDE = dataclasses.replace(SHALLOW, vocab_size=16384, num_layers=1)
 CHUNK_SIZE = 2048
 ON_CHIP_BYTES = 128 * 2**20
 
@@ -34,7 +34,6 @@ def test_gathers_after_the_update_do_not_grow_past_a_bound():
     assert compile_buffers(2, model, topology=TOPOLOGY, num_examples=1).largest_collective_bytes <= 2**26
 
 
-@pytest.mark.full_effort
 def test_chunked_logits_take_a_part_of_the_memory_and_no_more_traffic():
     whole, chunked = (compile_buffers(3, WIDE, topology=TOPOLOGY, chunk_size=size) for size in (None, CHUNK_SIZE))
     logits_bytes = 4 * NUM_EXAMPLES * WIDE.seq_len * WIDE.vocab_size  # float32

@@ -75,6 +75,7 @@ def test_the_report_prints_and_becomes_json():
     assert json.loads(json.dumps(report.to_json()))["total_bytes"] == report.total_bytes
 
 
+@pytest.mark.slow
 def test_leaves_left_whole_that_dominate_are_a_warning():
     # Adam's moments and the master params of all leaves but `embed` (256 x 64) and the MLP's (2 x 64 x 256) stay whole.
     report = memory.measure(compiled_step(3, min_shard_size=2 * 64 * 256))

@@ -1,6 +1,7 @@
 """`gather_on_use` of plain functions: the same values and gradients, and gathers where they are used."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -60,22 +61,18 @@ KINDS = (
     "experts",
     "activations_of_the_params_shape",
 )
-QUICK = {
+QUICK = [
     ("staged222", "tied_embedding"),
     ("replica", "loop, kept"),
     ("staged24", "attention"),
     ("model", "scan, remat"),
-}
+]
+MESHES = itertools.cycle(("staged222", "staged24", "replica", "model"))
+# Two other meshes for each kind, by turns.
+OTHERS = [(next(MESHES), name) for name in (*KINDS, *KINDS) if name != "loop, kept"]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "name"),
-    [
-        pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
-        for mesh in ("staged222", "staged24", "replica", "model")
-        for name in (*KINDS, "scan, remat")
-    ],
-)
+@pytest.mark.parametrize(("mesh", "name"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
 def test_meshes(mesh, name):
     case = CASES[name]
     mesh = zero.make_mesh(data=4, model=2) if mesh == "model" else mesh_of(mesh)

@@ -40,6 +40,7 @@ class Shape:
     depth: int
 
 
+@pytest.mark.slow
 def test_arguments_that_are_no_arrays_stay_what_they_are():
     mesh, params = mesh_of("8"), mlp()
 

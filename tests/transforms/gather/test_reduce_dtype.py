@@ -289,9 +289,9 @@ slow = pytest.mark.slow
     ("model", "stage", "keep", "num_microbatches", "bound"),
     [
         (README, 3, False, 1, 1.0),
-        (README, 3, True, 1, 1.05),
+        pytest.param(README, 3, True, 1, 1.05, marks=slow),
         (README, 2, True, 1, 1.05),
-        (LM, 3, False, 1, 1.0),
+        pytest.param(LM, 3, False, 1, 1.0, marks=slow),
         pytest.param(README, 2, False, 1, 1.001, marks=slow),
         pytest.param(README, 1, True, 1, 1.05, marks=slow),
         pytest.param(README, 1, True, 2, 1.05, marks=slow),

@@ -167,6 +167,7 @@ def exercised():
     return found
 
 
+@pytest.mark.slow
 def test_every_primitive_is_exercised_or_refused():
     """A primitive that a new release brings is refused until it has a rule, and no rule is without a program."""
     known = all_primitives() | OF_ONE_RELEASE

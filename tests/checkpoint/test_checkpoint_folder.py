@@ -502,6 +502,7 @@ def killed_at(monkeypatch):
         module = checkpoint_folder
         patch.setattr(module, "_write", ending(module._write, lambda path, content: path.write_bytes(content[:3])))
         patch.setattr(module.os, "rename", ending(os.rename))
+        patch.setattr(module, "_exchange", ending(module._exchange))
         patch.setattr(module.os, "rmdir", ending(os.rmdir))
         patch.setattr(module.shutil, "rmtree", ending(shutil.rmtree, half_removed))
         patch.setattr(module.CheckpointFolder, "abandon", lambda self: None)
@@ -511,9 +512,17 @@ def killed_at(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "least"), [(3, {1, 2}), (2, {1})], ids=["a new step", "a step again"])
-def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(step, least, tmp_path, state, killed_at):
+@pytest.mark.parametrize(
+    ("step", "least", "exchanges"),
+    [(3, {1, 2}, True), (2, {1, 2}, True), (2, {1}, False)],
+    ids=["a new step", "a step again", "a step again where names cannot be exchanged"],
+)
+def test_a_process_that_is_killed_anywhere_in_a_save_loses_no_older_checkpoint(
+    step, least, exchanges, tmp_path, state, killed_at, monkeypatch
+):
     """Whatever a kill leaves can be resumed from, and the next save puts in order."""
+    if not exchanges:
+        monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
     place = 0
     while True:
         place += 1

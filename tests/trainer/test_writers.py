@@ -190,6 +190,32 @@ def test_tensorboard_hides_what_came_after_the_step_that_a_run_goes_on_from(tmp_
     assert (start.step, start.session_log.status) == (3, start.session_log.START)
 
 
+def shown_by_tensorboard(folder):
+    """Returns the scalars that TensorBoard shows: a start of a session hides what came before of later steps."""
+    shown = []
+    for event in events_of(folder):
+        if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+            shown = [scalar for scalar in shown if scalar[0] < event.step]
+        shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+def test_a_validation_that_is_measured_again_at_each_resume_is_shown_once(tmp_path):
+    config, validation = WriterConfig(tensorboard=True), {"kind": "validation", "step": 2}
+    for attempt, resume_step in enumerate((None, 2, 2)):
+        with open_writers(config, tmp_path, name="run", resume_step=resume_step, is_evaluated=False) as writers:
+            records = [train(1), train(2)] if resume_step is None else [{**validation, "loss": 8.0 + attempt}]
+            for record in [*records, train(3)]:
+                writers.write(record)
+        os.utime(max((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime), (attempt, attempt))
+    assert shown_by_tensorboard(tmp_path / "tensorboard") == [
+        (1, "train/loss", 1.0),
+        (2, "train/loss", 0.5),
+        (2, "validation/loss", 10.0),
+        (3, "train/loss", pytest.approx(1 / 3)),
+    ]
+
+
 def test_tensorboard_flushes_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr(writers_module, "_FLUSH_SECONDS", 0)
     writer = TensorBoardWriter(tmp_path)

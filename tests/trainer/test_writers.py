@@ -65,6 +65,27 @@ def test_half_a_last_line_is_dropped_even_if_it_is_of_an_early_step(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_damaged_lines_are_reported_and_kept_in_another_file(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", []
+    write_run(path, [1, 2])
+    damaged = [b"\xff\x00{}\n", b'{"step": "seven"}\n']
+    path.write_bytes(b"".join([damaged[0], path.read_bytes(), damaged[1], b'{"kind":']))
+    for _ in range(2):  # the second time there is nothing to report
+        open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+    assert lines == ["metrics.jsonl: 2 damaged lines, which are no records, are in metrics.jsonl.damaged now"]
+    assert steps_of(path) == [1, 2] and path.read_bytes().count(b"\n") == 2
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
+
+
+def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    lines = []
+    open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+    assert "metrics.jsonl: writing failed" in lines[0] and "it is no regular file: move it away" in lines[0]
+    with pytest.raises(OSError, match="no regular file"):
+        list(read_records(tmp_path / "metrics.jsonl"))
+
+
 def test_a_cut_that_is_broken_off_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_run(path, range(1, 8))

@@ -162,6 +162,11 @@ class Writers:
         """The writers that still write."""
         return tuple(self._writers)
 
+    @property
+    def num_damaged(self) -> int:
+        """Damaged lines of an older file that a JSON Lines writer goes on with."""
+        return sum(writer.num_damaged for writer in self._writers.values() if isinstance(writer, JsonLinesWriter))
+
     def write(self, record: Record) -> None:
         """Writes one record everywhere."""
         for name, writer in list(self._writers.items()):
@@ -229,4 +234,7 @@ def open_writers(
         factories["Weights & Biases"] = lambda: WandbWriter(
             project, folder=folder, name=name, config=run_config, is_resumed=resumed
         )
-    return Writers(factories, log=log)
+    writers = Writers(factories, log=log)
+    if num_damaged := writers.num_damaged:
+        log(f"metrics.jsonl: {num_damaged} damaged lines, which are no records, are in metrics.jsonl.damaged now")
+    return writers

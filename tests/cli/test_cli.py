@@ -1,5 +1,6 @@
 """The command line: its options, its errors and its JSON."""
 
+import io
 import json
 import os
 import subprocess
@@ -253,3 +254,26 @@ def test_a_cpu_stands_in_for_devices(arguments, num_devices, tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_devices"] == num_devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closing", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_stream_that_is_closed_is_none_to_write_to_and_no_file_takes_its_place(closing, tmp_path):
+    config, out = tmp_path / "ds.json", tmp_path / "out"
+    config.write_text('{"train_batch_size": 8}')
+    program = (
+        f"import os, sys; from zero_jax.cli import main; status = main(['from-deepspeed', {str(config)!r}]); "
+        f"file = open({str(out)!r}, 'w'); os.system('echo from another program'); "
+        "file.write(f'{file.fileno() > 2} {status}')"
+    )
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closing}', sys.executable, program], check=True, capture_output=True)
+    assert out.read_text() == "True 0"
+
+
+def test_what_the_encoding_of_stdout_lacks_is_written_as_escapes(tmp_path, monkeypatch):
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 8, "a caf\u00e9": 1}', encoding="utf-8")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["from-deepspeed", str(config)]) == 1
+    assert b"a caf\\xe9" in written.getvalue()

@@ -1,5 +1,6 @@
 """A bar on terminals, plain lines everywhere else."""
 
+import functools
 import io
 import os
 
@@ -166,6 +167,12 @@ def test_on_a_real_terminal():
 )
 def test_times_for_people(seconds, shown):
     assert format_duration(seconds) == shown
+
+
+def test_a_log_writes_what_a_terminal_cannot_show_as_escapes():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    lasting(functools.partial(print, file=stream, flush=True))("a caf\xe9, \ufffd")
+    assert stream.buffer.getvalue() == b"a caf\\xe9, \\ufffd\n"
 
 
 def test_a_log_on_a_full_disk_ends_nothing_and_a_reader_that_has_gone_does():

@@ -9,6 +9,7 @@ import os
 import pathlib
 import resource
 import signal
+import types
 
 import faults
 import jax
@@ -198,6 +199,19 @@ def test_a_stop_whose_state_cannot_be_saved_does_not_say_saved(tmp_path, tamper,
     assert "THE LAST STATE IS NOT SAVED" in str(result) and checkpoints(tmp_path) == ["step_00000004"]
     mend()
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
+
+
+def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path, unbroken):
+    """As of `| tee log` where that is killed: no step is lost."""
+
+    def log(line):
+        if line.startswith("step  5/"):
+            raise BrokenPipeError
+
+    result = train(tmp_path, lines=types.SimpleNamespace(append=log), log_every=1)
+    assert result.status == "preempted" and result.num_steps in (5, 6)
+    assert checkpoints(tmp_path)[-1] == f"step_{result.num_steps:08d}"
+    assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=result.num_steps)
 
 
 @pytest.mark.slow

@@ -65,6 +65,27 @@ def test_half_a_last_line_is_dropped_even_if_it_is_of_an_early_step(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_damaged_lines_are_reported_and_kept_in_another_file(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", []
+    write_run(path, [1, 2])
+    damaged = [b"\xff\x00{}\n", b'{"step": "seven"}\n']
+    path.write_bytes(b"".join([damaged[0], path.read_bytes(), damaged[1], b'{"kind":']))
+    for _ in range(2):  # the second time there is nothing to report
+        open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+    assert lines == ["metrics.jsonl: 2 damaged lines, which are no records, are in metrics.jsonl.damaged now"]
+    assert steps_of(path) == [1, 2] and path.read_bytes().count(b"\n") == 2
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
+
+
+def test_a_pipe_in_place_of_the_records_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    lines = []
+    open_writers(WriterConfig(), tmp_path, name="run", resume_step=2, log=lines.append).close()
+    assert "metrics.jsonl: writing failed" in lines[0] and "it is no regular file: move it away" in lines[0]
+    with pytest.raises(OSError, match="no regular file"):
+        list(read_records(tmp_path / "metrics.jsonl"))
+
+
 def test_a_cut_that_is_broken_off_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     write_run(path, range(1, 8))
@@ -188,6 +209,32 @@ def test_tensorboard_hides_what_came_after_the_step_that_a_run_goes_on_from(tmp_
     assert len(list(tmp_path.iterdir())) == 2
     (start,) = [event for event in events_of(tmp_path) if event.HasField("session_log")]
     assert (start.step, start.session_log.status) == (3, start.session_log.START)
+
+
+def shown_by_tensorboard(folder):
+    """Returns the scalars that TensorBoard shows: a start of a session hides what came before of later steps."""
+    shown = []
+    for event in events_of(folder):
+        if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+            shown = [scalar for scalar in shown if scalar[0] < event.step]
+        shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+def test_a_validation_that_is_measured_again_at_each_resume_is_shown_once(tmp_path):
+    config, validation = WriterConfig(tensorboard=True), {"kind": "validation", "step": 2}
+    for attempt, resume_step in enumerate((None, 2, 2)):
+        with open_writers(config, tmp_path, name="run", resume_step=resume_step, is_evaluated=False) as writers:
+            records = [train(1), train(2)] if resume_step is None else [{**validation, "loss": 8.0 + attempt}]
+            for record in [*records, train(3)]:
+                writers.write(record)
+        os.utime(max((tmp_path / "tensorboard").iterdir(), key=os.path.getmtime), (attempt, attempt))
+    assert shown_by_tensorboard(tmp_path / "tensorboard") == [
+        (1, "train/loss", 1.0),
+        (2, "train/loss", 0.5),
+        (2, "validation/loss", 10.0),
+        (3, "train/loss", pytest.approx(1 / 3)),
+    ]
 
 
 def test_tensorboard_flushes_now_and_then(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
-from zero_jax.checkpoint.record import Record
+from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
 from zero_jax.core.text_tables import aligned
 
 
@@ -91,8 +91,13 @@ def describe(path: str | os.PathLike[str], *, step: int | None = None, verify_le
       verify_leaves: read every leaf, in bounded memory, and compare it with its fingerprint.
 
     Raises:
-      CheckpointError: there is none, or its record is damaged.
+      CheckpointError: there is none, or its record is damaged, or a run has deleted it while it was read.
     """
     record, passed_over = find_checkpoint(path, step)
-    problems = tuple(verify(record)) if verify_leaves else None
+    try:
+        problems = tuple(verify(record)) if verify_leaves else None
+    except CheckpointRemoved:
+        if step is not None or record.path == resolve_folder(path):
+            raise
+        return describe(path, verify_leaves=verify_leaves)  # a newer one is there
     return Description(**vars(record), problems=problems, passed_over=tuple(passed_over))

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from etils import epath
 
 from zero_jax.checkpoint.record import (
+    COMMITTED,
     RECORD_FILE,
     STEP,
     CheckpointError,
+    CheckpointRemoved,
     Record,
     first_names,
     read_record,
@@ -19,8 +21,6 @@ from zero_jax.checkpoint.record import (
     step_path,
 )
 from zero_jax.core.files.untrusted import is_bucket
-
-COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
@@ -43,14 +43,17 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
-    """Returns the newest record that is valid and of its folder's step, and why newer ones are not."""
-    directory, problems = resolve_folder(directory), []
-    for step in reversed(list_step_folders(directory)):
+    """Returns the newest record that is valid and of its folder's step, and why newer ones are not.
+
+    Checkpoints that a run deletes meanwhile are none of them.
+    """
+    directory, problems = resolve_folder(directory), {}
+    while steps := [step for step in list_step_folders(directory) if step not in problems]:
         try:
-            return read_record(step_path(directory, step)), problems
+            return read_record(step_path(directory, steps[-1])), list(filter(None, problems.values()))
         except CheckpointError as error:
-            problems.append(str(error))
-    return None, problems
+            problems[steps[-1]] = None if isinstance(error, CheckpointRemoved) else str(error)
+    return None, list(filter(None, problems.values()))
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[int]:

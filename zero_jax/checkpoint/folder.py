@@ -1,28 +1,31 @@
 """Writes, replaces and deletes the checkpoints in a folder, atomically; files of other programs are never touched.
 
 A save writes a marker file and then everything else into `step_00000200.zero_jax-tmp`, and renames that folder to
-`step_00000200` when it is complete. A deletion renames the folder first, and removes the marker last. So the name and
-the marker together identify what a crash leaves behind. Buckets have no rename: there a save writes in place, first
-the marker and last `commit_success.txt`.
+`step_00000200` when it is complete; a checkpoint of that step which is there changes names with it, at once. A deletion
+renames the folder first, and removes the marker last. So the name and the marker together identify what a crash leaves
+behind. Buckets have no rename: there a save writes in place, first the marker and last `commit_success.txt`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 from etils import epath
 
-from zero_jax.checkpoint.finding import COMMITTED, list_step_folders
-from zero_jax.checkpoint.record import RECORD_FILE, STEP, CheckpointError, read_record, step_path
+from zero_jax.checkpoint.finding import list_step_folders
+from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, STEP, CheckpointError, read_record, step_path
 from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
+_ANY_FOLDER, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2)
 _MAX_MARK_BYTES = 1 << 12
 _TEMPORARY = re.compile(r"step_(\d+)\.zero_jax-(tmp|replaced|deleted)")
 # All files that this release writes into a checkpoint, and that orbax wrote for earlier releases.
@@ -93,11 +96,18 @@ class CheckpointFolder:
         if _exists(final):
             _check_removable(final, step)
             _add_marker(final, step)
-            os.rename(final, old)
-        os.rename(partial, final)
+            if _exchange(partial, final):
+                old = partial
+            else:
+                os.rename(final, old)
+        if not _exists(final):
+            os.rename(partial, final)
         _sync(self.directory)
         if _exists(old):
-            self._discard(old, step)
+            try:
+                self._discard(old, step)
+            except OSError as error:
+                self._log(f"the checkpoint of step {step} is saved, but the older one of it cannot be deleted: {error}")
 
     def abandon(self) -> None:
         """Removes a failed save, and restores the checkpoint that it was to replace."""
@@ -234,6 +244,13 @@ def _remove(path: epath.Path) -> None:
 
 def _exists(path: epath.Path) -> bool:
     return os.path.lexists(path) if not is_bucket(path) else path.exists()
+
+
+def _exchange(partial: epath.Path, final: epath.Path) -> bool:
+    """Exchanges the names of two folders, with no instant without either; returns False where the system cannot."""
+    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux, on local file systems
+    names = os.fsencode(partial), os.fsencode(final)
+    return rename is not None and rename(_ANY_FOLDER, names[0], _ANY_FOLDER, names[1], _RENAME_EXCHANGE) == 0
 
 
 def _temporary(final: epath.Path, kind: str) -> epath.Path:

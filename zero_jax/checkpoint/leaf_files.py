@@ -9,7 +9,7 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.checkpoint.fingerprint import host_fingerprint
-from zero_jax.checkpoint.record import STATE, CheckpointError, Record, SavedLeaf
+from zero_jax.checkpoint.record import STATE, CheckpointError, CheckpointRemoved, Record, SavedLeaf
 from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.untrusted import irregular, is_bucket
@@ -43,7 +43,7 @@ def check_files(record: Record) -> None:
     if not problems and index.exists() and index.stat().length > _MAX_INDEX_BYTES:
         problems = [f"{STATE}/{index.name} has {index.stat().length:,} bytes"]
     if problems:
-        raise CheckpointError(f"{record.path} is damaged: {'; '.join(problems[:5])}")
+        raise record.error(f"{record.path} is damaged: {'; '.join(problems[:5])}")
 
 
 def check_index(record: Record) -> None:
@@ -55,7 +55,7 @@ def check_index(record: Record) -> None:
     in_files = _ocdbt_names(record.path / STATE, "/.zarray")
     if in_files is not None and in_files != stored:
         odd = sorted(in_files ^ stored)
-        raise CheckpointError(
+        raise record.error(
             f"{record.path} is damaged: of {', '.join(map(repr, odd[:5]))}{', ...' if odd[5:] else ''} there are "
             "values or a record, not both"
         )
@@ -93,7 +93,7 @@ def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read, with its name, its files, and the reason."""
     files = ", ".join(data_files(record, name)) or "unknown"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
-    return CheckpointError(f"leaf {name!r} of {record.path} is damaged or cut off: {reason} (its data files: {files})")
+    return record.error(f"leaf {name!r} of {record.path} is damaged or cut off: {reason} (its data files: {files})")
 
 
 def data_files(record: Record, name: str) -> list[str]:
@@ -152,22 +152,27 @@ def check_fingerprint(record: Record, name: str, fingerprint: int) -> None:
 
 
 def verify(record: Record) -> list[str]:
-    """Verifies every leaf on the host, in bounded memory; returns a message for each damaged leaf."""
-    try:
-        check_files(record)
-    except CheckpointError as error:
-        return [str(error)]
+    """Verifies every leaf on the host, in bounded memory; returns a message for each damaged leaf.
+
+    Raises:
+      CheckpointRemoved: the checkpoint was deleted meanwhile.
+    """
     problems, context = [], make_context(0)
-    try:
-        check_index(record)
-    except CheckpointError as error:
-        problems.append(str(error))
-    for name in record.leaves:
+
+    def check(read: Callable[[], object]) -> None:
         try:
-            for _ in read_slices(record, name, context):
-                pass
+            read()
+        except CheckpointRemoved:
+            raise
         except CheckpointError as error:
             problems.append(str(error))
+
+    check(lambda: check_files(record))
+    if problems:
+        return problems
+    check(lambda: check_index(record))
+    for name in record.leaves:
+        check(lambda name=name: collections.deque(read_slices(record, name, context), maxlen=0))
     return list(dict.fromkeys(problems))
 
 

@@ -32,6 +32,7 @@ from zero_jax.core.files.untrusted import (
 FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder
 RECORD_FILE = f"{RECORD}/metadata"
+COMMITTED = "commit_success.txt"  # in a bucket, the last object of a checkpoint
 STEP = re.compile(r"step_(\d+)")
 _MAX_RECORD_BYTES = 1 << 26
 _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
@@ -39,6 +40,16 @@ _PLAIN_BYTES = frozenset({"bool", "int8", "uint8"})
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, incomplete, damaged, or of another program."""
+
+
+class CheckpointRemoved(CheckpointError):
+    """A checkpoint that a run has deleted or saved again while it was read."""
+
+    def __init__(self, path: epath.Path) -> None:
+        super().__init__(
+            f"{path} was deleted, or saved again, while it was read: read again, or let the run that saves there keep "
+            "more checkpoints (keep_last)"
+        )
 
 
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
@@ -93,6 +104,7 @@ class Record:
       loss: validation loss at that step, or None.
       leaves: the leaves by name.
       extra: what the run itself recorded, such as its config and the position in the data.
+      folder_id: tells its folder from others that have its name later.
     """
 
     path: epath.Path
@@ -100,6 +112,22 @@ class Record:
     loss: float | None
     leaves: Mapping[str, SavedLeaf]
     extra: Mapping[str, Any]
+    folder_id: str = dataclasses.field(repr=False, compare=False)
+
+    def error(self, message: str) -> CheckpointError:
+        """Returns the error with the message for something that cannot be read, unless its folder has been deleted."""
+        return CheckpointError(message) if folder_id(self.path) == self.folder_id else CheckpointRemoved(self.path)
+
+
+def folder_id(path: epath.Path) -> str:
+    """Returns what tells a step's folder from others that have its name later; '' where there is none."""
+    try:
+        if is_bucket(path):
+            return str((path / COMMITTED).stat().mtime) if (path / COMMITTED).exists() else ""
+        status = os.stat(path)
+        return f"{status.st_dev}:{status.st_ino}"
+    except OSError:
+        return ""
 
 
 def record_to_json(
@@ -127,11 +155,14 @@ def read_record(path: epath.Path) -> Record:
 
     Raises:
       CheckpointError: it is missing, damaged, of another step than the folder, or of another program.
+      CheckpointRemoved: there is no such folder (any more).
     """
-    file = path / RECORD_FILE
+    file, identity = path / RECORD_FILE, folder_id(path)
     try:
         content = parse_json(read_file(file, limit_bytes=_MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not is_bucket(path) and not path.exists():
+            raise CheckpointRemoved(path) from error
         names = first_names(path)
         names = f"; the folder holds {names}" if names else ""
         raise CheckpointError(f"{file} is missing{names}: this is not a complete checkpoint of zero_jax") from error
@@ -146,7 +177,7 @@ def read_record(path: epath.Path) -> Record:
     if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
     try:
-        record = _validated(path, content)
+        record = _validated(path, content, identity)
     except ValueError as error:
         raise CheckpointError(
             f"{file} is not a record that zero_jax writes ({error}): it was edited or forged"
@@ -160,7 +191,7 @@ def read_record(path: epath.Path) -> Record:
     return record
 
 
-def _validated(path: epath.Path, content: Mapping[str, Any]) -> Record:
+def _validated(path: epath.Path, content: Mapping[str, Any], identity: str) -> Record:
     """Converts a JSON object to a record, with a check of each field."""
     mapping(content, keys={"format", "step", "loss", "leaves", "extra"})
     return Record(
@@ -169,6 +200,7 @@ def _validated(path: epath.Path, content: Mapping[str, Any]) -> Record:
         loss=None if content["loss"] is None else number(content["loss"]),
         leaves=_leaves_from_json(content["leaves"]),
         extra=mapping(content["extra"]),
+        folder_id=identity,
     )
 
 

@@ -117,20 +117,22 @@ def restore(
         warn=warn,
         accept=accept or (lambda _: None),
     )
-    problems = []
-    for candidate in reversed(steps) if step is None else [step]:
+    problems: dict[int, str] = {}
+    while untried := [number for number in steps if number not in problems and step in (None, number)]:
+        candidate = untried[-1]
         try:
             record, state = attempt.load_step(step_path(directory, candidate))
         except CheckpointError as error:
-            problems.append(str(error))
+            problems[candidate] = str(error)
             if step is None:
                 warn(f"checkpoint of step {candidate} passed over: {error}")
+                steps = _agreed_steps(directory)  # a run may delete it, and save newer ones
             continue
         fields = {"step": record.step, "extra": record.extra, "loss": record.loss, "path": os.fspath(record.path)}
         return Restored(state=state, warnings=tuple(warnings), **fields)
     if step is not None:
-        raise CheckpointError(f"{problems[0]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
-    raise CheckpointError(all_damaged_message(directory, problems))
+        raise CheckpointError(f"{problems[step]}; other checkpoints there: {sorted({*steps} - {step}) or 'none'}")
+    raise CheckpointError(all_damaged_message(directory, [*problems.values()]))
 
 
 def _agreed_steps(directory: epath.Path) -> list[int]:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import zero_jax
 from zero_jax.cli.options import Parser, with_config_file
@@ -36,6 +37,7 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    _prepare_streams()
     options = parse(arguments)
     status = 0
     try:
@@ -52,6 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
         return status or 1
     return status
+
+
+def _prepare_streams() -> None:
+    """Opens the streams that are closed (`>&-`) on nothing, and writes what a terminal's encoding lacks as escapes."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            try:
+                os.fstat(descriptor)
+            except OSError:  # or the next file to be opened would have what libraries print
+                os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            setattr(sys, name, open(os.devnull, "r+"))
+        elif name == "stdout" and hasattr(stream, "reconfigure") and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _silence() -> None:

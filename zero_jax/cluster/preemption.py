@@ -71,13 +71,21 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """The reason for the stop: a signal to this process, or a notice to another one; None if there is none."""
+        """The reason for the stop: a signal to this process or a request, or a notice to another; None without one."""
         return self._signal or ("a preemption notice" if self._is_stopping else None)
 
     @property
     def stops_alone(self) -> bool:
         """Whether this process got a signal and is the only one, so that it may stop at any point."""
         return self._signal is not None and not self._is_shared
+
+    def request(self, reason: str) -> bool:
+        """Asks to save and stop as a signal does, such as where the reader of the log has ended; returns True."""
+        if self.reason is None:
+            self._signal = reason
+            if self._is_shared:
+                signal.raise_signal(signal.SIGTERM)
+        return True
 
     def should_stop(self, step: int) -> bool:
         """Returns whether to save and stop after a step.

@@ -92,7 +92,7 @@ class _Training:
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
-        log = lasting(log, is_stopping=lambda: self.preemption.reason is not None) if self.is_first else lambda _: None
+        log = lasting(log, is_stopping=lambda: self.preemption.request("SIGPIPE")) if self.is_first else lambda _: None
         self.say = log
         self.preemption = Preemption(log=log)
         self._take_folder(stack)

@@ -91,7 +91,11 @@ class FolderLock:
         """Takes the lock by `flock`; returns whether the file system has locks."""
         for _ in range(_ATTEMPTS):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(self.file, flags, 0o666)
+            try:
+                descriptor = os.open(self.file, flags, 0o666)
+            except OSError:
+                self._holder()  # refuses a link or a folder
+                raise
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._holder()  # refuses a file that is not a lock
@@ -129,13 +133,13 @@ class FolderLock:
         Raises:
           FolderInUse: the file is not a lock.
         """
-        if not self.file.exists():
+        if not (self.file.exists() if is_bucket(self.file) else os.path.lexists(self.file)):
             return {}
         if not is_bucket(self.file):
             status = os.lstat(self.file)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
                 raise FolderInUse(f"{self.file} is not a lock file of zero_jax: move it away, or choose another folder")
-        text = self.file.read_text()
+        text = self.file.read_bytes().decode(errors="replace")
         try:
             holder = json.loads(text) if text and not _OLDER.fullmatch(text) else {}
         except (ValueError, RecursionError):

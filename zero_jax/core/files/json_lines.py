@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import io
 import json
 import math
 import os
 import pathlib
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -49,12 +51,13 @@ class JsonLinesWriter:
     def __init__(self, path: str | pathlib.Path, *, resume_step: int | None = None, is_evaluated: bool = True):
         """Opens the file.
 
-        In a file that exists, invalid lines and what the resumed run writes again are removed: records after
-        `resume_step` and, unless `is_evaluated`, the validation at it. None makes a new file.
+        In a file that exists, what the resumed run writes again is removed: records after `resume_step` and, unless
+        `is_evaluated`, the validation at it. None makes a new file. Lines that are no records are moved to a file
+        beside it, `.damaged`, and counted in `num_damaged`; half a line at the end, which a crash leaves, is removed.
         """
-        self._path = pathlib.Path(path)
+        self._path, self.num_damaged = pathlib.Path(path), 0
         if resume_step is not None and self._path.exists():
-            _cut(self._path, resume_step, is_evaluated)
+            self.num_damaged = _cut(self._path, resume_step, is_evaluated)
         self._file = self._open("xb" if resume_step is None else "ab")
         self._waiting: collections.deque[bytes] = collections.deque(maxlen=_MOST_WAITING)
 
@@ -109,14 +112,19 @@ class JsonLinesWriter:
 
 def read_records(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a JSON Lines file, without invalid lines, such as an incomplete last one."""
-    with open(path, encoding="utf-8", errors="replace") as file:
+    return (record for _, record in _lines(path) if record is not None)
+
+
+def _lines(path: str | pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields the lines of a file, each with its record if it is one; never waits for a pipe."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file: move it away", str(path))
+    with open(path, "rb") as file:
         for line in file:
-            record = _parse(line)
-            if record is not None:
-                yield record
+            yield line, _parse(line)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -124,16 +132,26 @@ def _parse(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> None:
-    """Removes the records after a step, and the validation at it unless it is evaluated, atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:
+    """Removes the records after a step, and the validation at it unless it is evaluated, atomically.
+
+    Returns:
+      The number of lines that are no records, which are moved to another file.
+    """
+    temporary, damaged = path.with_name(f".{path.name}.tmp"), []
     with open(temporary, "w", encoding="utf-8") as file:
-        for record in read_records(path):
-            if record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
+        for line, record in _lines(path):
+            if record is None:
+                damaged += [line] if line.endswith(b"\n") else []
+            elif record["step"] < last_step + (is_evaluated or record.get("kind") != "validation"):
                 file.write(json.dumps(record) + "\n")
         file.flush()
         os.fsync(file.fileno())
+    if damaged:
+        with open(path.with_name(f"{path.name}.damaged"), "ab") as file:
+            file.writelines(damaged)
     os.replace(temporary, path)
+    return len(damaged)
 
 
 def _finite(value: Any) -> Any:

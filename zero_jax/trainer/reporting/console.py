@@ -147,13 +147,16 @@ class Console:
 def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log:
     """Wraps a log function so that a full disk or a closed terminal loses lines, but does not end the run.
 
-    A pipe whose reader has ended (`head`) does end the run, unless it is stopping anyway, as when a terminal is closed
-    with its programs: then the state still has to be saved.
+    Characters that the terminal's encoding does not have, as in a sample, are written as escapes. A pipe whose reader
+    has ended (`head`) does end the run, unless it is stopping anyway: then the state still has to be saved.
     """
 
     def log_line(line: str) -> None:
         try:
-            log(line)
+            try:
+                log(line)
+            except UnicodeEncodeError:
+                log(line.encode("ascii", "backslashreplace").decode())
         except BrokenPipeError:
             time.sleep(_SIGNAL_SECONDS)
             if not is_stopping():

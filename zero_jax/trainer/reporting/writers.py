@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -9,12 +10,12 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater
+from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater, read_records
 
 _FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
@@ -45,10 +46,13 @@ class WriterConfig:
 class TensorBoardWriter:
     """Writes each metric as a scalar `kind/name`, such as `train/loss`."""
 
-    def __init__(self, folder: str | pathlib.Path, *, resume_step: int | None = None):
+    def __init__(
+        self, folder: str | pathlib.Path, *, resume_step: int | None = None, repeated: Sequence[Record] | None = None
+    ):
         """Starts a file of events in a folder; a resumed run adds a file.
 
-        TensorBoard hides what an earlier file has of steps after `resume_step`.
+        TensorBoard hides what an earlier file has of steps after `resume_step`. With the records `repeated`, it hides
+        what it has of that step too, and these are written instead.
         """
         with extra("train"):
             from tensorboardX.event_file_writer import EventsWriter
@@ -62,8 +66,10 @@ class TensorBoardWriter:
         self._events = EventsWriter(os.path.join(folder, "events"), filename_suffix=suffix)
         if resume_step is not None:
             log = self._protos.SessionLog
-            start = log(status=log.START)
-            self._events.write_event(self._protos.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            start, step = log(status=log.START), resume_step + (repeated is None)
+            self._events.write_event(self._protos.Event(wall_time=time.time(), step=step, session_log=start))
+        for record in repeated or ():
+            self.write(record)
         self._events.flush()
 
     def write(self, record: Record) -> None:
@@ -122,6 +128,13 @@ def _scalars(record: Record) -> dict[str, float]:
     return {f"{kind}/{name}": float(value) for name, value in numbers.items()}
 
 
+def _records_at(path: pathlib.Path, step: int | None) -> list[Record] | None:
+    """Returns the records of a step, from a file without the validation at it; None where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return [record for record in read_records(path) if record["step"] == step]
+    return None
+
+
 Writer = JsonLinesWriter | TensorBoardWriter | WandbWriter
 
 
@@ -148,6 +161,11 @@ class Writers:
     def names(self) -> tuple[str, ...]:
         """The writers that still write."""
         return tuple(self._writers)
+
+    @property
+    def num_damaged(self) -> int:
+        """Damaged lines of an older file that a JSON Lines writer goes on with."""
+        return sum(writer.num_damaged for writer in self._writers.values() if isinstance(writer, JsonLinesWriter))
 
     def write(self, record: Record) -> None:
         """Writes one record everywhere."""
@@ -206,10 +224,17 @@ def open_writers(
         )
     }
     if config.tensorboard:
-        factories["TensorBoard"] = lambda: TensorBoardWriter(folder / "tensorboard", resume_step=resume_step)
+        factories["TensorBoard"] = lambda: TensorBoardWriter(
+            folder / "tensorboard",
+            resume_step=resume_step,
+            repeated=None if is_evaluated else _records_at(folder / "metrics.jsonl", resume_step),
+        )
     if config.wandb is not None:
         project, resumed = config.wandb, resume_step is not None
         factories["Weights & Biases"] = lambda: WandbWriter(
             project, folder=folder, name=name, config=run_config, is_resumed=resumed
         )
-    return Writers(factories, log=log)
+    writers = Writers(factories, log=log)
+    if num_damaged := writers.num_damaged:
+        log(f"metrics.jsonl: {num_damaged} damaged lines, which are no records, are in metrics.jsonl.damaged now")
+    return writers

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.jaxprs import stands_for
-from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
+from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
@@ -239,7 +239,7 @@ class Lora:
         """
         uses: list[WeightUse] = []
         adapted = self._adapted(loss_fn, uses)
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = key_shape()
 
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
             variables = self.init(params, key)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
+from zero_jax.core.tree import key_shape
 from zero_jax.planning.job import Job
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
@@ -140,7 +141,7 @@ class Estimator:
             self.logged_at = time.monotonic()
         policy, mesh = self.policies[remat], self.mesh(model)
         config = dataclasses.replace(self.config, remat=policy.remat, attention=attention)
-        params = jax.eval_shape(self.job.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+        params = jax.eval_shape(self.job.init_fn, key_shape())
         return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
 
     def has_model_specs(self) -> bool:

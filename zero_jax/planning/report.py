@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.tree import key_shape, shapes_of
 from zero_jax.planning.job import Job, OutOfMemory, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
@@ -317,15 +318,14 @@ def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool
 def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
     """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), key_shape()
 
     def forward(variables: Any, batch: Any, key: Any) -> Any:
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
     # Where they are does not matter here: those in host memory could not be traced with the others.
-    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
-    return forward, variables, job.batch, key
+    return forward, shapes_of(state.variables), job.batch, key
 
 
 def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
@@ -50,7 +50,7 @@ class HFModel:
 
     def load(self, mesh: Mesh, config: ZeroConfig, *, dtype: Any = None) -> PyTree:
         """Reads the params onto a mesh, as `load_hf` does."""
-        shapes = jax.eval_shape(functools.partial(decoder.init, self.config), jax.eval_shape(lambda: jax.random.key(0)))
+        shapes = jax.eval_shape(functools.partial(decoder.init, self.config), key_shape())
         return _load(shapes, self.leaves, mesh=mesh, config=self.with_specs(mesh, config), dtype=dtype)
 
     def with_specs(self, mesh: Mesh, config: ZeroConfig) -> ZeroConfig:

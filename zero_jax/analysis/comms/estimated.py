@@ -22,7 +22,7 @@ from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
-from zero_jax.sharding.rules import LeafPlacement
+from zero_jax.sharding.rules import LeafPlacement, placement_leaves
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
     Placement,
@@ -126,7 +126,7 @@ def estimate(
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
     made: list[EstimateRow] = []
     num_params = 0
-    leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    leaves = placement_leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = used_by_optimizer(tx, state)
@@ -256,7 +256,7 @@ def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[Esti
     if MODEL_STATE not in placement.groups:
         return
     held = placement.axes_of_group(MODEL_STATE)
-    for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
+    for leaf in placement_leaves(placement.model_state):
         gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
         dtype = leaf.dtype
         if dtype.startswith("key<"):  # moves as its words

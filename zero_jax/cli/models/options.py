@@ -27,7 +27,7 @@ from zero_jax.cli.models.presets import (
 )
 from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import batch_of, resolve
@@ -212,7 +212,7 @@ def own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable
     if not callable(value):
         return lambda model: value
     takes_params = bool(inspect.signature(value).parameters)
-    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0))) if takes_params else None
+    shapes = jax.eval_shape(init_fn, key_shape()) if takes_params else None
     specs = value(shapes) if takes_params else value()
     return lambda model: specs
 

@@ -56,7 +56,7 @@ def choose(
     kernel = wanted if wanted in _PLATFORMS else _BY_PLATFORM.get(placement.platform)
     if kernel is None:
         return Choice(implementation="xla", reason=f"there is no kernel for the platform {placement.platform!r}")
-    reason = _why_not(kernel, query, key, value, case, placement, has_bias=has_bias, has_mask=has_mask)
+    reason = _why_not(kernel, query, key, value, case, placement=placement, has_bias=has_bias, has_mask=has_mask)
     if reason and wanted == kernel:
         raise ValueError(f"implementation={wanted!r} cannot do this attention: {reason}; or give implementation=None")
     if not reason and wanted != kernel and min(query.shape[1], key.shape[1]) < _FEW:
@@ -65,7 +65,7 @@ def choose(
 
 
 def _why_not(
-    kernel: str, query: Any, key: Any, value: Any, case: Case, placement: Placement, *, has_bias: bool, has_mask: bool
+    kernel: str, query: Any, key: Any, value: Any, case: Case, *, placement: Placement, has_bias: bool, has_mask: bool
 ) -> str:
     """Says why a kernel cannot do a case, and what to do; empty if it can."""
     (_, num_queries, num_heads, _), num_keys = query.shape, key.shape[1]

@@ -71,9 +71,8 @@ def current_placement(mesh: Mesh | None = None) -> Placement:
     if mesh is None and _context.value is not None:
         mesh, axes = _context.value
     if mesh is None:
-        current = importlib.import_module(
-            "jax._src.mesh"
-        ).get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
+        internals = importlib.import_module("jax._src.mesh")
+        current = internals.get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
         mesh = None if current is None or current.empty else current
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     capability = str(getattr(device, "compute_capability", ""))
@@ -115,10 +114,8 @@ def on_shards(
         axes = {role: tuple(name for axis in own for name in names[axis]) for role, own in axes.items()}
 
     def spec(x: Any) -> PartitionSpec:
-        head_dim = _HEADS.get(x.ndim)
-        return PartitionSpec(
-            *(axes["batch"] if i == 0 else axes["heads"] if i == head_dim else None for i in range(x.ndim))
-        )
+        roles = {0: axes["batch"], _HEADS.get(x.ndim): axes["heads"]}
+        return PartitionSpec(*(roles.get(dim) for dim in range(x.ndim)))
 
     results = jax.eval_shape(function, *operands)
     mapped = jax.shard_map(

@@ -60,10 +60,11 @@ class Splash:
         key: jax.Array,
         value: jax.Array,
         segments: Sequence[jax.Array],
+        call: Any,
+        *,
         out: jax.Array,
         lse: jax.Array,
         cotangent: jax.Array,
-        call: Any,
     ) -> list[jax.Array]:
         """Returns the cotangents of query, key and value, of the operands and results of one device."""
         plan = _plan(query, key, value, call)

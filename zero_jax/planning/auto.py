@@ -11,8 +11,9 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.planning.estimates import Estimator, Policy, model_sizes, setting_config
+from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
+from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking

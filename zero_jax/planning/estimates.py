@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ import numpy as np
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
 from zero_jax.core.tree import key_shape
 from zero_jax.planning.job import Job
+from zero_jax.planning.links import MeshLinks
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
-from zero_jax.planning.roofline import MeshLinks, Roofline
-from zero_jax.planning.search import divisors
+from zero_jax.planning.roofline import Roofline
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -29,7 +28,6 @@ from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, ste
 from zero_jax.transforms import Remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
-_MAX_MODEL = 16
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
 _UNQUANTIZED, _ON_DEVICES = (
@@ -44,21 +42,6 @@ class Policy:
 
     loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
-
-
-def model_sizes(name: str) -> tuple[int, ...]:
-    """Returns the sizes of the axis `model` that use fast links only: within a host of GPUs, or along dims of a torus.
-
-    Args:
-      name: a topology's name.
-    """
-    parsed = topology.parse(name)
-    if parsed.hardware.platform != "tpu":
-        return tuple(divisors(parsed.shape[0]))
-    shape = [size for size in parsed.shape if size > 1]
-    sizes = {1} | {size for extent in shape for size in divisors(extent)}
-    sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
-    return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
 
 
 def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:

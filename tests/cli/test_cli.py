@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from command_line import run
 
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
@@ -79,15 +80,6 @@ SMALL = (
 def parser_of(command):
     (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
     return commands.choices[command].with_options()
-
-
-def run(arguments, capsys):
-    """Returns exit status, output and error output of a command."""
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -149,7 +149,7 @@ class _Arguments:
         _check_numbers(scale, is_causal, logits_soft_cap)
         if mesh is not None:
             check_arguments(mesh=mesh)
-        factor: Any = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         case = Case(
             scale=factor if isinstance(factor, jax.Array) else float(factor),
             is_causal=is_causal,

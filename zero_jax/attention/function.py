@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
 from zero_jax.attention.choice import Choice, choose
-from zero_jax.attention.placement import Placement, current_placement
+from zero_jax.attention.placement import KernelPlacement, current_placement
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import shown
@@ -122,7 +122,7 @@ class _Arguments:
     bias: Array | None
     mask: Array | None
     case: Case
-    placement: Placement
+    placement: KernelPlacement
 
     @classmethod
     def of(

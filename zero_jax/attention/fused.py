@@ -11,13 +11,13 @@ from jax import Array
 
 from zero_jax.attention import primitive, splash
 from zero_jax.attention.case import Band, Case, band_of
-from zero_jax.attention.placement import Placement
+from zero_jax.attention.placement import KernelPlacement
 from zero_jax.attention.xla import visible
 
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # scores and result; the scores again, and four gradients
 
 
-def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: Placement) -> Array:
+def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: KernelPlacement) -> Array:
     """Returns the attention `[B, T, N, V]` of a case that a kernel can do."""
     band = band_of(case, query.shape[1], key.shape[1])
     call = primitive.Call(

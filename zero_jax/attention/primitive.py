@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from zero_jax.attention import cudnn, splash, xla
 from zero_jax.attention.case import Band, Case
-from zero_jax.attention.placement import Placement, on_shards
+from zero_jax.attention.placement import KernelPlacement, on_shards
 
 # The name of the results and of their log-sum-exps, for remat policies: with both no kernel runs twice.
 RESIDUALS = "zero_attention"
@@ -41,7 +41,7 @@ class Call:
     scale: float
     band: Band
     soft_cap: float | None
-    placement: Placement
+    placement: KernelPlacement
 
 
 # Operands: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], and of a kernel's own, each with B in front: the

@@ -28,7 +28,7 @@ _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 3.4e38  # of float32
 _MAX_CHARACTERS = 4_000  # Python converts no more digits than 4,300
 # Where the path of a text option may be: on this machine, or also in a bucket.
-Place = Literal["local", "anywhere"]
+PathPlace = Literal["local", "anywhere"]
 # The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
 # tensorstore, which both have to support the scheme.
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
@@ -39,7 +39,7 @@ _NOT_OPTIONS = frozenset(
     "GPTConfig.remat DecoderConfig.remat".split()
 )
 # The text options that are paths.
-PLACES: Mapping[str, Place] = {
+PLACES: Mapping[str, PathPlace] = {
     "DataConfig.data": "local",
     "DataConfig.tokenizer": "local",
     "DataConfig.token_cache": "local",
@@ -270,7 +270,7 @@ def field_values(config_class: type, options: argparse.Namespace) -> dict[str, A
 
 
 def check_value(
-    value: Any, *, place: Place | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
+    value: Any, *, place: PathPlace | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
 ) -> None:
     """Raises `ValueError` for a number that is not finite or out of range, and for a text or path that is not valid.
 
@@ -303,7 +303,7 @@ def _check_text(value: str) -> None:
         raise ValueError(f"{value!r} is no valid Unicode: give text in UTF-8") from error
 
 
-def _check_path(value: str, place: Place) -> None:
+def _check_path(value: str, place: PathPlace) -> None:
     if not value.strip():
         raise ValueError(f"{value!r} names nothing: give a path")
     scheme, separator, rest = value.partition("://")

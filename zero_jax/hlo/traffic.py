@@ -27,8 +27,20 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
 _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
 
+class Sent:
+    """The bytes of an operation that sends, in one execution and in all."""
+
+    sent_bytes: float
+    num_executions: int
+
+    @property
+    def total_sent_bytes(self) -> float:
+        """The bytes that one device sends over all executions."""
+        return self.sent_bytes * self.num_executions
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(Sent):
     """A collective operation of a compiled program, listed once however often XLA prints it.
 
     Attributes:
@@ -68,11 +80,6 @@ class Collective:
     def group_size(self) -> int:
         """The number of devices in the largest group."""
         return max(map(len, self.replica_groups), default=1)
-
-    @property
-    def total_sent_bytes(self) -> float:
-        """The bytes that one device sends over all executions."""
-        return self.sent_bytes * self.num_executions
 
 
 def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:

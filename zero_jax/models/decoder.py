@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import Attend, Batch, LossFn, Params, Place, TokenLosses, mean_loss, whole_logits
+from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, whole_logits
 from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
 from zero_jax.models.sampling import generate_tokens
 
@@ -95,7 +95,7 @@ def hidden(
     tokens_BT: Array,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> tuple[Array, Array]:
     """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
@@ -149,7 +149,7 @@ def apply_block(
     params: Params,
     *,
     segments_BT: Array | None,
-    place: Place,
+    place: PlaceFn,
     attend: Attend,
     window: bool,
 ) -> tuple[Array, Array]:
@@ -268,7 +268,7 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
 def loss_fn(
     config: DecoderConfig,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     token_losses: TokenLosses = whole_logits,
     attend: Attend = causal_attention,
 ) -> LossFn:

@@ -26,7 +26,7 @@ Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
 TokenLosses = Callable[[Array, Array, Array], Array]
-Place = Callable[[Array, str], Array]
+PlaceFn = Callable[[Array, str], Array]
 Attend = Callable[..., Array]
 
 
@@ -170,7 +170,7 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
 
 
 def apply(
-    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
+    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: PlaceFn = leave
 ) -> Array:
     """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
 
@@ -185,7 +185,7 @@ def hidden(
     tokens_BT: Array,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> Array:
     """Returns the last hidden states `[B, T, D]`, which the transposed embedding makes logits of.
@@ -230,7 +230,7 @@ def apply_block(
     params: Params,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> Array:
     """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
@@ -250,7 +250,7 @@ def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
 def loss_fn(
     config: GPTConfig,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     token_losses: TokenLosses = whole_logits,
     attend: Attend = causal_attention,
 ) -> LossFn:

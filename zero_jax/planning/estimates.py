@@ -93,7 +93,7 @@ class Estimator:
         )
         self.has_overlap = with_options != without and self.num_devices > 1
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
-        self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
+        self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
         # What is in host memory is counted by `host_bytes`, what is sent quantized by `sent_shares`.
         plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}

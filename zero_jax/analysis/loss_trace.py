@@ -168,9 +168,9 @@ class _TracedLoss:
         self.flops = count_flops(jaxpr)
         grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
-        found = self._propagate(jaxpr, kept=range(num - grads, num))
-        self.kernels = kernels(jaxpr, found.values, sizes=self.sizes, batch_axes=self.batch_axes)
-        return found
+        propagated = self._propagate(jaxpr, kept=range(num - grads, num))
+        self.kernels = kernels(jaxpr, propagated.values, sizes=self.sizes, batch_axes=self.batch_axes)
+        return propagated
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

@@ -136,8 +136,8 @@ class SentBytes:
         """
 
         def network(row: Any) -> str:
-            found = {self.networks.get(axis, "?") for axis in row.axes}
-            return next((name for name in ("?", "dcn") if name in found), min(found, default="?"))
+            names = {self.networks.get(axis, "?") for axis in row.axes}
+            return next((name for name in ("?", "dcn") if name in names), min(names, default="?"))
 
         return sum_by(self.rows, network)
 
@@ -222,7 +222,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
     """Lists what XLA:TPU moves between slices, over the mesh axes on which they are; empty where those are unknown."""
     shape = dict(program_shape(mesh, program.num_devices))
     axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
-    phases = Phases(program)
+    phases, place = Phases(program), lambda transfer: (transfer.computation, transfer.name)
     return tuple(
         Row(
             kind=transfer.kind,
@@ -230,9 +230,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             axes=axes,
             group_size=transfer.num_slices,
             dtypes=(transfer.dtype,),
-            phase=phases.of(
-                transfer.computation, transfer.name, phases.op_name_before(transfer.computation, transfer.name)
-            ),
+            phase=phases.of(*place(transfer), phases.op_name_before(*place(transfer))),
             sent_bytes=transfer.sent_bytes,
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,

@@ -11,7 +11,7 @@ from command_line import run
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import zero_options as cli_zero
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """

@@ -32,15 +32,8 @@ from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, uncha
 from zero_jax.training.optimizer.update import trace_update, value_dtype
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.making import check_optimizer
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    make_placement,
-    merge,
-    train_state_shardings,
-    trainable,
-    used_by_optimizer,
-)
+from zero_jax.training.state.placement import Placement, make_placement, train_state_shardings
+from zero_jax.training.state.train_state import TrainState, merge, trainable, used_by_optimizer
 from zero_jax.training.state_update import OffloadedState, UpdateProgram, pinned
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training.optimizer.update import described, first_opt_state
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement, new_grad_errors, trainable
+from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors
+from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 

@@ -74,12 +74,8 @@ def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return tuple(found)
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    return tuple(item for items in values for item in items if hasattr(item, "eqns"))
 
 
 def is_literal(atom: Any) -> bool:

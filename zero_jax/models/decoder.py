@@ -156,7 +156,7 @@ def apply_block(
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
     norm = functools.partial(_norm, config)
     y_BTD = place(norm(x_BTD, params["attention_norm"]), "gathered")
-    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend, window), "residual")
+    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
     x_BTD += norm(y_BTD, params["attention_post_norm"]) if config.post_norms else y_BTD
     y_BTD, balance = place(norm(x_BTD, params["mlp_norm"]), "gathered"), jnp.zeros(())
     if config.num_experts:
@@ -168,7 +168,7 @@ def apply_block(
 
 
 def _attention(
-    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, attend: Attend, window: bool
+    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, *, attend: Attend, window: bool
 ) -> Array:
     heads = []
     for name in ("query", "key", "value"):

@@ -46,7 +46,8 @@ def causal_attention(
       logits_soft_cap: c: logits x become `c * tanh(x / c)`.
     """
     if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None:
-        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, scale, local_window_size, logits_soft_cap)
+        settings = {"scale": scale, "window": local_window_size, "cap": logits_soft_cap}
+        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, **settings)
     same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
     return jax.nn.dot_product_attention(
         q_BTHK, k_BTGK, v_BTGK, mask=same_B1TT, is_causal=True, scale=scale, local_window_size=local_window_size
@@ -58,6 +59,7 @@ def _capped_attention(
     k_BTGK: Array,
     v_BTGK: Array,
     segments_BT: Array | None,
+    *,
     scale: float | None,
     window: tuple[int, int] | None,
     cap: float | None,

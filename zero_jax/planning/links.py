@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from zero_jax.hlo import Collective, NetworkTransfer, own_links
 from zero_jax.planning.search import divisors
-from zero_jax.sharding.mesh import axis_size
+from zero_jax.sharding.mesh import axis_size, slice_of
 from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Hardware, Topology, parse
 from zero_jax.sharding.torus import gather_shardings, split_axes
@@ -182,6 +182,4 @@ def _across(num_inside: int, kind: str, hardware: Hardware) -> float:
 
 def _domain(device: Any, hardware: Hardware) -> int:
     """Returns the number of a device's fast network: its slice, or its GPU host."""
-    if hardware.platform == "cuda":
-        return int(device.process_index)
-    return int(getattr(device, "slice_index", None) or 0)
+    return int(device.process_index) if hardware.platform == "cuda" else slice_of(device)

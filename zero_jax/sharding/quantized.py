@@ -84,8 +84,8 @@ class Quantize:
             raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
         for name in ("grads_over", "error_feedback"):
             if getattr(self, name) and self.grads is None:
-                given = f"{name}={getattr(self, name)!r}"
-                raise ValueError(f"quantize: {given} without grads: give grads='int8' or 'int4' too")
+                setting = f"{name}={getattr(self, name)!r}"
+                raise ValueError(f"quantize: {setting} without grads: give grads='int8' or 'int4' too")
 
     def grad_axes(self, axes: Axes) -> tuple[str, ...]:
         """Returns the mesh axes over which gradients are sent quantized."""
@@ -314,9 +314,9 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
                 continue
             largest = max(matched, key=lambda leaf: leaf.num_bytes)
             small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-            found = f"{pattern!r} matches" if patterns else "there is"
+            which = f"{pattern!r} matches" if patterns else "there is"
             raise ValueError(
-                f"quantize: {what}={value!r}: {found} no leaf to quantize; the largest is {largest.path!r} of shape "
+                f"quantize: {what}={value!r}: {which} no leaf to quantize; the largest is {largest.path!r} of shape "
                 f"{largest.shape}: {_not_sent(largest, mesh) or small}. Leave {what} out, or give a block_size that "
                 "divides its shards"
             )
@@ -326,5 +326,5 @@ def _block(extent: int, block_size: int | None, step: int) -> int:
     """Returns the elements of a block along a dim, 0 if it has none."""
     if block_size is not None:
         return block_size if extent and extent % block_size == 0 else 0
-    found = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)
-    return next(found, 0) if extent else 0
+    sizes = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)
+    return next(sizes, 0) if extent else 0

@@ -15,6 +15,7 @@ from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.core.gather_names import escaped
 from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
+from zero_jax.sharding.mesh import slice_of
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move
@@ -206,7 +207,7 @@ def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int],
     """
     if mesh is None:
         return ()
-    slices = np.array([getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat])
+    slices = np.array(list(map(slice_of, mesh.devices.flat)))
     of_one = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
     if mesh.size == num_devices:
         sizes = list(mesh.devices.shape)

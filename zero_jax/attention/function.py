@@ -102,12 +102,7 @@ def attention_choice(
 ) -> Choice:
     """Returns which implementation `dot_product_attention` takes, and why it is no kernel.
 
-    Args:
-      query: as for `dot_product_attention`.
-      key: likewise.
-      value: likewise.
-      mesh: likewise.
-      **arguments: the others, but for `implementation`.
+    Arguments are those of `dot_product_attention`, but for `implementation`.
     """
     return _Arguments.of(query, key, value, mesh=mesh, **arguments).choice(None)
 

@@ -100,12 +100,8 @@ class AttentionWork:
 def attention_work(query: Any, key: Any, value: Any, *, call: primitive.Call, backward: bool) -> AttentionWork:
     """Returns the work of a fused attention.
 
-    Args:
-      query: `[B, T, N, H]`, shape and dtype.
-      key: `[B, S, K, H]`, likewise.
-      value: `[B, S, K, V]`, likewise.
-      call: what it does beside.
-      backward: whether the work is that of the cotangents.
+    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
+    it is the work of the cotangents.
     """
     if call.kernel == "splash":
         flops, summed_bytes = splash.work(query, key, value, call.band, backward=backward)

@@ -64,10 +64,7 @@ def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[s
 def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dict[str, Target]:
     """Returns the leaves that rules choose, by path.
 
-    Args:
-      rules: the rules, as `Lora` takes them.
-      params: arrays or `ShapeDtypeStruct`s.
-      trained: the paths of leaves that no rule is for.
+    `params` are arrays or `ShapeDtypeStruct`s; no rule is for the leaves whose paths are `trained`.
 
     Raises:
       ValueError: a rule that matches nothing, or a leaf whose dims it does not decide.

@@ -34,9 +34,6 @@ class HostTransfer(Sent):
 def host_transfers(compiled: Any) -> tuple[HostTransfer, ...]:
     """Lists what a compiled program moves to and from the host's memory, in the order of the text.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-
     Raises:
       ValueError: A loop around a transfer has no known trip count.
     """

@@ -46,9 +46,7 @@ class NetworkTransfer(Sent):
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
     """Lists what a compiled program sends to other slices, in the order of the text.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle.
+    A loop whose trip count the text does not settle is executed `unknown_trip_count` times.
 
     Raises:
       ValueError: A loop around a transfer has no known trip count and `unknown_trip_count` is not given.

@@ -85,10 +85,8 @@ class Collective(Sent):
 def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives that a compiled program executes.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle, such as a
-        `while_loop` on data.
+    A loop whose trip count the text does not settle, such as a `while_loop` on data, is executed `unknown_trip_count`
+    times.
 
     Returns:
       One entry for each operation, in the order of the text. Of a conditional's branches, the one that sends most.
@@ -135,10 +133,7 @@ def _executions(
 ) -> collections.Counter:
     """Counts the executions of operations that send in one run of a program.
 
-    Args:
-      program: The program.
-      by_key: The operations, which have `sent_bytes`, by computation and name.
-      unknown_trip_count: Iterations of a loop whose trip count the text does not settle.
+    `by_key` has the operations by computation and name.
 
     Raises:
       ValueError: A loop around one has no known trip count and `unknown_trip_count` is not given.

@@ -52,10 +52,7 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
 
     Heads and hidden features are sharded, of each expert too; key and value heads only where the axis divides them.
 
-    Args:
-      config: the model's shape.
-      vocab: whether the vocabulary is sharded too.
-      model_size: size of the axis.
+    Without `vocab` the vocabulary is not sharded; `model_size` is the size of the axis.
 
     Raises:
       ValueError: `model_size` does not divide the query heads, the hidden features or the vocabulary.
@@ -100,13 +97,8 @@ def hidden(
 ) -> tuple[Array, Array]:
     """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
 
-    Args:
-      config: the model's shape.
-      params: its params.
-      tokens_BT: the tokens.
-      segments_BT: the document of each token; tokens attend to their own document only. None: one document.
-      place: as for `gpt.hidden`.
-      attend: causal attention with the arguments of `layers.causal_attention`.
+    Tokens attend to those of their own segment only (None: all are one document); `place` is as for `gpt.hidden`,
+    `attend` is causal attention with the arguments of `layers.causal_attention`.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:

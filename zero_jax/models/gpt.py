@@ -138,10 +138,8 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     Heads and hidden features are split; a block then sums over `model` twice forward and twice backward (Shoeybi et
     al. 2019, section 3).
 
-    Args:
-      config: The model's shape.
-      vocab: Whether the table of the vocabulary is split too, by rows: logits then are, and never whole.
-      model_size: The size of the axis, for an error that names what does not divide over it.
+    Without `vocab` the table of the vocabulary is not split; else it is by rows, and logits are split too, never whole.
+    `model_size` is for an error that names what does not divide over the axis.
 
     Raises:
       ValueError: If `model_size` does not divide the heads, the hidden features or the vocabulary.

@@ -79,9 +79,7 @@ class TensorName:
 def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
     """Returns the shape of the decoder that a `config.json` describes.
 
-    Args:
-      hf_config: the content of `config.json`.
-      seq_len: tokens in a training sequence; None takes the model's longest context.
+    `seq_len` are the tokens of a training sequence; None takes the model's longest context.
 
     Raises:
       ValueError: a kind of model, or a setting, that a decoder does not have; it names the key and the value.

@@ -85,9 +85,7 @@ def _capped_attention(
 def rotate(x_BTHK: Array, frequencies: Array | None = None) -> Array:
     """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34).
 
-    Args:
-      x_BTHK: queries or keys.
-      frequencies: the angle from a token to the next, of each pair: `[K/2]`; None takes those of the paper.
+    `frequencies` `[K/2]` are the angles of each pair from a token to the next; None takes those of the paper.
     """
     num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
     if frequencies is None:

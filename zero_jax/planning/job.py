@@ -169,12 +169,7 @@ def compile_job(
 ) -> CompiledText:
     """Lowers and compiles a job, or takes the program from the cache.
 
-    Args:
-      job: the job.
-      mesh: its mesh.
-      state: its abstract state.
-      cache: folder of compiled programs, or None.
-      on_phase: called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
 
     Raises:
       OutOfMemory: the program does not fit, says the compiler.

@@ -224,11 +224,7 @@ def make_report(
 ) -> PlanReport:
     """Compiles a job in this process and reads the program.
 
-    Args:
-      job: the job.
-      name: what to call it.
-      cache: folder of compiled programs, or None.
-      on_phase: called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
 
     Raises:
       ValueError: a job that contradicts itself, or hardware that there is no compiler for.

@@ -98,14 +98,8 @@ def estimate_time(
 ) -> TimeEstimate:
     """Estimates the time of a step by playing its schedule.
 
-    Args:
-      program: the compiled program.
-      mesh: the mesh that it was compiled for.
-      topology: the hardware.
-      model_flops: operations of the loss and of its gradients, over all devices.
-      num_tokens: tokens (or examples) of a step, over all devices.
-      unit: what those are.
-      attention_flops: of `model_flops`, those of attention's scores and of their use.
+    Operations and tokens (`unit`: or examples) are those of a step over all devices; `attention_flops` are, of
+    `model_flops`, those of attention's scores and of their use.
     """
     hardware = topology.hardware
     compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)

@@ -83,9 +83,7 @@ class Pretrained:
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
     """Returns the shape of the decoder that the `config.json` of a folder describes.
 
-    Args:
-      folder: the folder.
-      seq_len: tokens in a training sequence; None takes the model's longest context.
+    `seq_len` are the tokens of a training sequence; None takes the model's longest context.
 
     Raises:
       ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.

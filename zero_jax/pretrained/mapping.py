@@ -116,12 +116,7 @@ def match(
 ) -> dict[str, LeafTensors]:
     """Returns the tensors of each param, by its path.
 
-    Args:
-      where: the folder, for messages.
-      tensors: the tensors of the folder.
-      shapes: the shapes of the params.
-      names: the names of their tensors.
-      may_be_left: names of tensors that need not be used.
+    `where` is the folder, for messages; tensors of the names `may_be_left` need not be used.
 
     Raises:
       ValueError: tensors that are missing, left over, or of another shape or dtype; it lists the first of them.

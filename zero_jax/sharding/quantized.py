@@ -207,13 +207,7 @@ def blocks_of(
 ) -> Blocks | None:
     """Returns the blocks of a leaf's shards, along one of its last two dims if they are there; None if there are none.
 
-    Args:
-      format: the format, or None.
-      path: the leaf, for errors.
-      shape: its shape.
-      dims: how it is sharded where it is cut finest.
-      mesh: the mesh.
-      block_size: as in `Quantize`.
+    `dims` are those of the leaf where it is cut finest; `path` is for errors.
 
     Raises:
       ValueError: a block size that divides no dim of the shard.
@@ -242,12 +236,7 @@ def blocks_of_leaf(
 ) -> Blocks | None:
     """Returns the blocks in which a leaf is sent, or None where it is sent as it is.
 
-    Args:
-      quantize: the settings.
-      what: `gathers` or `grads`.
-      leaf: the leaf.
-      mesh: the mesh.
-      shape: the shape of a part of it that is sharded alike, such as a row of a stack.
+    `what` is `gathers` or `grads`; `shape` that of a part of the leaf that is sharded alike, such as a row of a stack.
     """
     if quantize is None or _not_sent(leaf, mesh):
         return None
@@ -260,12 +249,7 @@ def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: s
 
     A quantized sum over an axis that does not shard an array sends such parts to be summed, and gathers their sums.
 
-    Args:
-      blocks: the blocks of the array, or None.
-      shape: its shape.
-      dims: how it is sharded.
-      axis: a mesh axis that is not among `dims`.
-      mesh: the mesh.
+    The axis is not among `dims`.
 
     Returns:
       None where there are no blocks, or where no dim divides.

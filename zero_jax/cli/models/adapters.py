@@ -101,11 +101,8 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
 def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
     """Returns the params of a checkpoint with its adapters merged, in the memory of the host.
 
-    Args:
-      path: a run's folder, its checkpoints, or the folder of one step.
-      step: the step; None takes the newest.
-      dtype: as for `Lora.merge`.
-      options: the options of the run.
+    `path` is a run's folder, its checkpoints, or the folder of one step; `dtype` is as for `Lora.merge`, `options` are
+    those of the run. A step of None is the newest.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.

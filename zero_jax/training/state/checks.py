@@ -50,10 +50,7 @@ def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Seque
 
     Another placement would compile a second program, which could not reuse the state's memory.
 
-    Args:
-      state: the state; that of a trace is returned as it is.
-      shardings: how each leaf is to be sharded, in the order of `jax.tree.leaves`.
-      dtypes: the dtype of each leaf.
+    A state of a trace is returned as it is; shardings and dtypes are in the order of `jax.tree.leaves`.
 
     Raises:
       ValueError: a leaf that is sharded otherwise, or of another dtype.

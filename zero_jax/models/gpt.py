@@ -180,14 +180,9 @@ def path_specs(
     return specs | {embedding: PartitionSpec("model")} if vocab else specs
 
 
-def apply(
-    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: PlaceFn = leave
-) -> Array:
-    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
-
-    Arguments are those of `hidden`.
-    """
-    return hidden(config, params, tokens_BT, segments_BT, place=place) @ params["embed"].T
+def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
+    return hidden(config, params, tokens_BT, segments_BT) @ params["embed"].T
 
 
 def hidden(

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.field_checks import field_kinds
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
 _LARGEST_INTEGER = 2**63 - 1
@@ -244,10 +243,12 @@ class OptionKind:
 @functools.cache
 def option_fields(config_class: type) -> dict[str, OptionKind]:
     """Returns the fields of a config that have an option."""
+    from zero_jax.core.field_checks import field_kinds  # with JAX, which `zero-jax --help` does not need
+
     kinds = {}
     for name, kind in field_kinds(config_class).items():
-        bases = [str] if kind.words else [one for one in kind.types if one in (bool, int, float, str)]
-        if any(typing.get_origin(one) is Mapping for one in kind.types):
+        bases = [str] if kind.words else [member for member in kind.types if member in (bool, int, float, str)]
+        if any(typing.get_origin(member) is Mapping for member in kind.types):
             bases = [dict]
         if bases and not {name, f"{config_class.__name__}.{name}"} & _NOT_OPTIONS:
             kinds[name] = OptionKind(base=bases[0], is_optional=kind.is_optional, choices=kind.words)

@@ -154,12 +154,12 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
                 f"{name}={size} does not split over the {model_size} devices of the model axis: "
                 f"choose a multiple of {model_size}{hint}"
             )
-    whole, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
-    block = {"attention_norm": whole, "mlp_norm": whole, "out": rows, "down": rows}
+    unsharded, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
+    block = {"attention_norm": unsharded, "mlp_norm": unsharded, "out": rows, "down": rows}
     block |= dict.fromkeys(("query", "key", "value", "up"), columns)
-    specs: Params = {"embed": rows if vocab else whole, "final_norm": whole}
+    specs: Params = {"embed": rows if vocab else unsharded, "final_norm": unsharded}
     if config.position == "learned":
-        specs["position"] = whole
+        specs["position"] = unsharded
     if config.scan:
         specs["blocks"] = {name: PartitionSpec(None, *spec) for name, spec in block.items()}
     else:

@@ -88,12 +88,12 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     Raises:
       ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.
     """
-    found = read_config(folder)
+    hf_config = read_config(folder)
     try:
-        config = decoder_config(found, seq_len=seq_len)
+        config = decoder_config(hf_config, seq_len=seq_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
-    longest = found["max_position_embeddings"]
+    longest = hf_config["max_position_embeddings"]
     if seq_len is not None and seq_len > longest:
         raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
     return config

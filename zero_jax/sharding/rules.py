@@ -340,13 +340,13 @@ def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Seq
     """Returns a report of placements, with bytes per device; `groups` are those that are sharded."""
     leaves = tuple(placement_leaves(placements))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
-    whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
+    unsharded_bytes = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
     across = [axis for axis in axes.data if axis not in axes.secondary]
     inside = [p.num_bytes // num_shards(mesh, without(p.dims, across)) for p in leaves] if axes.secondary else []
     return ShardingReport(
         placements=leaves,
         per_device_bytes=sum(per_device.values()),
-        whole_bytes=whole,
+        whole_bytes=unsharded_bytes,
         groups=tuple(groups),
         secondary=axes.secondary,
         secondary_bytes=sum(inside),

@@ -190,10 +190,10 @@ def _mesh(keys: DeepSpeedKeys) -> Iterator[Row]:
         yield keys.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
 
 
-def _divided(whole: int, part: int, what: str) -> int:
-    if whole % part:
-        raise ValueError(f"{what}: {whole} does not divide by {part}: correct it, or --devices")
-    return whole // part
+def _divided(total: int, part: int, what: str) -> int:
+    if total % part:
+        raise ValueError(f"{what}: {total} does not divide by {part}: correct it, or --devices")
+    return total // part
 
 
 def _batch(keys: DeepSpeedKeys) -> Iterator[Row]:
@@ -241,9 +241,9 @@ def _inferred(
     if size is None and micro_size is not None and num is not None and parts is not None:
         size = micro_size * num * parts
     if size is not None and num is not None:
-        found = _divided(size, num * (micro_size or 1), what)
-        if parts is not None and micro_size is not None and parts != found:
-            raise ValueError(f"{what} are for {found} data-parallel devices, not {parts}")
+        num_parallel = _divided(size, num * (micro_size or 1), what)
+        if parts is not None and micro_size is not None and parts != num_parallel:
+            raise ValueError(f"{what} are for {num_parallel} data-parallel devices, not {parts}")
         if parts is not None:
             _divided(size, num * parts, what)
     return size, num

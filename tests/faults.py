@@ -25,7 +25,7 @@ from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
 from zero_jax.trainer.run import Model, TrainConfig
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig
 
 STEPS, SAVE_EVERY, EVAL_EVERY, BATCH_SIZE = 12, 4, 6, 8
 GPT = gpt.GPTConfig(vocab_size=256, seq_len=16, num_layers=1, d_model=16, num_heads=2)

@@ -8,7 +8,7 @@ from attention_cases import random_arrays
 import zero_jax as zero
 from zero_jax.attention import choice, cudnn
 from zero_jax.attention.case import Case
-from zero_jax.attention.placement import Placement, current_placement, mesh_context
+from zero_jax.attention.placement import KernelPlacement, current_placement, mesh_context
 
 NONE = {name: None for name in Case.__dataclass_fields__} | {"scale": 1.0, "is_causal": False}
 
@@ -20,7 +20,7 @@ def chosen(platform, *, dtype=jnp.bfloat16, sizes=None, placement=None, **option
     b, t, s, n, k, h = (sizes[name] for name in "btsnkh")
     shapes = ((b, t, n, h), (b, s, k, h), (b, s, k, sizes.get("v", h)))
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    placement = placement or Placement(platform=platform)
+    placement = placement or KernelPlacement(platform=platform)
     return choice.choose(*arrays, Case(**NONE | options), placement=placement, **others)
 
 
@@ -38,7 +38,7 @@ def test_the_platform_has_a_kernel(platform, kernel):
 
 
 def test_cudnn_needs_ampere():
-    turing, ampere = (Placement(platform="cuda", compute_capability=x) for x in ("7.5", "8.0"))
+    turing, ampere = (KernelPlacement(platform="cuda", compute_capability=x) for x in ("7.5", "8.0"))
     assert chosen("cuda", placement=ampere).implementation == "cudnn"
     assert chosen("cuda", placement=turing) == choice.Choice(
         implementation="xla", reason="it needs compute capability 8.0, and the devices have 7.5"
@@ -54,7 +54,7 @@ def test_cudnn_needs_ampere():
         ("tpu", {"local_window_size": (0, -1)}, "see no key"),
         ("tpu", {"sizes": {"t": 300}, "local_window_size": (3, 3)}, "see no key"),
         ("tpu", {"scale": jnp.float32(1)}, "scale is an array"),
-        ("tpu", {"placement": Placement(platform="tpu", unknown="no mesh")}, "no mesh"),
+        ("tpu", {"placement": KernelPlacement(platform="tpu", unknown="no mesh")}, "no mesh"),
         ("cuda", {"dtype": jnp.float32}, "float32"),
         ("cuda", {"sizes": {"h": 60}}, "multiples of 8"),
         ("cuda", {"sizes": {"v": 32}}, "64 and 32 wide"),
@@ -95,7 +95,7 @@ def test_short_sequences_are_left_to_xla_unless_asked_for():
 def test_the_mesh_is_an_argument_or_that_of_the_step_or_that_of_jax():
     sizes = (4, 2), (2, 1), (8, 1)
     of_step, of_jax, own = (zero.make_mesh(data=n, model=m, devices=jax.devices()[: n * m]) for n, m in sizes)
-    assert current_placement() == Placement(platform="cpu")
+    assert current_placement() == KernelPlacement(platform="cpu")
     with jax.set_mesh(of_jax):
         assert jax.jit(lambda: current_placement().mesh.size)() == 2
         with mesh_context(of_step):
@@ -118,7 +118,7 @@ def test_a_jitted_function_in_a_loss_is_traced_again_for_another_mesh():
 
 def test_small_batches_and_few_heads_are_sharded_over_what_divides():
     mesh = zero.make_mesh(replica=2, data=2, model=2)
-    placement = Placement(platform="tpu", mesh=mesh, batch=("replica", "data"), heads=("model",))
+    placement = KernelPlacement(platform="tpu", mesh=mesh, batch=("replica", "data"), heads=("model",))
     free = frozenset(mesh.axis_names)
     assert placement.axes_of(4, [4, 2], free) == {"batch": ("replica", "data"), "heads": ("model",)}
     assert placement.axes_of(2, [4, 1], free) == {"batch": ("replica",), "heads": ()}

@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from command_line import run
 
 from zero_jax.analysis.paper import PAPER_CONFIGS
 from zero_jax.cli import commands as cli
 from zero_jax.cli import zero_options as cli_zero
-from zero_jax.training.state.train_state import ZeroConfig
+from zero_jax.training import ZeroConfig
 
 # Scripts depend on these: an option goes only with a line in the changelog.
 TRAIN_OPTIONS = """
@@ -80,15 +81,6 @@ SMALL = (
 def parser_of(command):
     (commands,) = (action for action in cli.build_parser()._actions if action.choices and "train" in action.choices)
     return commands.choices[command].with_options()
-
-
-def run(arguments, capsys):
-    """Returns exit status, output and error output of a command."""
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    return status, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("command", OPTIONS)

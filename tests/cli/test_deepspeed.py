@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from command_line import run
 
 from zero_jax.cli import commands as cli
 from zero_jax.cli import train as cli_train
@@ -316,14 +317,6 @@ def test_a_part_of_the_state_is_offloaded(tmp_path):
     keys = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     zero = loaded(translate({"zero_optimization": {"stage": 2} | keys}), tmp_path / "a.toml")[1]["zero"]
     assert (zero.offload, zero.offload_fraction) == ("state", 0.3)
-
-
-def run(arguments, capsys):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    return status, *capsys.readouterr()
 
 
 def test_a_typing_error_of_a_published_config_is_found_and_nothing_is_written(tmp_path, capsys):

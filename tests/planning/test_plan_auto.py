@@ -16,7 +16,7 @@ import zero_jax as zero
 from zero_jax.cli import commands as cli
 from zero_jax.cli import plan as cli_plan
 from zero_jax.models import gpt
-from zero_jax.planning import estimates, plans, ranking
+from zero_jax.planning import estimates, links, plans, ranking
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 pytestmark = pytest.mark.tpu_compiler
@@ -194,7 +194,7 @@ SPECS = {"layers/0": P(None, "model"), "layers/1": P("model", None)}
     ],
 )
 def test_the_model_axis_stays_within_a_host_or_dims_of_the_torus(topology, sizes):
-    assert estimates.model_sizes(topology) == sizes
+    assert links.model_sizes(topology) == sizes
 
 
 def test_a_share_of_the_model_holds_and_moves_less():

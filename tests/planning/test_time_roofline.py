@@ -3,7 +3,7 @@
 import pytest
 
 import zero_jax as zero
-from zero_jax.planning import roofline
+from zero_jax.planning import links, roofline
 from zero_jax.sharding import topology
 from zero_jax.transforms import Kernel
 
@@ -57,14 +57,14 @@ def test_copies_to_another_layout_and_sums_have_shares_of_the_bandwidth_of_their
     ],
 )
 def test_collectives_go_over_the_dims_of_the_torus_as_the_steps_of_a_gather(name, axes, expected):
-    links = roofline.MeshLinks(zero.make_mesh(topology=name), topology.parse(name))
-    assert links.gather_seconds(180e9, axes) == pytest.approx(expected)
+    mesh_links = links.MeshLinks(zero.make_mesh(topology=name), topology.parse(name))
+    assert mesh_links.gather_seconds(180e9, axes) == pytest.approx(expected)
 
 
 def test_an_axis_over_several_dims_is_gathered_along_each():
     """`data` of 16 along 2 x 2 x 4 chips, none of them closed."""
-    links = roofline.MeshLinks(zero.make_mesh(topology="v5p:2x2x4", data_layout=(16,)), topology.parse("v5p:2x2x4"))
-    assert links.gather_seconds(270e9, ("data",)) == pytest.approx(15 / 16)
+    mesh_links = links.MeshLinks(zero.make_mesh(topology="v5p:2x2x4", data_layout=(16,)), topology.parse("v5p:2x2x4"))
+    assert mesh_links.gather_seconds(270e9, ("data",)) == pytest.approx(15 / 16)
 
 
 def test_the_options_of_overlap_hide_collectives_that_computation_can_hide():

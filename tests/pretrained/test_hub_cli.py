@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from command_line import run
 from hub_folders import FOLDERS, read, tensors_of, write
 
 from zero_jax.cli import commands as cli
@@ -10,15 +11,6 @@ from zero_jax.cli.models.presets import PRESETS
 
 SMALL = "--seq-len 16 --steps 2 --warmup-steps 1 --eval-batches 1 --sample-tokens 0 --token-cache none".split()
 LLAMA = FOLDERS["llama"] | {"vocab_size": 320, "num_hidden_layers": 1}
-
-
-def run(arguments, capsys):
-    """Returns exit status, output and error output of a command."""
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    return status, *capsys.readouterr()
 
 
 def tokenizer(path, *, num_tokens, more=None, added=()):

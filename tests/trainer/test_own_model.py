@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from command_line import run
 
 import zero_jax as zero
 from zero_jax.checkpoint import CheckpointConfig
-from zero_jax.cli import commands as cli
 from zero_jax.trainer import EXIT_STATUS, OptimizerConfig, OwnModel, prepare, read_run
 from zero_jax.trainer.inputs.sources import find_source
 from zero_jax.trainer.reporting.console import figures
@@ -361,14 +361,6 @@ validation = [batches(99)] if jax.process_count() == 1 else []
 """
 COMMAND = "train --steps 4 --eval-every 2 --warmup-steps 1 --stage 3 --devices 2 --json".split()
 OWN = {"--loss": "loss_fn", "--init": "init_fn", "--batches": "batches"}
-
-
-def run(arguments, capsys):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as error:
-        status = error.code
-    return status, *capsys.readouterr()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import reference
 from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
 
 import zero_jax as zero
-from zero_jax.training.state import train_state
+from zero_jax.training.state import placement
 
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
 # gradient's own size magnifies that for small gradients, of which three steps of 0.01 make a few times 1e-6.
@@ -297,12 +297,12 @@ def test_stacks_are_gathered_layer_by_layer_to_the_same_values(stage, precision,
     batches = make_batches(3)
     fields = {"mesh": mesh_of("staged222"), "stage": stage, "precision": precision}
     at_once, _ = run_zero(loss_fn, optimizer(), batches, **fields)
-    monkeypatch.setattr(train_state, "_GATHERED_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(placement, "_GATHERED_AT_ONCE_BYTES", 0)
     lowered = []
-    original = train_state.Placement._gather_rows
-    monkeypatch.setattr(train_state.Placement, "_gather_rows", lambda *a: lowered.extend(a[1]) or original(*a))
+    original = placement.Placement._gather_rows
+    monkeypatch.setattr(placement.Placement, "_gather_rows", lambda *a: lowered.extend(a[1]) or original(*a))
     in_rows, _ = run_zero(loss_fn, optimizer(), batches, **fields)
-    assert {placement.path.split("/")[-1] for placement in lowered} >= {"w_in", "w_out"}
+    assert {leaf.path.split("/")[-1] for leaf in lowered} >= {"w_in", "w_out"}
     chex.assert_trees_all_equal(reference.to_host(in_rows.params), reference.to_host(at_once.params))
     reference.assert_placed_alike(in_rows, at_once)
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zero_jax as zero
-from zero_jax.attention.placement import Placement
+from zero_jax.attention.placement import KernelPlacement
 from zero_jax.core.subcalls import equations
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
@@ -95,7 +95,7 @@ def test_another_function_is_left(name):
     ],
 )
 def test_the_report_says_which_kernel_the_devices_take(platform, capability, shape, says, monkeypatch):
-    placement = Placement(platform=platform, compute_capability=capability)
+    placement = KernelPlacement(platform=platform, compute_capability=capability)
     monkeypatch.setattr("zero_jax.attention.function.current_placement", lambda mesh: placement)
     monkeypatch.setattr("zero_jax.attention.cudnn.is_installed", lambda: True)
     sizes = {"t": 256, "h": 16, "dtype": jnp.bfloat16} | shape

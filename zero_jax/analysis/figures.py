@@ -152,15 +152,10 @@ def plot_throughput(path: pathlib.Path | str, rows: Sequence[ThroughputRow], *, 
     rows = sorted(rows, key=lambda row: row.num_devices)
     figure = new_figure(path, width=9, height=4)
     panels = figure.subplots(1, 2)
-    devices = [row.num_devices for row in rows]
+    devices, throughputs = zip(*((row.num_devices, row.per_device_tokens_per_second) for row in rows), strict=True)
     series = (
         ("largest batch per device (examples)", [row.per_device_batch_size for row in rows], "#0072B2", "o"),
-        (
-            "estimated throughput per device (tokens/s)",
-            [row.per_device_tokens_per_second for row in rows],
-            "#D55E00",
-            "s",
-        ),
+        ("estimated throughput per device (tokens/s)", throughputs, "#D55E00", "s"),
     )
     for panel, (label, values, color, marker) in zip(panels, series, strict=True):
         panel.plot(devices, values, color=color, marker=marker, linewidth=1.5, markersize=5)

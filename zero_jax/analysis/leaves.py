@@ -70,6 +70,18 @@ def group_of(path: str) -> str:
     return next((part for part in path.split("/") if part in GROUPS[:-1]), GROUPS[-1])
 
 
+def host_memory_kind(sharding: Any) -> str | None:
+    """Returns the kind of host memory that a sharding is in; None for devices' own, which on CPUs is of the host."""
+    kind = getattr(sharding, "memory_kind", None)
+    if kind is None or "host" not in kind:
+        return None
+    try:
+        default = next(iter(sharding.device_set)).default_memory().kind
+    except (ValueError, NotImplementedError, AttributeError):  # devices that are not there
+        return kind
+    return None if kind == default else kind
+
+
 def argument_leaves(program: Program, compiled: Any) -> tuple[ArgumentLeaf, ...]:
     """Returns the arguments of a program, in order; shardings that its text lacks are those of `compiled.args_info`."""
     parameters = [value for value in program.computations[program.entry].values() if value.opcode == "parameter"]

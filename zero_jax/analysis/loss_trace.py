@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.core.jaxprs import is_on_host, open_jaxpr, without_dead_code
-from zero_jax.core.tree import PyTree, check_arrays
+from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of
 from zero_jax.core.variables import Variables, as_variables, joined
 from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.rules import LeafPlacement
+from zero_jax.sharding.rules import placement_leaves
 from zero_jax.sharding.spec import without
 from zero_jax.training import (
     MeshLoss,
@@ -109,11 +109,10 @@ def trace_loss(
     fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
     loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
     # Params in host memory are traced as if they were on the devices, where the loss has them.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    variables = jax.eval_shape(placement.cast, shapes)
+    variables = jax.eval_shape(placement.cast, shapes_of(params))
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-    batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), jax.eval_shape(lambda: jax.random.key(0))
+    batch, key = jax.tree.map(lambda x: _microbatch(x, k), batch), key_shape()
     batch = jax.eval_shape(functools.partial(cast_batch, normalized, config=config), variables, batch, key)
     traced = _TracedLoss(loss, variables, batch, placement)
     gradient = traced.gradient()
@@ -141,9 +140,8 @@ class _TracedLoss:
         mesh, axes = placement.mesh, placement.axes
         self.sizes = dict(mesh.shape)
         self.counted = tuple(name for name in mesh.axis_names if name not in axes.batch)
-        self.arguments = (as_variables(variables), batch, jax.eval_shape(lambda: jax.random.key(0)))
-        placed = (placement.params, placement.model_state)
-        leaves = jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, LeafPlacement))
+        self.arguments = (as_variables(variables), batch, key_shape())
+        leaves = placement_leaves((placement.params, placement.model_state))
         self.inputs = [ValueSharding(dims=without(leaf.dims, axes.batch)) for leaf in leaves]
         for x in jax.tree.leaves(batch):
             cut = axes.batch if x.ndim and x.shape[0] % axis_size(mesh, axes.batch) == 0 else ()
@@ -170,9 +168,9 @@ class _TracedLoss:
         self.flops = count_flops(jaxpr)
         grads = len(jax.tree.leaves(trainable(self.arguments[0].params)))
         num = len(jaxpr.outvars)
-        found = self._propagate(jaxpr, kept=range(num - grads, num))
-        self.kernels = kernels(jaxpr, found.values, sizes=self.sizes, batch_axes=self.batch_axes)
-        return found
+        propagated = self._propagate(jaxpr, kept=range(num - grads, num))
+        self.kernels = kernels(jaxpr, propagated.values, sizes=self.sizes, batch_axes=self.batch_axes)
+        return propagated
 
     def largest_param_bytes(self) -> float:
         """Returns the bytes on one device of the largest param that is no stack of layers."""

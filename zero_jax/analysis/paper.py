@@ -181,17 +181,11 @@ def table1() -> PaperTable:
     """Returns Table 1: model states per device against the number of devices."""
     partitions = [(case, sharded) for case, sharded in PAPER_CASES.items() if sharded]
     columns = [f"{show_params(psi)} {case}" for psi in _TABLE_1_PARAMS for case, _ in partitions]
-    rows = [
-        (
-            n,
-            *(
-                model_state_bytes(psi, sharded=sharded, num_devices=n).total_bytes / 1e9
-                for psi in _TABLE_1_PARAMS
-                for _, sharded in partitions
-            ),
-        )
-        for n in _NUM_DEVICES
-    ]
+    rows = []
+    for n in _NUM_DEVICES:
+        pairs = ((psi, sharded) for psi in _TABLE_1_PARAMS for _, sharded in partitions)
+        states = (model_state_bytes(psi, sharded=sharded, num_devices=n) for psi, sharded in pairs)
+        rows.append((n, *(each.total_bytes / 1e9 for each in states)))
     return PaperTable(
         name="table1",
         title="Table 1: model states per device (GB) on N devices, K = 12",
@@ -203,15 +197,9 @@ def table1() -> PaperTable:
 
 def table2() -> PaperTable:
     """Returns the theory columns of Table 2: the largest model whose states fit on devices of 32 GB."""
+    sizes = {"capacity_bytes": _DEVICE_BYTES, "num_devices": 64}
     rows = [
-        (
-            model,
-            64 * model,
-            *(
-                max_params(_DEVICE_BYTES, sharded=sharded, num_devices=64, model=model)
-                for sharded in PAPER_CASES.values()
-            ),
-        )
+        (model, 64 * model, *(max_params(**sizes, sharded=sharded, model=model) for sharded in PAPER_CASES.values()))
         for model in _MODEL_DEGREES
     ]
     return PaperTable(

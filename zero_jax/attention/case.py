@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -13,7 +14,7 @@ class Case:
     """What an attention is to do, beside queries, keys, values, bias and mask.
 
     Attributes:
-      scale: what logits are multiplied by.
+      scale: what logits are multiplied by: a number, or for XLA alone a scalar array.
       is_causal: whether a query at place t sees keys up to place t only.
       query_seq_lengths: `[B]`, int32: queries from there on are padding, whose results are 0.
       key_value_seq_lengths: `[B]`, int32: keys from there on are padding, which no query sees.
@@ -22,7 +23,7 @@ class Case:
       logits_soft_cap: c, where logits x are replaced by c tanh(x / c).
     """
 
-    scale: float
+    scale: Any
     is_causal: bool
     query_seq_lengths: Array | None
     key_value_seq_lengths: Array | None

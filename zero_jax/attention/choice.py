@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zero_jax.attention import cudnn
 from zero_jax.attention.case import Band, Case, band_of
-from zero_jax.attention.placement import Placement
+from zero_jax.attention.placement import KernelPlacement
 from zero_jax.core.tree import shown
 
 _BY_PLATFORM = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
@@ -39,7 +39,7 @@ def choose(
     case: Case,
     *,
     wanted: str | None,
-    placement: Placement,
+    placement: KernelPlacement,
     has_bias: bool,
     has_mask: bool,
 ) -> Choice:
@@ -56,7 +56,7 @@ def choose(
     kernel = wanted if wanted in _PLATFORMS else _BY_PLATFORM.get(placement.platform)
     if kernel is None:
         return Choice(implementation="xla", reason=f"there is no kernel for the platform {placement.platform!r}")
-    reason = _why_not(kernel, query, key, value, case, placement, has_bias=has_bias, has_mask=has_mask)
+    reason = _why_not(kernel, query, key, value, case, placement=placement, has_bias=has_bias, has_mask=has_mask)
     if reason and wanted == kernel:
         raise ValueError(f"implementation={wanted!r} cannot do this attention: {reason}; or give implementation=None")
     if not reason and wanted != kernel and min(query.shape[1], key.shape[1]) < _FEW:
@@ -65,7 +65,15 @@ def choose(
 
 
 def _why_not(
-    kernel: str, query: Any, key: Any, value: Any, case: Case, placement: Placement, *, has_bias: bool, has_mask: bool
+    kernel: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    case: Case,
+    *,
+    placement: KernelPlacement,
+    has_bias: bool,
+    has_mask: bool,
 ) -> str:
     """Says why a kernel cannot do a case, and what to do; empty if it can."""
     (_, num_queries, num_heads, _), num_keys = query.shape, key.shape[1]
@@ -73,7 +81,8 @@ def _why_not(
         return f"it is for {' and '.join(_PLATFORMS[kernel])}, and the devices are {placement.platform}"
     if placement.unknown:
         return placement.unknown
-    if kernel == "cudnn" and _is_before_ampere(placement.compute_capability):
+    version = placement.compute_capability.partition(".")[0]
+    if kernel == "cudnn" and version.isdigit() and int(version) < 8:  # before Ampere
         return f"it needs compute capability 8.0, and the devices have {placement.compute_capability}"
     if has_bias:
         return "a bias is for XLA alone"
@@ -89,11 +98,6 @@ def _why_not(
     if num_heads % placement.num_head_shards:
         return f"the {num_heads} heads do not divide over the {placement.num_head_shards} devices of the model axis"
     return {"splash": _not_splash, "cudnn": _not_cudnn}[kernel](query, key, value, case, band)
-
-
-def _is_before_ampere(compute_capability: str) -> bool:
-    major = compute_capability.partition(".")[0]
-    return major.isdigit() and int(major) < 8
 
 
 def _not_splash(query: Any, key: Any, value: Any, case: Case, band: Band) -> str:

@@ -41,10 +41,11 @@ def backward(
     key: jax.Array,
     value: jax.Array,
     lengths: Sequence[jax.Array],
+    call: Any,
+    *,
     out: jax.Array,
     lse: jax.Array,
     cotangent: jax.Array,
-    call: Any,
 ) -> list[jax.Array]:
     """Returns the cotangents of query, key and value, of the operands and results of one device."""
     results = {"activation": lse, "fwd_output": out, "grad_output": cotangent}
@@ -59,17 +60,16 @@ def _kernels() -> Any:
 def _arguments(query: Any, key: Any, value: Any, lengths: Sequence[Any], call: Any) -> dict[str, Any]:
     kernels, unused = _kernels(), jnp.zeros(0, query.dtype)
     mask, window = mask_and_window(call.band, has_lengths=bool(lengths))
-    arguments = dict(
+    of_query, of_key = lengths or (unused, unused)
+    arguments: dict[str, Any] = dict.fromkeys(
+        ("bias", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"), unused
+    )
+    arguments |= dict(
         query=query,
         key=key,
         value=value,
-        bias=unused,
-        q_seqlen=lengths[0] if lengths else unused,
-        kv_seqlen=lengths[1] if lengths else unused,
-        q_offsets=unused,
-        kv_offsets=unused,
-        page_table_k=unused,
-        page_table_v=unused,
+        q_seqlen=of_query,
+        kv_seqlen=of_key,
         scale=call.scale,
         seed=42,
         dropout_rate=0.0,
@@ -85,10 +85,5 @@ def _arguments(query: Any, key: Any, value: Any, lengths: Sequence[Any], call: A
 
 def mask_and_window(band: Band, *, has_lengths: bool) -> tuple[str, int | None]:
     """Returns cuDNN's kind of mask, and the number of keys that a query sees, itself included."""
-    kinds = {
-        (False, False): "NO_MASK",
-        (False, True): "PADDING",
-        (True, False): "CAUSAL",
-        (True, True): "PADDING_CAUSAL",
-    }
-    return kinds[band.right == 0, has_lengths], None if band.left is None else band.left + 1
+    kinds = ["PADDING"] * has_lengths + ["CAUSAL"] * (band.right == 0)
+    return "_".join(kinds) or "NO_MASK", None if band.left is None else band.left + 1

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from zero_jax.attention import fused, xla
 from zero_jax.attention.case import Case
 from zero_jax.attention.choice import Choice, choose
-from zero_jax.attention.placement import Placement, current_placement
+from zero_jax.attention.placement import KernelPlacement, current_placement
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import shown
@@ -91,7 +91,7 @@ def dot_product_attention(
     q, k, v, case = arguments.query, arguments.key, arguments.value, arguments.case
     choice = arguments.choice(implementation)
     if choice.implementation == "xla":
-        out = xla.attention(q, k, v, arguments.bias, arguments.mask, case)
+        out = xla.attention(q, k, v, case, bias=arguments.bias, mask=arguments.mask)
     else:
         out = fused.attention(q, k, v, case, kernel=choice.implementation, placement=arguments.placement)
     return out if np.ndim(query) == 4 else out[0]
@@ -102,12 +102,7 @@ def attention_choice(
 ) -> Choice:
     """Returns which implementation `dot_product_attention` takes, and why it is no kernel.
 
-    Args:
-      query: as for `dot_product_attention`.
-      key: likewise.
-      value: likewise.
-      mesh: likewise.
-      **arguments: the others, but for `implementation`.
+    Arguments are those of `dot_product_attention`, but for `implementation`.
     """
     return _Arguments.of(query, key, value, mesh=mesh, **arguments).choice(None)
 
@@ -122,7 +117,7 @@ class _Arguments:
     bias: Array | None
     mask: Array | None
     case: Case
-    placement: Placement
+    placement: KernelPlacement
 
     @classmethod
     def of(
@@ -149,8 +144,9 @@ class _Arguments:
         _check_numbers(scale, is_causal, logits_soft_cap)
         if mesh is not None:
             check_arguments(mesh=mesh)
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         case = Case(
-            scale=1 / math.sqrt(q.shape[-1]) if scale is None else _as_float(scale),
+            scale=factor if isinstance(factor, jax.Array) else float(factor),
             is_causal=is_causal,
             query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, q),
             key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, k),
@@ -212,10 +208,6 @@ def _window(size: Any) -> tuple[int, int] | None:
     if not are_two or not all(map(is_count, sizes)):
         raise ValueError(f"local_window_size={shown(size)}: give a number of places, or a pair (left, right), or None")
     return int(sizes[0]), int(sizes[1])
-
-
-def _as_float(scale: Any) -> Any:
-    return scale if isinstance(scale, jax.Array) else float(scale)
 
 
 def _check_numbers(scale: Any, is_causal: Any, logits_soft_cap: Any) -> None:

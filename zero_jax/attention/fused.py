@@ -1,17 +1,23 @@
-"""An attention by a kernel: what the kernel does not know of the case is done around it."""
+"""An attention by a kernel: what the kernel does not know of the case is done around it; and what it costs."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from zero_jax.attention import primitive
+from zero_jax.attention import primitive, splash
 from zero_jax.attention.case import Band, Case, band_of
-from zero_jax.attention.placement import Placement
+from zero_jax.attention.placement import KernelPlacement
 from zero_jax.attention.xla import visible
 
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5  # scores and result; the scores again, and four gradients
 
-def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: Placement) -> Array:
+
+def attention(query: Array, key: Array, value: Array, case: Case, *, kernel: str, placement: KernelPlacement) -> Array:
     """Returns the attention `[B, T, N, V]` of a case that a kernel can do."""
     band = band_of(case, query.shape[1], key.shape[1])
     call = primitive.Call(
@@ -48,9 +54,9 @@ def _lengths(query: Array, key: Array, case: Case) -> list[Array]:
     """Returns the lengths of queries and keys, at least 1, if there are any."""
     if case.query_seq_lengths is None and case.key_value_seq_lengths is None:
         return []
-    given = ((case.query_seq_lengths, query), (case.key_value_seq_lengths, key))
-    full = (jnp.full(x.shape[0], x.shape[1], jnp.int32) if n is None else n for n, x in given)
-    return [jnp.maximum(n, 1).astype(jnp.int32) for n in full]
+    pairs = ((case.query_seq_lengths, query), (case.key_value_seq_lengths, key))
+    lengths = (jnp.full(x.shape[0], x.shape[1], jnp.int32) if n is None else n for n, x in pairs)
+    return [jnp.maximum(n, 1).astype(jnp.int32) for n in lengths]
 
 
 def _segments(query: Array, key: Array, case: Case) -> list[Array]:
@@ -76,3 +82,31 @@ def _sees_a_key(query: Array, key: Array, case: Case, band: Band) -> Array | Non
     if lengths is None and ids[0] is ids[1] and band.sees_itself():
         return None
     return visible(query, key, None, case)[:, 0].any(-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """The work of one execution of a fused attention, over all devices.
+
+    Attributes:
+      flops: operations of its products, for the keys that a query sees; of splash attention, in all blocks it visits.
+      summed_bytes: bytes that are moved to add the parts in which splash attention makes the queries' cotangents.
+    """
+
+    flops: float
+    summed_bytes: float = 0.0
+
+
+def attention_work(query: Any, key: Any, value: Any, *, call: primitive.Call, backward: bool) -> AttentionWork:
+    """Returns the work of a fused attention.
+
+    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
+    it is the work of the cotangents.
+    """
+    if call.kernel == "splash":
+        flops, summed_bytes = splash.work(query, key, value, call.band, backward=backward)
+        return AttentionWork(flops=flops, summed_bytes=summed_bytes)
+    (b, t, n, h), num_keys = query.shape, key.shape[1]
+    seen = np.maximum(call.band.last(t, num_keys) - call.band.first(t) + 1, 0).sum()
+    products = _BACKWARD_PRODUCTS if backward else _FORWARD_PRODUCTS
+    return AttentionWork(flops=2.0 * products * b * n * h * float(seen))

@@ -29,7 +29,7 @@ def mesh_context(mesh: Mesh, axes: Axes | None = None) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class KernelPlacement:
     """The devices of an attention.
 
     Attributes:
@@ -65,15 +65,14 @@ class Placement:
         return {"batch": batch, "heads": heads if divide else ()}
 
 
-def current_placement(mesh: Mesh | None = None) -> Placement:
+def current_placement(mesh: Mesh | None = None) -> KernelPlacement:
     """Returns the placement on `mesh`, else of `mesh_context`, else on the mesh of `jax.set_mesh`, else one device."""
     axes = None
     if mesh is None and _context.value is not None:
         mesh, axes = _context.value
     if mesh is None:
-        current = importlib.import_module(
-            "jax._src.mesh"
-        ).get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
+        internals = importlib.import_module("jax._src.mesh")
+        current = internals.get_concrete_mesh()  # `jax.sharding.get_mesh`, but in a trace
         mesh = None if current is None or current.empty else current
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     capability = str(getattr(device, "compute_capability", ""))
@@ -81,19 +80,19 @@ def current_placement(mesh: Mesh | None = None) -> Placement:
         platform = jax.default_backend()
         is_clear = jax.device_count() == 1 or platform == "cpu"  # what Pallas interprets XLA may shard
         unknown = "" if is_clear else "there are several devices and no mesh: give mesh=, or jax.set_mesh"
-        return Placement(platform=platform, unknown=unknown, compute_capability=capability)
-    platform = device.platform
+        return KernelPlacement(platform=platform, unknown=unknown, compute_capability=capability)
+    alone = KernelPlacement(platform=device.platform, compute_capability=capability)
     if mesh.size == 1:
-        return Placement(platform=platform, compute_capability=capability)
+        return alone
     try:
         axes = axes or axes_of(mesh)
     except ValueError as error:
-        return Placement(platform=platform, mesh=mesh, unknown=str(error), compute_capability=capability)
-    return Placement(platform=platform, mesh=mesh, batch=axes.batch, heads=axes.model, compute_capability=capability)
+        return dataclasses.replace(alone, mesh=mesh, unknown=str(error))
+    return dataclasses.replace(alone, mesh=mesh, batch=axes.batch, heads=axes.model)
 
 
 def on_shards(
-    function: Callable[..., Any], placement: Placement, manual: frozenset[str], *operands: jax.Array
+    function: Callable[..., Any], placement: KernelPlacement, manual: frozenset[str], *operands: jax.Array
 ) -> list[jax.Array]:
     """Calls a function of `[B, T, N, H]` and `[B, S, K, H]` on every device, on its examples and heads.
 
@@ -115,10 +114,8 @@ def on_shards(
         axes = {role: tuple(name for axis in own for name in names[axis]) for role, own in axes.items()}
 
     def spec(x: Any) -> PartitionSpec:
-        head_dim = _HEADS.get(x.ndim)
-        return PartitionSpec(
-            *(axes["batch"] if i == 0 else axes["heads"] if i == head_dim else None for i in range(x.ndim))
-        )
+        roles = {0: axes["batch"], _HEADS.get(x.ndim): axes["heads"]}
+        return PartitionSpec(*(roles.get(dim) for dim in range(x.ndim)))
 
     results = jax.eval_shape(function, *operands)
     mapped = jax.shard_map(

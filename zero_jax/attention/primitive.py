@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from zero_jax.attention import cudnn, splash, xla
 from zero_jax.attention.case import Band, Case
-from zero_jax.attention.placement import Placement, on_shards
+from zero_jax.attention.placement import KernelPlacement, on_shards
 
 # The name of the results and of their log-sum-exps, for remat policies: with both no kernel runs twice.
 RESIDUALS = "zero_attention"
@@ -41,7 +41,7 @@ class Call:
     scale: float
     band: Band
     soft_cap: float | None
-    placement: Placement
+    placement: KernelPlacement
 
 
 # Operands: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], and of a kernel's own, each with B in front: the
@@ -104,7 +104,7 @@ def _plain(call: Call, extras: Sequence[Any]) -> Callable[..., Any]:
 
     def attention(query: Any, key: Any, value: Any) -> Any:
         case, mask = _case(call, extras, query, key)
-        return xla.attention(query, key, value, None, mask, case)
+        return xla.attention(query, key, value, case, mask=mask)
 
     return attention
 
@@ -155,13 +155,13 @@ def _forward(*operands: Any, call: Call, kernel: Any) -> Any:
     if kernel is not None:
         return kernel.forward(query, key, value, extras, call)
     case, mask = _case(call, extras, query, key)
-    return [xla.attention(query, key, value, None, mask, case), xla.log_sum_exp(query, key, mask, case)]
+    return [xla.attention(query, key, value, case, mask=mask), xla.log_sum_exp(query, key, mask, case)]
 
 
 def _backward(*operands: Any, call: Call, kernel: Any) -> Any:
     query, key, value, *extras, out, lse, cotangent = operands
     if kernel is not None:
-        return kernel.backward(query, key, value, extras, out, lse, cotangent, call)
+        return kernel.backward(query, key, value, extras, call, out=out, lse=lse, cotangent=cotangent)
     return list(jax.vjp(_plain(call, extras), query, key, value)[1](cotangent))
 
 

@@ -60,10 +60,11 @@ class Splash:
         key: jax.Array,
         value: jax.Array,
         segments: Sequence[jax.Array],
+        call: Any,
+        *,
         out: jax.Array,
         lse: jax.Array,
         cotangent: jax.Array,
-        call: Any,
     ) -> list[jax.Array]:
         """Returns the cotangents of query, key and value, of the operands and results of one device."""
         plan = _plan(query, key, value, call)
@@ -164,12 +165,8 @@ def _plan(query: Any, key: Any, value: Any, call: Any) -> _Plan:
 def work(query: Any, key: Any, value: Any, band: Band, *, backward: bool) -> tuple[float, float]:
     """Returns the operations of the kernels' products, and the bytes of adding the parts of the queries' cotangents.
 
-    Args:
-      query: `[B, T, N, H]`, or its shape and dtype.
-      key: `[B, S, K, H]`.
-      value: `[B, S, K, V]`.
-      band: which keys a query sees.
-      backward: whether the work is that of the cotangents.
+    Of the arrays, `[B, T, N, H]`, `[B, S, K, H]` and `[B, S, K, V]`, only shapes and dtypes are read; with `backward`
+    it is the work of the cotangents.
     """
     (b, t, n, h), width = query.shape, value.shape[-1]
     blocks = block_sizes(t, key.shape[1], max(h, width))

@@ -12,20 +12,22 @@ from zero_jax.sharding.precision import wide
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def attention(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None, case: Case) -> Array:
+def attention(
+    query: Array, key: Array, value: Array, case: Case, *, bias: Array | None = None, mask: Array | None = None
+) -> Array:
     """Returns attention `[B, T, N, V]` of `query` `[B, T, N, H]`, `key` `[B, S, K, H]`, `value` `[B, S, K, V]`.
 
     Args:
       query: the queries.
       key: the keys.
       value: the values.
+      case: everything else.
       bias: what is added to the logits, broadcastable to `[B, N, T, S]`.
       mask: False where a query does not see a key, broadcastable to `[B, N, T, S]`.
-      case: everything else.
     """
     is_float16 = query.dtype == jnp.float16  # for which `jax.nn` asks for a product that only GPUs have
     if case.logits_soft_cap is not None or value.shape[-1] != query.shape[-1] or is_float16:
-        return _explicit(query, key, value, bias, mask, case)
+        return _explicit(query, key, value, case, bias=bias, mask=mask)
     if case.segment_ids is not None:
         mask = _same_segment(case.segment_ids) if mask is None else mask & _same_segment(case.segment_ids)
     return jax.nn.dot_product_attention(
@@ -42,7 +44,7 @@ def attention(query: Array, key: Array, value: Array, bias: Array | None, mask: 
     )
 
 
-def _explicit(query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None, case: Case) -> Array:
+def _explicit(query: Array, key: Array, value: Array, case: Case, *, bias: Array | None, mask: Array | None) -> Array:
     """Does what `jax.nn.dot_product_attention` does, with a soft cap and values of another size than the keys."""
     (b, t, n, _), (_, s, k, _) = query.shape, key.shape
     logits = _logits(query, key, case.scale, case.logits_soft_cap)

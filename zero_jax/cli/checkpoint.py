@@ -12,6 +12,7 @@ from zero_jax.cli.models.adapters import merged_params
 from zero_jax.cli.options import (
     add_fields,
     add_json,
+    add_path,
     field_values,
     one_line_errors,
     reader,
@@ -86,11 +87,10 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_path(parser)
     target = parser.add_mutually_exclusive_group(required=True)
-    folder = reader(str, place="local")
-    target.add_argument("--out", type=folder, metavar="FOLDER", help="folder to write into")
-    target.add_argument(
+    add_path(target, "--out", metavar="FOLDER", help="folder to write into")
+    add_path(
+        target,
         "--to-hf",
-        type=folder,
         metavar="FOLDER",
         help="folder to make as the Hugging Face hub has them, for transformers: decoders alone, in the names of their "
         "family, with config.json and the tokenizer of --from-hf, and by default in its dtype",

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
-from zero_jax.cli.options import add_fields, add_json, field_values, log_line, one_line_errors, reader
+from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -78,18 +78,8 @@ def add_tokenize_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vocab-size", type=reader(int, lowest=1), metavar="N", help="train a tokenizer of N tokens on the text"
     )
-    group.add_argument(
-        "--out",
-        type=reader(str, place="local"),
-        metavar="FILE",
-        help="where the tokenizer goes (default: tokenizer.json)",
-    )
-    group.add_argument(
-        "--tokens",
-        type=reader(str, place="local"),
-        metavar="FOLDER",
-        help="write the tokens there; there must be no such folder yet",
-    )
+    add_path(group, "--out", help="where the tokenizer goes (default: tokenizer.json)")
+    add_path(group, "--tokens", metavar="FOLDER", help="write the tokens there; there must be no such folder yet")
     add_json(parser)
     parser.set_defaults(run=_tokenize)
 
@@ -129,13 +119,8 @@ def _make(options: argparse.Namespace, config: DataConfig) -> TokenizeResult:
             "num_replaced": tokens.meta.num_replaced,
         }
     ratio = _tokens_per_byte(read_text(source, text_field=config.text_field), tokenizer) if is_text else None
-    return TokenizeResult(
-        data=config.data,
-        tokenizer=file,
-        vocab_size=tokenizer.vocab_size,
-        tokens_per_byte=ratio,
-        **written,
-    )
+    size = tokenizer.vocab_size
+    return TokenizeResult(data=config.data, tokenizer=file, vocab_size=size, tokens_per_byte=ratio, **written)
 
 
 def _check_options(options: argparse.Namespace, config: DataConfig) -> None:

@@ -16,7 +16,6 @@ import pkgutil
 import re
 import shutil
 import sys
-import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
@@ -28,7 +27,7 @@ _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 3.4e38  # of float32
 _MAX_CHARACTERS = 4_000  # Python converts no more digits than 4,300
 # Where the path of a text option may be: on this machine, or also in a bucket.
-Place = Literal["local", "anywhere"]
+PathPlace = Literal["local", "anywhere"]
 # The schemes of buckets, each with the packages of which one is needed: checkpoints go through etils.epath and
 # tensorstore, which both have to support the scheme.
 _SCHEMES: Mapping[str, tuple[str, ...]] = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
@@ -39,7 +38,7 @@ _NOT_OPTIONS = frozenset(
     "GPTConfig.remat DecoderConfig.remat".split()
 )
 # The text options that are paths.
-PLACES: Mapping[str, Place] = {
+PLACES: Mapping[str, PathPlace] = {
     "DataConfig.data": "local",
     "DataConfig.tokenizer": "local",
     "DataConfig.token_cache": "local",
@@ -155,6 +154,16 @@ def one_line_errors(run: Callable[[argparse.Namespace], int]) -> Callable[[argpa
     return guarded
 
 
+def add_path(parser: Any, name: str, *, metavar: str = "FILE", **settings: Any) -> None:
+    """Adds an option or argument that is a path of this machine; `settings` are those of `add_argument`."""
+    parser.add_argument(name, type=reader(str, place="local"), metavar=metavar, **settings)
+
+
+def option_of(field: str) -> str:
+    """Returns the option of a config's field."""
+    return f"--{field.replace('_', '-')}"
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, the log to stderr")
@@ -168,7 +177,7 @@ def add_fields(group: Any, config_class: type, *, default_of: Any, without: Coll
         default = argparse.SUPPRESS if default_of is None else getattr(default_of, name)
         shown = "the preset's" if default_of is None else "none" if default is None else default
         text = f"{_field_help(config_class)[name]} (default: {shown})".replace("%", "%%")
-        option, destination = "--" + name.replace("_", "-"), f"{config_class.__name__}.{name}"
+        option, destination = option_of(name), f"{config_class.__name__}.{name}"
         settings: dict[str, Any] = {"dest": destination, "default": default, "help": text}
         if kind.base is bool:
             group.add_argument(option, action=argparse.BooleanOptionalAction, **settings)
@@ -234,24 +243,16 @@ class OptionKind:
 @functools.cache
 def option_fields(config_class: type) -> dict[str, OptionKind]:
     """Returns the fields of a config that have an option."""
-    hints = typing.get_type_hints(config_class)
-    kinds = {
-        field.name: _kind(hints[field.name])
-        for field in dataclasses.fields(config_class)
-        if not {field.name, f"{config_class.__name__}.{field.name}"} & _NOT_OPTIONS
-    }
-    return {name: kind for name, kind in kinds.items() if kind}
+    from zero_jax.core.field_checks import field_kinds  # with JAX, which `zero-jax --help` does not need
 
-
-def _kind(hint: Any) -> OptionKind | None:
-    if typing.get_origin(hint) is Literal:
-        return OptionKind(base=str, is_optional=False, choices=typing.get_args(hint))
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if is_union else (hint,)
-    simple = [member for member in members if member in (bool, int, float, str)]
-    if any(typing.get_origin(member) is Mapping for member in members):
-        simple = [dict]
-    return OptionKind(base=simple[0], is_optional=type(None) in members) if simple else None
+    kinds = {}
+    for name, kind in field_kinds(config_class).items():
+        bases = [str] if kind.words else [member for member in kind.types if member in (bool, int, float, str)]
+        if any(typing.get_origin(member) is Mapping for member in kind.types):
+            bases = [dict]
+        if bases and not {name, f"{config_class.__name__}.{name}"} & _NOT_OPTIONS:
+            kinds[name] = OptionKind(base=bases[0], is_optional=kind.is_optional, choices=kind.words)
+    return kinds
 
 
 @functools.cache
@@ -270,7 +271,7 @@ def field_values(config_class: type, options: argparse.Namespace) -> dict[str, A
 
 
 def check_value(
-    value: Any, *, place: Place | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
+    value: Any, *, place: PathPlace | None = None, lowest: int | None = None, largest: int = _LARGEST_INTEGER
 ) -> None:
     """Raises `ValueError` for a number that is not finite or out of range, and for a text or path that is not valid.
 
@@ -303,7 +304,7 @@ def _check_text(value: str) -> None:
         raise ValueError(f"{value!r} is no valid Unicode: give text in UTF-8") from error
 
 
-def _check_path(value: str, place: Place) -> None:
+def _check_path(value: str, place: PathPlace) -> None:
     if not value.strip():
         raise ValueError(f"{value!r} names nothing: give a path")
     scheme, separator, rest = value.partition("://")

@@ -13,16 +13,19 @@ import jax
 
 from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.cli.config_file import write_file
+from zero_jax.cli.models.hub import model_section
 from zero_jax.cli.models.options import add_model_options, add_own_model_options
-from zero_jax.cli.models.presets import ActivationConfig, ModelConfig, shape_changes
+from zero_jax.cli.models.presets import ActivationConfig, ModelConfig
 from zero_jax.cli.options import (
     add_fields,
     add_json,
+    add_path,
     explicit,
     field_values,
     limits_of,
     log_line,
     option_fields,
+    option_of,
     reader,
     refuse,
 )
@@ -69,12 +72,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="memory of a host for each of its devices (default: what is known of such hosts)",
     )
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
-    auto.add_argument(
-        "--write-config",
-        type=reader(str, place="local"),
-        metavar="FILE",
-        help="write the result as a config for `zero-jax train --config`",
-    )
+    add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +80,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     _add_options(parser, _memory, "shows the memory of a device by group, beside what the paper's formulas give.")
     parser.add_argument("--paper", action="store_true", help="reprint the paper's tables from its formulas, and end")
     parser.add_argument("--estimate", action="store_true", help="by formula only: compile nothing")
-    parser.add_argument(
-        "--plot",
-        type=reader(str, place="local"),
-        metavar="FILE",
-        help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)",
-    )
+    add_path(parser, "--plot", help="draw stages 0 to 3, by formula and measured (.png, .svg, .pdf)")
 
 
 def add_comms_options(parser: argparse.ArgumentParser) -> None:
@@ -104,12 +97,8 @@ def _add_options(parser: argparse.ArgumentParser, run: Callable[..., int], does:
     add_own_model_options(add_model_options(parser))
     defaults = TrainConfig()
     add_zero_options(parser.add_argument_group("ZeRO"), default=defaults.zero)
-    add_fields(
-        parser.add_argument_group("optimizer"),
-        OptimizerConfig,
-        default_of=defaults.optimizer,
-        without=("warmup_steps",),
-    )
+    optimizer = parser.add_argument_group("optimizer")
+    add_fields(optimizer, OptimizerConfig, default_of=defaults.optimizer, without=("warmup_steps",))
     add_json(parser)
     parser.set_defaults(run=functools.partial(_guarded, run))
 
@@ -209,36 +198,29 @@ def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
 
 
 def _write_config(
-    options: argparse.Namespace,
-    request: Request,
-    report: PlanReport,
-    *,
-    chosen: ZeroConfig | None = None,
+    options: argparse.Namespace, request: Request, report: PlanReport, *, chosen: ZeroConfig | None = None
 ) -> None:
     """Writes a config for `zero-jax train` of what was planned; `chosen` is the config of a search."""
     if request.model.config is None:
         raise ValueError("--write-config is for the models that `zero-jax train` knows, not for --loss")
     chosen = chosen or request.zero
     zero = {name: getattr(chosen, name) for name in option_fields(ZeroConfig)}
+    axes = {"replica": report.mesh.get("replica", 1), "model_axis": report.mesh.get("model", 1)}
     sections = {
         "model": _written_model(options, request.model.config),
         "activations": field_values(ActivationConfig, options),
         "zero": zero | {"remat": resolve_remat(chosen.remat).name},
         "optimizer": field_values(OptimizerConfig, options),
-        "run": {
-            "batch_size": report.batch_size,
-            "replica": report.mesh.get("replica", 1),
-            "model_axis": report.mesh.get("model", 1),
-        },
+        "run": {"batch_size": report.batch_size, **axes},
     }
     write_file(options.write_config, sections, title=f"planned for {report.topology} by zero-jax plan")
     log_line(f"wrote {options.write_config}: zero-jax train --config {options.write_config}")
 
 
 def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str, Any]:
-    """Returns the section `model` of a config."""
+    """Returns the section `model` of a config: of a preset all of its shape."""
     if options.from_hf is not None:
-        return {"from_hf": str(pathlib.Path(options.from_hf).expanduser().absolute()), **shape_changes(options)}
+        return model_section(options)
     shape = dataclasses.asdict(config)
     return {"preset": options.preset} | {name: shape[name] for name in option_fields(type(config))}
 
@@ -247,9 +229,8 @@ def _memory(options: argparse.Namespace) -> int:
     if options.paper:
         others = explicit(options) - {"paper", "json"}
         if others:
-            names = sorted("model" if name == "preset" else name.split(".")[-1].replace("_", "-") for name in others)
-            options_text = " and ".join(f"--{name}" for name in names)
-            raise ValueError(f"{options_text}: --paper prints the paper's own tables: leave it out")
+            names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in others)
+            raise ValueError(f"{' and '.join(names)}: --paper prints the paper's own tables: leave it out")
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())
         return 0

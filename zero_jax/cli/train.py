@@ -22,13 +22,13 @@ import jax
 
 from zero_jax.cli.config_file import read_file, write_file
 from zero_jax.cli.models.adapters import LoraConfig, adapted_model, add_lora_options, refuse_lora
-from zero_jax.cli.models.hub import hub_data, keep_companions
+from zero_jax.cli.models.hub import hub_data, keep_companions, model_section
 from zero_jax.cli.models.options import add_model_options, model_keys, preset_model
 from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_model
-from zero_jax.cli.models.presets import ActivationConfig, shape_changes
-from zero_jax.cli.options import add_fields, add_json, field_values, one_line_errors, reader
+from zero_jax.cli.models.presets import ActivationConfig
+from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, Place, join, patient_flags
+from zero_jax.cluster import NotJoined, ProcessPlace, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
@@ -51,6 +51,7 @@ from zero_jax.training import ZeroConfig
 _PACKAGE = pathlib.Path(__file__).parent.parent
 _NUM_SIMULATED_DEVICES = 8
 _MAX_SIMULATED_DEVICES = 1024
+# The parts of `TrainConfig` that are sections of a config file, each with the title of its options.
 _PARTS = {
     "data": "text",
     "optimizer": "optimizer",
@@ -69,12 +70,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "status: 0 done, 2 bad usage, 3 stopped because the loss stayed not finite, 75 saved and stopped by a signal, "
         "76 hung."
     )
-    parser.add_argument(
-        "--config",
-        type=reader(str, place="local"),
-        metavar="FILE",
-        help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes",
-    )
+    add_path(parser, "--config", help="take what is not given here from a TOML file, as `zero-jax plan --auto` writes")
     add_model_options(parser)
     add_fields(parser.add_argument_group("a model of your own"), OwnModelConfig, default_of=OwnModelConfig())
     add_lora_options(parser.add_argument_group("adapters"))
@@ -88,7 +84,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
             add_fields(group, type(part), default_of=part)
     add_fields(parser.add_argument_group("run"), TrainConfig, default_of=defaults)
     add_json(parser)
-    parser.set_defaults(run=_train, read_config_file=_read_config_file)
+    parser.set_defaults(run=_train, read_config_file=lambda path: read_file(path, sections(), extra=model_keys()))
 
 
 def sections() -> dict[str, type]:
@@ -97,11 +93,6 @@ def sections() -> dict[str, type]:
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
     own = {"own_model": OwnModelConfig, "lora": LoraConfig}
     return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
-
-
-def _read_config_file(path: str) -> dict[str, Any]:
-    """Returns the values of a config file by the destinations of the options."""
-    return read_file(path, sections(), extra=model_keys())
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig:
@@ -187,7 +178,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
+def _refuse(options: argparse.Namespace, error: Exception, place: ProcessPlace, *, status: int = 2) -> int:
     print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
     return place.leave(status)
 
@@ -212,9 +203,7 @@ def _save_options(run: Run, options: argparse.Namespace) -> None:
     values = {name: field_values(config_class, options) for name, config_class in sections().items()}
     if values["own_model"]["loss"] is None:
         del values["own_model"]
-        from_hf = None if options.from_hf is None else str(pathlib.Path(options.from_hf).expanduser().absolute())
-        model = {"preset": options.preset} if from_hf is None else {"from_hf": from_hf}
-        values["model"] = {**model, **shape_changes(options)}
+        values["model"] = model_section(options)
     else:
         values = {name: values[name] for name in values if name not in ("model", "activations", "data")}
         values["run"] = {name: value for name, value in values["run"].items() if name not in TEXT_FIELDS}
@@ -256,14 +245,8 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
         "Draws a figure of one or several runs, finished or not, from the metrics.jsonl in their folders: each "
         "training step pale, the mean over some steps, and evaluations as dots."
     )
-    parser.add_argument("runs", type=reader(str, place="local"), nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--out",
-        type=reader(str, place="local"),
-        default="curves.png",
-        metavar="FILE",
-        help="the picture: .png, .svg or .pdf (default: curves.png)",
-    )
+    add_path(parser, "runs", nargs="+", metavar="RUN", help="folder of a run")
+    add_path(parser, "--out", default="curves.png", help="the picture: .png, .svg or .pdf (default: curves.png)")
     parser.add_argument(
         "--metric",
         type=reader(str),

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from zero_jax.analysis import PAPER_CONFIGS
-from zero_jax.cli.options import add_fields, explicit, field_values
+from zero_jax.cli.options import add_fields, explicit, field_values, option_of
 from zero_jax.training import ZeroConfig
 
 # The fields that the rows of the paper's Table 3 set; precision keeps its own option.
@@ -36,7 +36,8 @@ def read_zero(options: argparse.Namespace, *, default: ZeroConfig) -> ZeroConfig
             destination, value = f"ZeroConfig.{field}", getattr(PAPER_CONFIGS[name], field)
             chosen = getattr(options, destination)
             if destination in explicit(options) and chosen != value:
-                option = f"--{field.replace('_', '-')}"
-                raise ValueError(f"--paper-config {name} is {option} {value}, not {chosen}: leave out one of the two")
+                raise ValueError(
+                    f"--paper-config {name} is {option_of(field)} {value}, not {chosen}: leave out one of the two"
+                )
             setattr(options, destination, value)
     return dataclasses.replace(default, **field_values(ZeroConfig, options))

@@ -79,9 +79,7 @@ class Elastic:
     def next_size(self, ended: Round, *, step: int | None) -> int | None:
         """Returns the number of processes to start after others have ended, or None for none.
 
-        Args:
-          ended: the processes that ended.
-          step: the step that they had gone on after, if they reported it.
+        `step` is the one that the processes had gone on after, if they reported it.
         """
         first = ended.first_failure
         self.has_step = self.has_step or step is not None

@@ -78,8 +78,7 @@ class Barrier:
 def from_first_process(text: str | Callable[[], str]) -> str:
     """Returns a text of the first process, of any length.
 
-    Args:
-      text: the text, or a function that returns it, which the first process alone calls.
+    A function that returns it is called by the first process alone.
 
     Raises:
       FirstProcessFailed: in the other processes, with the message of the error that the function raised in the first.

@@ -61,7 +61,7 @@ class CachedBind:
           read: from an input that none of them makes to its value; the inputs of the last one first, in their order.
           wanted: the results to return.
         """
-        run = _Run(eqns, wanted)
+        run = _NestedCall(eqns, wanted)
         try:
             function = self.jitted.get(run.key)
             if function is None:
@@ -79,7 +79,7 @@ class CachedBind:
         return self.evaluate([eqn], lambda _: next(remaining), eqn.outvars)
 
 
-class _Run:
+class _NestedCall:
     """Equations as a function of arrays.
 
     It takes a value as often as they use it, the last use first: so a cotangent is the sum of the same terms in the

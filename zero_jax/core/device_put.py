@@ -81,8 +81,8 @@ def default_layout(device: Any, shape: Sequence[int], dtype: Any) -> tuple[int, 
         layout = str(device.client.get_default_layout(np.dtype(dtype), tuple(shape), device))
     except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
         layout = ""
-    found = re.match(r"\{([\d,]+)", layout)
-    minor_to_major = [int(i) for i in found[1].split(",")] if found else range(len(shape))[::-1]
+    order = re.match(r"\{([\d,]+)", layout)
+    minor_to_major = [int(i) for i in order[1].split(",")] if order else range(len(shape))[::-1]
     return tuple(minor_to_major)[::-1]
 
 

@@ -26,12 +26,8 @@ def evaluate(
 ) -> list[Any]:
     """Evaluates an open jaxpr on values and returns its results.
 
-    Args:
-      jaxpr: the open jaxpr.
-      consts: the values of its constants.
-      values: the values of its inputs.
-      equation: from an equation and the values of its inputs to the values of its results.
-      env: gets the values of all variables.
+    `equation` returns the values of the results of an equation, from it and the values of its inputs; `env` gets the
+    values of all variables.
     """
     env = {} if env is None else env
     env.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
@@ -59,11 +55,7 @@ def run_scan(
 ) -> list[Any]:
     """Evaluates a `scan` equation with another body.
 
-    Args:
-      eqn: the equation.
-      body: from the carry and the slices of an iteration to all results of it, the new carry first.
-      carry: the first carry.
-      xs: the arrays to slice.
+    `body` takes the carry and the slices of an iteration, and returns all results of it, the new carry first.
     """
     scan = scan_of(eqn)
 

@@ -1,7 +1,8 @@
-"""Checks the fields of a config: types, finite numbers, ranges, words."""
+"""The types of a config's fields by their hints, and checks of their values: types, finite numbers, ranges, words."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -18,6 +19,32 @@ from zero_jax.core.tree import shown
 _SIMPLE = (bool, int, float, str, type(None))
 _LARGEST_INT = 2**63 - 1
 _WORDS: Mapping[type, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FieldKind:
+    """What a field may hold by its type hint: values of types, the members of a union, and the words of `Literal`s."""
+
+    types: tuple[Any, ...]
+    words: tuple[Any, ...] = ()
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None is a value."""
+        return type(None) in self.types
+
+
+@functools.cache
+def field_kinds(config_class: type) -> dict[str, FieldKind]:
+    """Returns what each field of a dataclass may hold."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(config_class).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
+        words = [word for x in members if typing.get_origin(x) is typing.Literal for word in typing.get_args(x)]
+        rest = tuple(member for member in members if typing.get_origin(member) is not typing.Literal)
+        kinds[name] = FieldKind(types=rest, words=tuple(words))
+    return kinds
 
 
 def check_fields(
@@ -37,12 +64,14 @@ def check_fields(
       ValueError: the first wrong field, its value, and what to give.
     """
     lowest, highest = lowest or {}, highest or {}
-    for name, kinds in _kinds(type(config)).items():
-        value = _checked(name, getattr(config, name), kinds)
+    for name, kind in field_kinds(type(config)).items():
+        if not all(member in _SIMPLE for member in kind.types):
+            continue
+        value = _checked(name, getattr(config, name), kind)
         object.__setattr__(config, name, value)
         if value is None:
             continue
-        none = " or None" if type(None) in kinds[0] else ""
+        none = " or None" if kind.is_optional else ""
         if name in lowest and not value >= lowest[name]:
             hint = "; none may be negative" if lowest[name] == 0 else ""
             raise ValueError(f"{name}={shown(value)}: give at least {lowest[name]:,}{none}{hint}")
@@ -52,36 +81,21 @@ def check_fields(
 
 def check_value(name: str, value: Any, kind: type, *, is_optional: bool = False) -> None:
     """Raises `ValueError` for a value that is not of a type (bool, int, float or str), or not finite."""
-    _checked(name, value, ((kind, type(None)) if is_optional else (kind,), ()))
+    _checked(name, value, FieldKind(types=(kind, type(None)) if is_optional else (kind,)))
 
 
-@functools.cache
-def _kinds(config_class: type) -> dict[str, tuple[tuple[type, ...], tuple[Any, ...]]]:
-    """Returns the allowed types and words of each field."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(config_class).items():
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        literals = [member for member in members if typing.get_origin(member) is typing.Literal]
-        words = [word for literal in literals for word in typing.get_args(literal)]
-        rest = [member for member in members if member not in literals]
-        if all(member in _SIMPLE for member in rest):
-            kinds[name] = tuple(rest), tuple(words)
-    return kinds
-
-
-def _checked(name: str, value: Any, kinds: tuple[tuple[type, ...], tuple[Any, ...]]) -> Any:
-    allowed, words = kinds
-    if (value is None and type(None) in allowed) or (isinstance(value, str) and value in words):
+def _checked(name: str, value: Any, kind: FieldKind) -> Any:
+    allowed, words = kind.types, kind.words
+    if (value is None and kind.is_optional) or (isinstance(value, str) and value in words):
         return value
-    for kind in allowed:
-        converted = _CONVERTERS[kind](value) if kind in _CONVERTERS else None
+    for simple in allowed:
+        converted = _CONVERTERS[simple](value) if simple in _CONVERTERS else None
         if converted is not None:
             return converted
-    wanted = [_WORDS[kind] for kind in allowed if kind in _WORDS]
+    wanted = [_WORDS[simple] for simple in allowed if simple in _WORDS]
     hint = did_you_mean(value, words) if isinstance(value, str) else ""
     wanted += [f"one of {', '.join(map(str, words))}"] if words else []
-    wanted += ["None"] if type(None) in allowed else []
+    wanted += ["None"] if kind.is_optional else []
     if isinstance(value, int) and int in allowed:
         wanted[0] += f" between -{_LARGEST_INT + 1} and {_LARGEST_INT}"
     elif isinstance(value, str) and str in allowed:

@@ -74,12 +74,8 @@ def stands_for(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     """Returns the jaxprs among an equation's parameters, branches included."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return tuple(found)
+    values = (value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values())
+    return tuple(item for items in values for item in items if hasattr(item, "eqns"))
 
 
 def is_literal(atom: Any) -> bool:
@@ -162,14 +158,14 @@ def define_tangents(primitive: Any, results: Callable[..., Any], tangents: Calla
 
     # What a rule of reverse mode keeps for its tangents, by release; others than these may ask for something else.
     by_release: dict[Any, tuple[Any, ...]] = {(0, 10): ((),), (0, 12): ((), None)}
-    kept = by_release.get(jax.__version_info__[:2], ())
+    residuals = by_release.get(jax.__version_info__[:2], ())
 
     def linearize(_: bool, has_tangent: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
         flags = list(has_tangent) if primitive.multiple_results else has_tangent[0]
-        return results(*primals, **params), flags, *kept, lambda *xs: tangents(*xs[len(kept) :], **params)
+        return results(*primals, **params), flags, *residuals, lambda *xs: tangents(*xs[len(residuals) :], **params)
 
     ad.primitive_jvps[primitive] = jvp
-    if kept:
+    if residuals:
         importlib.import_module("jax._src.interpreters.ad").primitive_linearizations[primitive] = linearize
 
 

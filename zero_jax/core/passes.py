@@ -102,10 +102,7 @@ def fixed_point(
 ) -> tuple[list[V], list[V]]:
     """Runs the body of a loop until what is known of its carries holds in every iteration.
 
-    Args:
-      body: from what is known of the carries to what is known of the results, carries first.
-      carry: what is known of the first carries.
-      join: `Pass.join`.
+    `body` takes what is known of the carries, and returns what is known of the results, carries first.
 
     Returns:
       What is known of the carries, and of all results of an iteration.

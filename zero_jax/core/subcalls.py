@@ -104,9 +104,7 @@ def scan_of(eqn: Any) -> Subcall:
 def equations(jaxpr: Any, *, skip: Collection[str] = ()) -> Iterator[Any]:
     """Yields the equations of a jaxpr, open or closed, each followed by those of the jaxprs in it.
 
-    Args:
-      jaxpr: the jaxpr.
-      skip: primitives whose equations are left out, with all that is in them.
+    Equations of the primitives `skip` are left out, with all that is in them.
     """
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         yield from equations_of(eqn, skip=skip)

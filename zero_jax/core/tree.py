@@ -59,6 +59,16 @@ def map_named(
     return jax.tree_util.tree_map_with_path(lambda path, *xs: fn(path_name(path), *xs), tree, *rest, is_leaf=is_leaf)
 
 
+def key_shape() -> jax.ShapeDtypeStruct:
+    """Returns the shape of a PRNG key, for `jax.eval_shape` of a function that takes one."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Returns the shapes and dtypes of arrays, without their shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def eval_shapes(fn: Callable[..., Any], *args: Any) -> Any:
     """Returns the shapes of `fn(*args)` as `jax.eval_shape` does; leaves that are no arrays stay what they are."""
     leaves, tree = jax.tree.flatten(args)

@@ -73,9 +73,9 @@ def checked_model_state(new: PyTree, old: PyTree) -> PyTree:
     def checked(name: str, x: Any, like: Any) -> jax.Array:
         x = jnp.asarray(x)
         if x.shape != like.shape or x.dtype != like.dtype:
-            given, returned = (f"{y.dtype}{list(y.shape)}" for y in (like, x))
+            before, after = (f"{y.dtype}{list(y.shape)}" for y in (like, x))
             raise ValueError(
-                f"leaf {name!r}: loss_fn was given {given} and returned {returned}: return it in the shape and dtype "
+                f"leaf {name!r}: loss_fn was given {before} and returned {after}: return it in the shape and dtype "
                 f"that it has, as x.astype({str(like.dtype)!r}) does"
             )
         # Python's numbers make arrays of no fixed dtype, with which a step would be traced anew.

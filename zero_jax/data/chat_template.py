@@ -46,10 +46,7 @@ class ChatTemplate:
     def turns(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, where: str) -> list[Turn]:
         """Returns the text of a conversation, in parts: an answer begins after what a model is asked to answer with.
 
-        Args:
-          messages: the messages.
-          tools: the functions that the model may call, or None.
-          where: the place of the conversation, for errors.
+        `where` is the place of the conversation, for errors; `tools` are the functions that the model may call.
 
         Raises:
           ValueError: the template fails, or renders the beginning of the conversation otherwise than all of it.

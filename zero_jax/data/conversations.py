@@ -263,10 +263,6 @@ def _part(tokens: Sequence[np.ndarray], answers: Sequence[np.ndarray], seq_len: 
 def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
     """Packs lengths into rows: each goes to the open row that it fills best, in their order.
 
-    Args:
-      lengths: lengths of at most `room`.
-      room: the length of a row.
-
     Returns:
       The numbers of the lengths in each row.
     """

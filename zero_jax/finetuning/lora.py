@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zero_jax.core.device_put import to_device
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.jaxprs import stands_for
-from zero_jax.core.tree import PyTree, leaf_names, path_name, shown
+from zero_jax.core.tree import PyTree, key_shape, leaf_names, path_name, shown
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.finetuning.quantization import DEFAULT_BLOCK_SIZE, QuantizedWeight, built, dequantize, quantize
 from zero_jax.finetuning.targets import Target, check_rules, find_targets, matching
@@ -172,19 +172,19 @@ class Lora:
         targets, trained = self.targets(params), self.trained(params)
         variables = jax.eval_shape(lambda params: self.init(params, jax.random.key(0)), params)
         nodes = jax.tree.leaves(variables.model_state[_BASE], is_leaf=_is_node)
-        leaves, given = jax.tree.leaves(params), jax.tree.leaves(user_specs(params, specs))
-        found: dict[str, Dims] = {}
-        for path, leaf, node, own in zip(leaf_names(params), leaves, nodes, given, strict=True):
+        leaves, own_specs = jax.tree.leaves(params), jax.tree.leaves(user_specs(params, specs))
+        dims_of: dict[str, Dims] = {}
+        for path, leaf, node, own in zip(leaf_names(params), leaves, nodes, own_specs, strict=True):
             dims = checked_dims(f"param {path!r}", own.spec, leaf.shape, mesh)
             base, target = f"{MODEL_STATE}/{_BASE}/{path}", targets.get(path)
             if target is not None:
                 arrays = _adapter_dims(target, dims)
-                found |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
+                dims_of |= {f"{path}/{name}": arrays[name] for name in variables.params[path]}
             if target is not None and isinstance(node, QuantizedWeight):
-                found |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
+                dims_of |= {f"{base}/{name}": x for name, x in _quantized_dims(target, dims, node, mesh).items()}
             else:
-                found[path if path in trained else base] = dims
-        return {re.escape(path): partition_spec(dims) for path, dims in found.items()}
+                dims_of[path if path in trained else base] = dims
+        return {re.escape(path): partition_spec(dims) for path, dims in dims_of.items()}
 
     # --- the loss function -------------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Lora:
         """
         uses: list[WeightUse] = []
         adapted = self._adapted(loss_fn, uses)
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = key_shape()
 
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> Any:
             variables = self.init(params, key)
@@ -379,8 +379,8 @@ def _quantized_dims(target: Target, dims: Dims, stored: QuantizedWeight, mesh: M
     stack, rows, columns = dims[:num_stack], dims[num_stack:][:num_rows], dims[num_stack:][num_rows:]
     row, column = (first if not any(rest) else () for first, *rest in (rows, columns))
     row = row if stored.format == "int8" and stored.scales.shape[-2] % axis_size(mesh, row) == 0 else ()
-    found = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
+    of_arrays = {"codes": (*stack, row, column), "scales": (*stack, row, column)}
     if stored.steps is not None:
         divides = stored.steps.shape[-1] % axis_size(mesh, column) == 0
-        found["steps"] = (*stack, row, column if divides else ())
-    return found
+        of_arrays["steps"] = (*stack, row, column if divides else ())
+    return of_arrays

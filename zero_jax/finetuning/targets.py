@@ -64,16 +64,13 @@ def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> list[s
 def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dict[str, Target]:
     """Returns the leaves that rules choose, by path.
 
-    Args:
-      rules: the rules, as `Lora` takes them.
-      params: arrays or `ShapeDtypeStruct`s.
-      trained: the paths of leaves that no rule is for.
+    `params` are arrays or `ShapeDtypeStruct`s; no rule is for the leaves whose paths are `trained`.
 
     Raises:
       ValueError: a rule that matches nothing, or a leaf whose dims it does not decide.
     """
     leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-    found: dict[str, Target] = {}
+    by_path: dict[str, Target] = {}
     for rule, labels in rules.items() if isinstance(rules, Mapping) else dict.fromkeys(rules).items():
         matched = [path for path in leaves if fnmatch.fnmatchcase(path, rule) and path not in trained]
         if not matched:
@@ -88,12 +85,12 @@ def find_targets(rules: Rules, params: PyTree, *, trained: Sequence[str]) -> dic
                 "are more than two, such as 'sio'"
             )
         for target in chosen:
-            if found.setdefault(target.path, target) != target:
+            if by_path.setdefault(target.path, target) != target:
                 raise ValueError(
-                    f"leaf {target.path!r} has dims {found[target.path].labels!r} by one rule and {target.labels!r} by "
-                    f"{rule!r}: give it one rule"
+                    f"leaf {target.path!r} has dims {by_path[target.path].labels!r} by one rule and "
+                    f"{target.labels!r} by {rule!r}: give it one rule"
                 )
-    return found
+    return by_path
 
 
 def _target(path: str, leaf: Any, rule: str, labels: str | None) -> Target | None:

@@ -66,11 +66,8 @@ def cycles(instruction: Instruction) -> int | None:
 def roofline(program: Program, computation: str, instruction: Instruction, *, decode: Decode | None = None) -> Work:
     """Counts the flops of an instruction and the bytes that it moves to and from memory.
 
-    Args:
-      program: The program.
-      computation: The name of the computation that holds the instruction.
-      instruction: An instruction outside of fusions; a fusion counts as a whole.
-      decode: Decodes the bodies of Pallas kernels into text.
+    A fusion counts as a whole: `instruction` is outside of fusions. `decode` turns the bodies of Pallas kernels into
+    text.
     """
     opcode, line = instruction.opcode, instruction.line
     if _FREE.fullmatch(opcode) or (opcode == "custom-call" and any(f'"{t}"' in line for t in _FREE_CUSTOM_CALLS)):

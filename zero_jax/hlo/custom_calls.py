@@ -50,11 +50,7 @@ def kernel_call(
     A Pallas kernel's own `cost_estimate` comes first; else the matrix products in its body count over its grid. Causal
     attention of cuDNN counts half, and attention in a window what the window leaves.
 
-    Args:
-      program: The program.
-      computation: The computation of the instruction.
-      instruction: A custom call.
-      decode: Decodes the bodies of Pallas kernels; without it only those with a `cost_estimate` are known.
+    Without `decode`, only Pallas kernels with a `cost_estimate` are known.
     """
     if _PALLAS in instruction.line:
         return _pallas(program, computation, instruction, decode)

@@ -53,20 +53,20 @@ class KernelWork:
 
 
 @dataclasses.dataclass
-class _Operation:
+class _MlirOperation:
     """An operation of the text; `end` is what follows its operands, without its regions."""
 
     results: list[str]
     name: str
     operands: list[str]
     end: str
-    regions: list["_Region"] = dataclasses.field(default_factory=list)
+    regions: list["_MlirRegion"] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
-class _Region:
+class _MlirRegion:
     arguments: list[str] = dataclasses.field(default_factory=list)
-    operations: list[_Operation] = dataclasses.field(default_factory=list)
+    operations: list[_MlirOperation] = dataclasses.field(default_factory=list)
 
 
 def kernel_work(text: str, scalars: Sequence[Known] = ()) -> KernelWork | None:
@@ -85,14 +85,14 @@ def kernel_work(text: str, scalars: Sequence[Known] = ()) -> KernelWork | None:
             grid = [int(size) for size in (bounds[1] or "").split(",") if size.strip()]
             if min(grid, default=1) < 0:
                 return None
-            return _Body(grid).run(function.regions[0], scalars)
+            return _GridBody(grid).run(function.regions[0], scalars)
     # Without a grid, the kernel is the function that is no index map.
     kernels = [function for function in functions if "transform_" not in function.end]
-    return _Body([]).run(kernels[0].regions[0], scalars) if kernels else None
+    return _GridBody([]).run(kernels[0].regions[0], scalars) if kernels else None
 
 
-class _Tree(_Region):
-    def walk(self) -> Iterator[_Operation]:
+class _MlirModule(_MlirRegion):
+    def walk(self) -> Iterator[_MlirOperation]:
         """Yields all operations."""
         stack = list(self.operations)
         while stack:
@@ -101,18 +101,18 @@ class _Tree(_Region):
             stack = [inner for region in operation.regions for inner in region.operations] + stack
 
 
-def _parse(text: str) -> _Tree:
+def _parse(text: str) -> _MlirModule:
     """Reads the operations, with their regions nested as the text has them."""
-    tree = _Tree()
-    open_regions: list[_Region] = [tree]
-    open_operations: list[_Operation] = []
+    tree = _MlirModule()
+    open_regions: list[_MlirRegion] = [tree]
+    open_operations: list[_MlirOperation] = []
     for line in text.split("\n"):
         stripped = line.strip()
         if stripped.startswith("^"):
             open_regions[-1].arguments = re.findall(r"(%\w+):", stripped)
         elif stripped.startswith("}, {"):
             open_regions.pop()
-            open_regions.append(_Region())
+            open_regions.append(_MlirRegion())
             open_operations[-1].regions.append(open_regions[-1])
         elif stripped.startswith("})") and open_operations:
             open_regions.pop()
@@ -120,21 +120,21 @@ def _parse(text: str) -> _Tree:
         elif match := _OPERATION.match(line):
             results = re.findall(r"%\w+", match[1] or "")
             name = match[2].removeprefix("stable_mosaic.")
-            operation = _Operation(results, name, re.findall(r"%\w+(?:#\d+)?", match[3]), match[4])
+            operation = _MlirOperation(results, name, re.findall(r"%\w+(?:#\d+)?", match[3]), match[4])
             open_regions[-1].operations.append(operation)
             if stripped.endswith("({"):
-                open_regions.append(_Region())
+                open_regions.append(_MlirRegion())
                 operation.regions.append(open_regions[-1])
                 open_operations.append(operation)
         elif re.search(r"\(\{$", stripped):  # a module, or an operation of another form
-            open_regions.append(_Region())
-            operation = _Operation([], "", [], "", [open_regions[-1]])
+            open_regions.append(_MlirRegion())
+            operation = _MlirOperation([], "", [], "", [open_regions[-1]])
             open_regions[-2].operations.append(operation)
             open_operations.append(operation)
     return tree
 
 
-class _Body:
+class _GridBody:
     """Runs a body at all steps of a grid at once: a value is an array that broadcasts to the grid, or None."""
 
     def __init__(self, grid: Sequence[int]):
@@ -143,7 +143,7 @@ class _Body:
         self.flops = 0.0
         self.is_exact = True
 
-    def run(self, region: _Region, scalars: Sequence[Known]) -> KernelWork:
+    def run(self, region: _MlirRegion, scalars: Sequence[Known]) -> KernelWork:
         rank = len(self.grid)
         for place, (name, size) in enumerate(zip(region.arguments, self.grid, strict=False)):
             shape = [size if dim == place else 1 for dim in range(rank)]
@@ -152,12 +152,12 @@ class _Body:
         self.region(region, np.ones([1] * rank))
         return KernelWork(flops=float(self.flops), is_exact=bool(self.is_exact))
 
-    def region(self, region: _Region, times: np.ndarray) -> None:
+    def region(self, region: _MlirRegion, times: np.ndarray) -> None:
         """Runs a region that is executed so many times at each step of the grid."""
         for operation in region.operations:
             self.operation(operation, times)
 
-    def operation(self, operation: _Operation, times: np.ndarray) -> None:
+    def operation(self, operation: _MlirOperation, times: np.ndarray) -> None:
         name, known = operation.name, [self.values.get(operand) for operand in operation.operands]
         if name in ("tpu.matmul", "vector.contract"):
             num_steps = times.sum() * math.prod(self.grid) / times.size
@@ -176,7 +176,7 @@ class _Body:
         elif len(operation.results) == 1 and "vector<" not in operation.end.rpartition("->")[2]:
             self.values[operation.results[0]] = _scalar(operation, known)
 
-    def branches(self, operation: _Operation, condition: Known, times: np.ndarray) -> None:
+    def branches(self, operation: _MlirOperation, condition: Known, times: np.ndarray) -> None:
         if condition is not None:
             for region, taken in zip(operation.regions, (condition != 0, condition == 0), strict=False):
                 self.region(region, times * taken)
@@ -197,7 +197,7 @@ class _Body:
         return np.maximum(-(-(upper - lower) // np.maximum(step, 1)), 0)
 
 
-def _scalar(operation: _Operation, known: Sequence[Known]) -> Known:
+def _scalar(operation: _MlirOperation, known: Sequence[Known]) -> Known:
     """The value of an operation on integers, as far as it is known."""
     dialect, _, name = operation.name.rpartition(".")
     if operation.name == "arith.constant":

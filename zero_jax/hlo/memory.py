@@ -115,9 +115,6 @@ class _Allocation:
 def peak(compiled: Any) -> Heap:
     """Returns the peak of a program's temporaries, and what is alive then.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-
     Raises:
       ValueError: The program is not scheduled, so that its text does not tell the order of execution.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from zero_jax.hlo.layout import arrays, parse_shape
 from zero_jax.hlo.program import Instruction, integers, parse
-from zero_jax.hlo.traffic import with_executions
+from zero_jax.hlo.traffic import Sent, with_executions
 
 _KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # "{1,2}x{0:15}": groups x slices of a group, and the devices of each.
@@ -19,7 +19,7 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkTransfer:
+class NetworkTransfer(Sent):
     """An exchange of a device with those of other slices.
 
     Attributes:
@@ -42,18 +42,11 @@ class NetworkTransfer:
     sent_bytes: float
     num_executions: int
 
-    @property
-    def total_sent_bytes(self) -> float:
-        """The bytes that one device sends over all executions."""
-        return self.sent_bytes * self.num_executions
-
 
 def network_transfers(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[NetworkTransfer, ...]:
     """Lists what a compiled program sends to other slices, in the order of the text.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle.
+    A loop whose trip count the text does not settle is executed `unknown_trip_count` times.
 
     Raises:
       ValueError: A loop around a transfer has no known trip count and `unknown_trip_count` is not given.

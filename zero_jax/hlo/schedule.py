@@ -127,9 +127,17 @@ def play(
     Raises:
       ValueError: A loop has no known trip count and `unknown_trip_count` is not given.
     """
-    player = _Player(program, listed, seconds_of, link_seconds, links_of or own_links, is_kernel, unknown_trip_count)
-    player.network = {(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers}
-    player.copies = {(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies}
+    player = _Player(
+        program=program,
+        by_key={(collective.computation, collective.name): collective for collective in listed},
+        network={(transfer.computation, transfer.name): network_seconds(transfer) for transfer in transfers},
+        copies={(copy.computation, copy.name): (_HOST[copy.to_host], host_seconds(copy)) for copy in copies},
+        seconds_of=seconds_of,
+        link_seconds=link_seconds,
+        links_of=links_of or own_links,
+        is_kernel=is_kernel,
+        unknown_trip_count=unknown_trip_count,
+    )
     run = player.computation(program.entry)
     host = [run.busy_seconds[direction] for direction in _HOST.values()]
     return Timeline(
@@ -163,7 +171,7 @@ class _Flight:
 
 
 @dataclasses.dataclass
-class _Run:
+class _Clock:
     """The clock of one computation and what its network does; `busy_seconds` and `free_at` go by link."""
 
     now: float = 0.0
@@ -195,7 +203,7 @@ class _Run:
             self.busy_seconds[link] += seconds
         return _Flight(key, links, handle, seconds, finish, self.compute_seconds)
 
-    def repeat(self, body: "_Run", times: int, computation: str, loop: Instruction) -> None:
+    def repeat(self, body: "_Clock", times: int, computation: str, loop: Instruction) -> None:
         """Runs another computation some number of times."""
         self.collective_seconds += times * body.collective_seconds
         self.kernel_seconds += times * body.kernel_seconds
@@ -211,41 +219,33 @@ class _Run:
         self.compute(times * body.compute_seconds, computation, loop)
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Player:
-    """Plays computations, each once."""
+    """Plays computations, each once; the functions are those of `play`."""
 
-    def __init__(
-        self,
-        program: Program,
-        listed: Sequence[Collective],
-        seconds_of: Callable[[Program, str, Instruction], float],
-        link_seconds: Callable[[Collective], float],
-        links_of: Callable[[Collective], frozenset[Hashable]],
-        is_kernel: Callable[[Program, str, Instruction], bool],
-        unknown_trip_count: int | None,
-    ):
-        self.program, self.seconds_of, self.link_seconds, self.links_of = program, seconds_of, link_seconds, links_of
-        self.is_kernel, self.unknown_trip_count = is_kernel, unknown_trip_count
-        self.by_key = {(collective.computation, collective.name): collective for collective in listed}
-        self.by_computation: dict[str, list[Collective]] = collections.defaultdict(list)
-        for collective in listed:
-            self.by_computation[collective.computation].append(collective)
-        self.network: dict[Key, float] = {}
-        self.copies: dict[Key, tuple[str, float]] = {}
-        self.played: dict[str, _Run] = {}
-        self.overlaps: dict[Key, Overlap] = {}
+    program: Program
+    by_key: Mapping[Key, Collective]
+    network: Mapping[Key, float]
+    copies: Mapping[Key, tuple[str, float]]
+    seconds_of: Callable[[Program, str, Instruction], float]
+    link_seconds: Callable[[Collective], float]
+    links_of: Callable[[Collective], frozenset[Hashable]]
+    is_kernel: Callable[[Program, str, Instruction], bool]
+    unknown_trip_count: int | None
+    played: dict[str, _Clock] = dataclasses.field(default_factory=dict)
+    overlaps: dict[Key, Overlap] = dataclasses.field(default_factory=dict)
 
-    def computation(self, name: str) -> _Run:
+    def computation(self, name: str) -> _Clock:
         """Plays a computation from an idle network to the end of all that it started."""
         if name not in self.played:
-            run = _Run()
+            run = _Clock()
             self.run(run, name)
             for flight in run.in_flight:
                 self.land(run, flight)
             self.played[name] = dataclasses.replace(run, in_flight=[])
         return self.played[name]
 
-    def run(self, run: _Run, computation: str) -> None:
+    def run(self, run: _Clock, computation: str) -> None:
         """Plays the instructions of a computation on a clock that may run already."""
         for instruction in self.program.computations[computation].values():
             opcode, key = instruction.opcode, (computation, instruction.name)
@@ -283,7 +283,7 @@ class _Player:
                 if opcode == "custom-call" and self.is_kernel(self.program, computation, instruction):
                     run.kernel_seconds += seconds
 
-    def num_trips(self, computation: str, loop: Instruction, body: _Run) -> int:
+    def num_trips(self, computation: str, loop: Instruction, body: _Clock) -> int:
         trips = self.program.num_trips(computation, loop)
         trips = self.unknown_trip_count if trips is None else trips
         if trips is None and body.now:
@@ -293,7 +293,7 @@ class _Player:
             )
         return trips or 0
 
-    def wrapped(self, run: _Run, computation: str, instruction: Instruction) -> None:
+    def wrapped(self, run: _Clock, computation: str, instruction: Instruction) -> None:
         """A fusion, or an asynchronous call: a collective may be in it, begin in it or end in it."""
         called = next(iter(instruction.called.values()), "")
         inside = self.inside(called)
@@ -310,7 +310,7 @@ class _Player:
         elif called:  # what is computed on the side is taken to be computed where it starts
             run.repeat(self.computation(called), 1, computation, instruction)
 
-    def handed_over(self, run: _Run, computation: str, update: Instruction) -> None:
+    def handed_over(self, run: _Clock, computation: str, update: Instruction) -> None:
         """An `-update`: XLA:TPU (JAX 0.12) starts a call on a SparseCore without operands, and hands them over here."""
         _, name = handle = self.started_by(computation, update)
         start = self.program.computations[computation].get(name)
@@ -320,20 +320,16 @@ class _Player:
 
     def inside(self, computation: str) -> list[Collective]:
         """The collectives in a computation and in what it calls."""
-        inside = list(self.by_computation.get(computation, ()))
-        for instruction in self.program.computations.get(computation, {}).values():
+        instructions = self.program.computations.get(computation, {})
+        inside = [self.by_key[computation, name] for name in instructions if (computation, name) in self.by_key]
+        for instruction in instructions.values():
             if instruction.opcode in ("call", "fusion") or _LAUNCH.fullmatch(instruction.opcode):
                 for called in instruction.called.values():
                     inside += self.inside(called)
         return inside
 
     def collective(
-        self,
-        run: _Run,
-        collective: Collective,
-        *,
-        handle: Hashable,
-        engine: frozenset[Hashable] = frozenset(),
+        self, run: _Clock, collective: Collective, *, handle: Hashable, engine: frozenset[Hashable] = frozenset()
     ) -> None:
         """Starts a collective; a synchronous one ends at once. What runs on an engine of its own takes that, too."""
         key = collective.computation, collective.name
@@ -343,14 +339,14 @@ class _Player:
         else:
             run.wait(flight.finish)
 
-    def done(self, run: _Run, handle: Hashable, *, first_only: bool = False) -> None:
+    def done(self, run: _Clock, handle: Hashable, *, first_only: bool = False) -> None:
         """Waits for what was started under a handle; it may be nothing, where the start was synchronous."""
         flights = [flight for flight in run.in_flight if flight.handle == handle]
         for flight in flights[:1] if first_only else flights:
             run.in_flight.remove(flight)
             self.land(run, flight)
 
-    def land(self, run: _Run, flight: _Flight) -> None:
+    def land(self, run: _Clock, flight: _Flight) -> None:
         """Notes what a collective overlapped with when it has ended."""
         waited = run.wait(flight.finish)
         longest = sorted(flight.overlapped, key=lambda entry: -entry[0])[:_NUM_NAMES]

@@ -27,8 +27,20 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
 _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
 
+class Sent:
+    """The bytes of an operation that sends, in one execution and in all."""
+
+    sent_bytes: float
+    num_executions: int
+
+    @property
+    def total_sent_bytes(self) -> float:
+        """The bytes that one device sends over all executions."""
+        return self.sent_bytes * self.num_executions
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Collective:
+class Collective(Sent):
     """A collective operation of a compiled program, listed once however often XLA prints it.
 
     Attributes:
@@ -69,19 +81,12 @@ class Collective:
         """The number of devices in the largest group."""
         return max(map(len, self.replica_groups), default=1)
 
-    @property
-    def total_sent_bytes(self) -> float:
-        """The bytes that one device sends over all executions."""
-        return self.sent_bytes * self.num_executions
-
 
 def collectives(compiled: Any, *, unknown_trip_count: int | None = None) -> tuple[Collective, ...]:
     """Lists the collectives that a compiled program executes.
 
-    Args:
-      compiled: The program, a `jax.stages.Compiled`, or its text, as for `parse`.
-      unknown_trip_count: Executions to assume for a loop whose trip count the text does not settle, such as a
-        `while_loop` on data.
+    A loop whose trip count the text does not settle, such as a `while_loop` on data, is executed `unknown_trip_count`
+    times.
 
     Returns:
       One entry for each operation, in the order of the text. Of a conditional's branches, the one that sends most.
@@ -128,10 +133,7 @@ def _executions(
 ) -> collections.Counter:
     """Counts the executions of operations that send in one run of a program.
 
-    Args:
-      program: The program.
-      by_key: The operations, which have `sent_bytes`, by computation and name.
-      unknown_trip_count: Iterations of a loop whose trip count the text does not settle.
+    `by_key` has the operations by computation and name.
 
     Raises:
       ValueError: A loop around one has no known trip count and `unknown_trip_count` is not given.

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.gpt import Attend, Batch, LossFn, Params, Place, TokenLosses, mean_loss, whole_logits
+from zero_jax.models.gpt import Attend, Batch, LossFn, Params, PlaceFn, TokenLosses, mean_loss, whole_logits
 from zero_jax.models.layers import causal_attention, leave, rms_norm, rotate
 from zero_jax.models.sampling import generate_tokens
 
@@ -52,10 +52,7 @@ def param_specs(config: DecoderConfig, *, vocab: bool = True, model_size: int | 
 
     Heads and hidden features are sharded, of each expert too; key and value heads only where the axis divides them.
 
-    Args:
-      config: the model's shape.
-      vocab: whether the vocabulary is sharded too.
-      model_size: size of the axis.
+    Without `vocab` the vocabulary is not sharded; `model_size` is the size of the axis.
 
     Raises:
       ValueError: `model_size` does not divide the query heads, the hidden features or the vocabulary.
@@ -95,18 +92,13 @@ def hidden(
     tokens_BT: Array,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> tuple[Array, Array]:
     """Returns the last hidden states `[B, T, D]`, and the loss that balances the experts (a scalar, 0 without any).
 
-    Args:
-      config: the model's shape.
-      params: its params.
-      tokens_BT: the tokens.
-      segments_BT: the document of each token; tokens attend to their own document only. None: one document.
-      place: as for `gpt.hidden`.
-      attend: causal attention with the arguments of `layers.causal_attention`.
+    Tokens attend to those of their own segment only (None: all are one document); `place` is as for `gpt.hidden`,
+    `attend` is causal attention with the arguments of `layers.causal_attention`.
     """
     x_BTD = params["embed"][tokens_BT]
     if config.scale_embedding:
@@ -149,14 +141,14 @@ def apply_block(
     params: Params,
     *,
     segments_BT: Array | None,
-    place: Place,
+    place: PlaceFn,
     attend: Attend,
     window: bool,
 ) -> tuple[Array, Array]:
     """Runs one block, with or without a sliding window; returns the residual stream and the experts' balance loss."""
     norm = functools.partial(_norm, config)
     y_BTD = place(norm(x_BTD, params["attention_norm"]), "gathered")
-    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend, window), "residual")
+    y_BTD = place(_attention(config, y_BTD, params, segments_BT, attend=attend, window=window), "residual")
     x_BTD += norm(y_BTD, params["attention_post_norm"]) if config.post_norms else y_BTD
     y_BTD, balance = place(norm(x_BTD, params["mlp_norm"]), "gathered"), jnp.zeros(())
     if config.num_experts:
@@ -168,7 +160,7 @@ def apply_block(
 
 
 def _attention(
-    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, attend: Attend, window: bool
+    config: DecoderConfig, y_BTD: Array, params: Params, segments_BT: Array | None, *, attend: Attend, window: bool
 ) -> Array:
     heads = []
     for name in ("query", "key", "value"):
@@ -268,7 +260,7 @@ def _capped(config: DecoderConfig, logits: Array) -> Array:
 def loss_fn(
     config: DecoderConfig,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     token_losses: TokenLosses = whole_logits,
     attend: Attend = causal_attention,
 ) -> LossFn:

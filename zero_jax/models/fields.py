@@ -1,4 +1,7 @@
-"""Checks the fields of the reference models' configs: whole numbers, numbers, switches, words."""
+"""Checks the fields of the reference models' configs: whole numbers, numbers, switches, words.
+
+The models import nothing of zero_jax, so that this does not go through `core.field_checks`.
+"""
 
 import dataclasses
 import types

@@ -26,7 +26,7 @@ Params = dict[str, Any]
 Batch = dict[str, Array]
 LossFn = Callable[[Any, Batch], tuple[Array, dict[str, Array]]]
 TokenLosses = Callable[[Array, Array, Array], Array]
-Place = Callable[[Array, str], Array]
+PlaceFn = Callable[[Array, str], Array]
 Attend = Callable[..., Array]
 
 
@@ -138,10 +138,8 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     Heads and hidden features are split; a block then sums over `model` twice forward and twice backward (Shoeybi et
     al. 2019, section 3).
 
-    Args:
-      config: The model's shape.
-      vocab: Whether the table of the vocabulary is split too, by rows: logits then are, and never whole.
-      model_size: The size of the axis, for an error that names what does not divide over it.
+    Without `vocab` the table of the vocabulary is not split; else it is by rows, and logits are split too, never whole.
+    `model_size` is for an error that names what does not divide over the axis.
 
     Raises:
       ValueError: If `model_size` does not divide the heads, the hidden features or the vocabulary.
@@ -156,12 +154,12 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
                 f"{name}={size} does not split over the {model_size} devices of the model axis: "
                 f"choose a multiple of {model_size}{hint}"
             )
-    whole, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
-    block = {"attention_norm": whole, "mlp_norm": whole, "out": rows, "down": rows}
+    unsharded, columns, rows = PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("model", None)
+    block = {"attention_norm": unsharded, "mlp_norm": unsharded, "out": rows, "down": rows}
     block |= dict.fromkeys(("query", "key", "value", "up"), columns)
-    specs: Params = {"embed": rows if vocab else whole, "final_norm": whole}
+    specs: Params = {"embed": rows if vocab else unsharded, "final_norm": unsharded}
     if config.position == "learned":
-        specs["position"] = whole
+        specs["position"] = unsharded
     if config.scan:
         specs["blocks"] = {name: PartitionSpec(None, *spec) for name, spec in block.items()}
     else:
@@ -169,14 +167,22 @@ def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None
     return specs
 
 
-def apply(
-    config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None, *, place: Place = leave
-) -> Array:
-    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype.
+def path_specs(
+    config: GPTConfig, *, layer: str, leaf: str, embedding: str, vocab: bool, model_size: int | None
+) -> dict[str, PartitionSpec]:
+    """Returns what `param_specs` does for this GPT in Flax, as patterns of the paths of its params."""
+    param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
+    stack = (None,) if config.scan else ()
+    specs = {
+        rf"{layer}/(query|key|value|up)/{leaf}": PartitionSpec(*stack, None, "model"),
+        rf"{layer}/(out|down)/{leaf}": PartitionSpec(*stack, "model"),
+    }
+    return specs | {embedding: PartitionSpec("model")} if vocab else specs
 
-    Arguments are those of `hidden`.
-    """
-    return hidden(config, params, tokens_BT, segments_BT, place=place) @ params["embed"].T
+
+def apply(config: GPTConfig, params: Params, tokens_BT: Array, segments_BT: Array | None = None) -> Array:
+    """Returns the logits `[B, T, V]` of the next token at every place, in the params' dtype."""
+    return hidden(config, params, tokens_BT, segments_BT) @ params["embed"].T
 
 
 def hidden(
@@ -185,7 +191,7 @@ def hidden(
     tokens_BT: Array,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> Array:
     """Returns the last hidden states `[B, T, D]`, which the transposed embedding makes logits of.
@@ -230,7 +236,7 @@ def apply_block(
     params: Params,
     segments_BT: Array | None = None,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     attend: Attend = causal_attention,
 ) -> Array:
     """Runs one transformer block: attention, then an MLP, each added to the residual stream."""
@@ -250,7 +256,7 @@ def whole_logits(hidden_BTD: Array, head_DV: Array, targets_BT: Array) -> Array:
 def loss_fn(
     config: GPTConfig,
     *,
-    place: Place = leave,
+    place: PlaceFn = leave,
     token_losses: TokenLosses = whole_logits,
     attend: Attend = causal_attention,
 ) -> LossFn:

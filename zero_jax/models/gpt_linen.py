@@ -70,13 +70,8 @@ class GPT(nn.Module):
 
 def param_specs(config: GPTConfig, *, vocab: bool = True, model_size: int | None = None) -> dict[str, PartitionSpec]:
     """Returns what `gpt.param_specs` does, as patterns of the paths of these params."""
-    gpt.param_specs(config, vocab=vocab, model_size=model_size)  # says what does not divide
-    layer, stack = (r"blocks", (None,)) if config.scan else (r"block_\d+", ())
-    specs = {
-        rf"{layer}/(query|key|value|up)/kernel": PartitionSpec(*stack, None, "model"),
-        rf"{layer}/(out|down)/kernel": PartitionSpec(*stack, "model"),
-    }
-    return {**specs, "embed/embedding": PartitionSpec("model")} if vocab else specs
+    names = {"layer": "blocks" if config.scan else r"block_\d+", "leaf": "kernel", "embedding": "embed/embedding"}
+    return gpt.path_specs(config, **names, vocab=vocab, model_size=model_size)
 
 
 def make(config: GPTConfig, *, token_losses: TokenLosses = whole_logits) -> tuple[Callable[[Array], Any], LossFn]:

@@ -79,9 +79,7 @@ class TensorName:
 def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) -> DecoderConfig:
     """Returns the shape of the decoder that a `config.json` describes.
 
-    Args:
-      hf_config: the content of `config.json`.
-      seq_len: tokens in a training sequence; None takes the model's longest context.
+    `seq_len` are the tokens of a training sequence; None takes the model's longest context.
 
     Raises:
       ValueError: a kind of model, or a setting, that a decoder does not have; it names the key and the value.
@@ -257,7 +255,7 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
       ValueError: no family has such settings; it names those that the nearest one has not.
     """
     model_type = _model_type(config)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[model_type]],
         "model_type": model_type,
         "vocab_size": config.vocab_size,
@@ -275,24 +273,24 @@ def hf_config(config: DecoderConfig) -> dict[str, Any]:
         "hidden_act": "silu",
     }
     if config.rope_scaling is not None:
-        found["rope_scaling"] = _scaling(config.rope_scaling)
+        settings["rope_scaling"] = _scaling(config.rope_scaling)
     if config.window is not None and model_type not in ("mistral", "mixtral"):
         kinds = {True: "sliding_attention", False: "full_attention"}
-        found["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
-        found |= {"use_sliding_window": True} if model_type.startswith("qwen") else {}
+        settings["layer_types"] = [kinds[config.has_window(layer)] for layer in range(config.num_layers)]
+        settings |= {"use_sliding_window": True} if model_type.startswith("qwen") else {}
     if model_type in _GEMMA:
         scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-        found |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
-        found |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-        found |= {"attn_logit_softcapping": config.attention_soft_cap}
-        found |= {"final_logit_softcapping": config.logits_soft_cap}
+        settings |= {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
+        settings |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+        settings |= {"attn_logit_softcapping": config.attention_soft_cap}
+        settings |= {"final_logit_softcapping": config.logits_soft_cap}
     if config.window_rope_theta is not None:
-        found["rope_local_base_freq"] = config.window_rope_theta
+        settings["rope_local_base_freq"] = config.window_rope_theta
     if model_type in _EXPERTS:
-        found["num_local_experts" if model_type == "mixtral" else "num_experts"] = config.num_experts
-        found |= {"num_experts_per_tok": config.experts_per_token, "norm_topk_prob": config.normalize_expert_weights}
-    _check_described(config, found)
-    return found
+        settings["num_local_experts" if model_type == "mixtral" else "num_experts"] = config.num_experts
+        settings |= {"num_experts_per_tok": config.experts_per_token, "norm_topk_prob": config.normalize_expert_weights}
+    _check_described(config, settings)
+    return settings
 
 
 def _model_type(config: DecoderConfig) -> str:
@@ -318,9 +316,9 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
-def _check_described(config: DecoderConfig, found: Mapping[str, Any]) -> None:
+def _check_described(config: DecoderConfig, settings: Mapping[str, Any]) -> None:
     """Raises `ValueError` for settings that a `config.json` does not describe."""
-    described = decoder_config(found, seq_len=config.seq_len)
+    described = decoder_config(settings, seq_len=config.seq_len)
     own = {"remat", "expert_capacity", "expert_balance"}  # of training, not of the function
     own |= set() if config.num_experts else {"experts_per_token", "normalize_expert_weights"}
     own |= {"window_period"} if config.window is None else set()
@@ -334,7 +332,7 @@ def _check_described(config: DecoderConfig, found: Mapping[str, Any]) -> None:
             differ.append(f"{field.name}={wanted!r}")
     if differ:
         raise ValueError(
-            f"no family of the hub has these settings: the nearest, {found['model_type']}, is without "
+            f"no family of the hub has these settings: the nearest, {settings['model_type']}, is without "
             f"{', '.join(differ)}: export as plain safetensors instead"
         )
 

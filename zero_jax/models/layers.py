@@ -46,7 +46,8 @@ def causal_attention(
       logits_soft_cap: c: logits x become `c * tanh(x / c)`.
     """
     if q_BTHK.dtype == jnp.float16 or logits_soft_cap is not None:
-        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, scale, local_window_size, logits_soft_cap)
+        settings = {"scale": scale, "window": local_window_size, "cap": logits_soft_cap}
+        return _capped_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, **settings)
     same_B1TT = None if segments_BT is None else (segments_BT[:, None, :, None] == segments_BT[:, None, None, :])
     return jax.nn.dot_product_attention(
         q_BTHK, k_BTGK, v_BTGK, mask=same_B1TT, is_causal=True, scale=scale, local_window_size=local_window_size
@@ -58,6 +59,7 @@ def _capped_attention(
     k_BTGK: Array,
     v_BTGK: Array,
     segments_BT: Array | None,
+    *,
     scale: float | None,
     window: tuple[int, int] | None,
     cap: float | None,
@@ -83,9 +85,7 @@ def _capped_attention(
 def rotate(x_BTHK: Array, frequencies: Array | None = None) -> Array:
     """Turns each pair of features by an angle that grows with the token's place (RoFormer, equation 34).
 
-    Args:
-      x_BTHK: queries or keys.
-      frequencies: the angle from a token to the next, of each pair: `[K/2]`; None takes those of the paper.
+    `frequencies` `[K/2]` are the angles of each pair from a token to the next; None takes those of the paper.
     """
     num_tokens, head_dim = x_BTHK.shape[1], x_BTHK.shape[-1]
     if frequencies is None:

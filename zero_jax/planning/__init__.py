@@ -7,8 +7,8 @@ and time of the program. `plan_auto` estimates every setting (`estimates`), rank
 
 from zero_jax.planning.auto import AutoPlan, plan_auto
 from zero_jax.planning.errors import CompilerCrash, ModelError, explain
-from zero_jax.planning.estimates import model_sizes
 from zero_jax.planning.job import Job, batch_of
+from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import LayoutPlans, compile_layouts, compile_plan, plan, plan_layouts
 from zero_jax.planning.process import COMPILE_ONLY, CompileOptions
 from zero_jax.planning.report import PlanReport

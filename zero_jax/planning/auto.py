@@ -11,8 +11,9 @@ import optax
 
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
-from zero_jax.planning.estimates import Estimator, Policy, model_sizes, setting_config
+from zero_jax.planning.estimates import Estimator, Policy, setting_config
 from zero_jax.planning.job import Job, batch_of
+from zero_jax.planning.links import model_sizes
 from zero_jax.planning.plans import compile_plan, make_job
 from zero_jax.planning.process import CompileOptions
 from zero_jax.planning.ranking import Candidate, Outcome, Ranking
@@ -158,10 +159,8 @@ def plan_auto(
         named = dataclasses.replace(options, name=f"{options.name}, {setting}")
         report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
         seconds = report.time.step_seconds if report.time else None
-        return Outcome(
-            fits=report.fits, bytes=report.needed_bytes, seconds=seconds, error=report.refusal,
-            host_bytes=report.host_bytes,
-        )  # fmt: skip
+        sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
+        return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
 
     ranking = search(
         settings,
@@ -231,7 +230,6 @@ def apply_setting(setting: Candidate, job: Job, policies: Mapping[str, Policy]) 
     """Returns a job with the settings of a candidate."""
     policy = policies[setting.remat]
     config = dataclasses.replace(setting_config(job.config, setting), remat=policy.remat)
-    is_same = setting.batch_size == max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
-    batch = job.batch if is_same else batch_of(job.batch, setting.batch_size)
+    batch = job.batch if setting.batch_size == job.batch_size else batch_of(job.batch, setting.batch_size)
     axes = {"replica": setting.replica, "model": setting.model}
     return dataclasses.replace(job, loss_fn=policy.loss_fn, config=config, batch=batch, **axes)

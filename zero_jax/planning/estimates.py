@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
+from zero_jax.core.tree import key_shape
 from zero_jax.planning.job import Job
+from zero_jax.planning.links import MeshLinks
 from zero_jax.planning.ranking import Candidate, Estimated
 from zero_jax.planning.report import attentions_of
-from zero_jax.planning.roofline import MeshLinks, Roofline
-from zero_jax.planning.search import divisors
+from zero_jax.planning.roofline import Roofline
 from zero_jax.sharding import topology
 from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
@@ -28,7 +28,6 @@ from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, ste
 from zero_jax.transforms import Remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
-_MAX_MODEL = 16
 _SECONDS_BETWEEN_LINES = 2
 _SAME_TOLERANCE = 0.02  # policies whose figures differ by less count as the same program
 _UNQUANTIZED, _ON_DEVICES = (
@@ -43,21 +42,6 @@ class Policy:
 
     loss_fn: Callable[..., Any] | MeshLoss
     remat: str | Remat
-
-
-def model_sizes(name: str) -> tuple[int, ...]:
-    """Returns the sizes of the axis `model` that use fast links only: within a host of GPUs, or along dims of a torus.
-
-    Args:
-      name: a topology's name.
-    """
-    parsed = topology.parse(name)
-    if parsed.hardware.platform != "tpu":
-        return tuple(divisors(parsed.shape[0]))
-    shape = [size for size in parsed.shape if size > 1]
-    sizes = {1} | {size for extent in shape for size in divisors(extent)}
-    sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
-    return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
 
 
 def setting_config(config: ZeroConfig, setting: Candidate) -> ZeroConfig:
@@ -109,7 +93,7 @@ class Estimator:
         )
         self.has_overlap = with_options != without and self.num_devices > 1
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
-        self.batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if x.ndim), default=1)
+        self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
         # What is in host memory is counted by `host_bytes`, what is sent quantized by `sent_shares`.
         plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
@@ -140,7 +124,7 @@ class Estimator:
             self.logged_at = time.monotonic()
         policy, mesh = self.policies[remat], self.mesh(model)
         config = dataclasses.replace(self.config, remat=policy.remat, attention=attention)
-        params = jax.eval_shape(self.job.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+        params = jax.eval_shape(self.job.init_fn, key_shape())
         return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
 
     def has_model_specs(self) -> bool:

@@ -83,6 +83,11 @@ class Job:
     data_layout: Sequence[int] | None = None
     compiler_options: Mapping[str, Any] | None = None
 
+    @property
+    def batch_size(self) -> int:
+        """Examples of a step: the largest leading dim of the batch."""
+        return max(leading_dims(self.batch).values(), default=1)
+
     def mesh(self) -> Mesh:
         """Returns the mesh, of compile-only devices."""
         return make_mesh(replica=self.replica, model=self.model, topology=self.topology, data_layout=self.data_layout)
@@ -94,12 +99,10 @@ class Job:
     def options(self, mesh: Mesh) -> StepOptions:
         """Returns the compiler options of the step: those of the config, and the job's own."""
         options = step_options(mesh, self.config)
-        own = [
-            CompilerOption(name=name, value=value, purpose="given to the plan")
-            for name, value in (self.compiler_options or {}).items()
-        ]
-        rest = [option for option in options.options if option.name not in (self.compiler_options or {})]
-        return dataclasses.replace(options, options=(*rest, *own))
+        own = self.compiler_options or {}
+        rest = [option for option in options.options if option.name not in own]
+        rest += [CompilerOption(name=name, value=x, purpose="given to the plan") for name, x in own.items()]
+        return dataclasses.replace(options, options=tuple(rest))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,14 +116,14 @@ class CompiledText:
       stats: the figures of `memory_analysis()`, by name.
       compile_seconds: what compiling took, when it was done.
       from_cache: whether it was done before.
-      not_kept: why it could not be put into the cache, or ''.
+      cache_error: why it could not be put into the cache, or ''.
     """
 
     text: str
     stats: Mapping[str, int]
     compile_seconds: float
     from_cache: bool
-    not_kept: str = ""
+    cache_error: str = ""
 
     def as_text(self) -> str:
         """Returns the program's text."""
@@ -142,6 +145,7 @@ class CompiledText:
         return None if allocated is None else HeapLayout(allocated_bytes=allocated, live_bytes=live)
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class OutOfMemory(Exception):
     """The compiler refused a program because it needs more device memory than there is.
 
@@ -150,21 +154,14 @@ class OutOfMemory(Exception):
       needed_bytes: what the program needs, where the compiler reports it.
       compile_seconds: what the compiler took to find out.
       from_cache: whether it was found out before.
-      not_kept: why that could not be put into the cache, or ''.
+      cache_error: why that could not be put into the cache, or ''.
     """
 
-    def __init__(
-        self,
-        *,
-        message: str,
-        needed_bytes: int | None,
-        compile_seconds: float,
-        from_cache: bool,
-        not_kept: str = "",
-    ):
-        super().__init__(message)
-        self.message, self.needed_bytes = message, needed_bytes
-        self.compile_seconds, self.from_cache, self.not_kept = compile_seconds, from_cache, not_kept
+    message: str
+    needed_bytes: int | None
+    compile_seconds: float
+    from_cache: bool
+    cache_error: str = ""
 
 
 def compile_job(
@@ -172,12 +169,7 @@ def compile_job(
 ) -> CompiledText:
     """Lowers and compiles a job, or takes the program from the cache.
 
-    Args:
-      job: the job.
-      mesh: its mesh.
-      state: its abstract state.
-      cache: folder of compiled programs, or None.
-      on_phase: called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
 
     Raises:
       OutOfMemory: the program does not fit, says the compiler.
@@ -204,8 +196,8 @@ def compile_job(
             stats = {name: int(getattr(analysis, name, 0)) for name in _STATS}
             saved = {"stats": stats | layout, "text": program_text(compiled)}
         saved["compile_seconds"] = time.perf_counter() - start
-        not_kept = "" if path is None else _save(path, saved)
-        saved |= {"from_cache": False, "not_kept": not_kept}
+        cache_error = "" if path is None else _save(path, saved)
+        saved |= {"from_cache": False, "cache_error": cache_error}
     if "message" in saved:
         raise OutOfMemory(**saved)
     return CompiledText(**saved)

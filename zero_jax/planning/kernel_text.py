@@ -17,9 +17,6 @@ def program_text(compiled: Any) -> str:
     """Returns the text of a compiled program with its arrays of integers, which `as_text()` leaves out.
 
     Block-sparse kernels, such as causal splash attention, take from them which blocks they skip.
-
-    Args:
-      compiled: a `jax.stages.Compiled`.
     """
     try:
         options: Any = importlib.import_module("jaxlib._hlo").HloPrintOptions()

@@ -60,10 +60,7 @@ def digest(inputs: Mapping[str, Any]) -> str:
 def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
     """Returns everything that a compiled program depends on, by name.
 
-    Args:
-      lowered: the lowered step.
-      job: the job of the step, for what the text of the step does not contain.
-      mesh: the compile-only devices.
+    Of the job is what the text of the lowered step does not contain.
     """
     topology = parse(job.topology)
     platform = topology.hardware.platform

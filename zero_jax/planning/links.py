@@ -1,22 +1,28 @@
-"""Estimates the time of collectives from the links of a mesh: torus, NVLink, and the network of slices or hosts."""
+"""The links of a mesh (torus, NVLink, network of slices or hosts): the time of collectives, and sizes that are fast."""
 
 from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.hlo import Collective, NetworkTransfer, own_links
-from zero_jax.sharding.topology import Hardware, Topology
+from zero_jax.planning.search import divisors
+from zero_jax.sharding.mesh import axis_size, slice_of
+from zero_jax.sharding.spec import dims_of
+from zero_jax.sharding.topology import Hardware, Topology, parse
+from zero_jax.sharding.torus import gather_shardings, split_axes
 
 # What a hop of a ring takes however little it sends, and an exchange between hosts over the network.
-HOP_SECONDS = 1e-6
+_HOP_SECONDS = 1e-6
 _NETWORK_LATENCY_SECONDS = 2e-5
+_MAX_MODEL = 16
 
 
 class Links:
@@ -43,7 +49,7 @@ class Links:
         group = max(collective.replica_groups, key=len)
         bandwidth, hops = self.bandwidth(group, kind=collective.kind)
         factor = self.crossings(hops) if collective.kind in ("all-to-all", "ragged-all-to-all") else 1.0
-        return collective.sent_bytes * factor / bandwidth + hops * HOP_SECONDS
+        return collective.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
 
     def crossings(self, hops: int) -> float:
         """Returns how many links a byte of an all-to-all crosses: on a ring most of it passes through others."""
@@ -102,6 +108,67 @@ class Links:
         return extent == rule
 
 
+class MeshLinks:
+    """Seconds of collectives over the axes of a mesh.
+
+    Args:
+      mesh: the mesh.
+      topology: its hardware.
+    """
+
+    def __init__(self, mesh: Mesh, topology: Topology):
+        self.mesh, self.links = mesh, Links(mesh, topology)
+        self.rate, self.steps = functools.cache(self._rate), functools.cache(self._steps)
+
+    def _rate(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, int]:
+        """Returns the bytes a second at which a device sends over some axes together, and the hops of their ring."""
+        places = [mesh.axis_names.index(axis) for axis in axes]
+        numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), places, range(len(places)))
+        group = numbers.reshape(axis_size(mesh, axes), -1)[:, 0]
+        return self.links.bandwidth(tuple(map(int, group)), kind="all-gather")
+
+    def _steps(self, axes: tuple[str, ...]) -> list[tuple[Mesh, tuple[str, ...]]]:
+        """Returns the mesh and the axes of each step of a gather over some axes, the last one first."""
+        shardings = gather_shardings(self.mesh, (axes,), axes)
+        mesh = self.mesh
+        if shardings and shardings[0].mesh.axis_names != mesh.axis_names:
+            # An axis over several dims of the torus is gathered along each.
+            mesh, parts = split_axes(mesh, axes)
+            axes = tuple(part for axis in axes for part in parts[axis])
+        remaining = [axes, *(dims_of(sharding, 1)[0] for sharding in shardings)]
+        return [(mesh, before[len(after) :]) for before, after in itertools.pairwise(remaining)][::-1]
+
+    def gather_seconds(self, num_bytes: float, axes: Sequence[str], *, exchanges: bool = False) -> float:
+        """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it.
+
+        With `exchanges` all-to-alls do what the reduce-scatter does.
+        """
+        seconds = 0.0
+        for mesh, together in self.steps(tuple(axes)):
+            size = axis_size(mesh, together)
+            bytes_per_second, hops = self.rate(mesh, together)
+            crossings = self.links.crossings(hops) if exchanges else 1.0
+            seconds += crossings * num_bytes * (1 - 1 / size) / bytes_per_second if size > 1 else 0.0
+            num_bytes /= size
+        return seconds
+
+    def send_seconds(self, num_bytes: float, axes: tuple[str, ...]) -> float:
+        """Returns the seconds of a collective over some axes in which a device sends so many bytes."""
+        bytes_per_second, hops = self.rate(self.mesh, axes)
+        return num_bytes / bytes_per_second + hops * _HOP_SECONDS
+
+
+def model_sizes(name: str) -> tuple[int, ...]:
+    """Returns the sizes of `model` on a topology that use fast links only: of a host's GPUs, or along torus dims."""
+    parsed = parse(name)
+    if parsed.hardware.platform != "tpu":
+        return tuple(divisors(parsed.shape[0]))
+    shape = [size for size in parsed.shape if size > 1]
+    sizes = {1} | {size for extent in shape for size in divisors(extent)}
+    sizes |= {math.prod(pair) for pair in itertools.combinations(shape, 2)}
+    return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
+
+
 def _across(num_inside: int, kind: str, hardware: Hardware) -> float:
     """Returns the bytes a second of a group with so many devices in each slice or host.
 
@@ -115,6 +182,4 @@ def _across(num_inside: int, kind: str, hardware: Hardware) -> float:
 
 def _domain(device: Any, hardware: Hardware) -> int:
     """Returns the number of a device's fast network: its slice, or its GPU host."""
-    if hardware.platform == "cuda":
-        return int(device.process_index)
-    return int(getattr(device, "slice_index", None) or 0)
+    return int(device.process_index) if hardware.platform == "cuda" else slice_of(device)

@@ -74,9 +74,7 @@ class CompileOptions:
 def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
     """Compiles a job in another process and returns its report.
 
-    Args:
-      job: the job; functions that cannot be imported are pickled by value.
-      options: how to compile.
+    Functions that cannot be imported are pickled by value.
 
     Raises:
       ValueError: as `make_report` does, or the compiler is not installed.

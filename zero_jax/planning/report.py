@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zero_jax.analysis import comms, memory, trace_loss
 from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.tree import key_shape, shapes_of
 from zero_jax.planning.job import Job, OutOfMemory, compile_job
 from zero_jax.planning.ranking import host_memory
 from zero_jax.planning.step_time import TimeEstimate, estimate_time
@@ -223,11 +224,7 @@ def make_report(
 ) -> PlanReport:
     """Compiles a job in this process and reads the program.
 
-    Args:
-      job: the job.
-      name: what to call it.
-      cache: folder of compiled programs, or None.
-      on_phase: called with what is being done.
+    `cache` is the folder of compiled programs; `on_phase` is called with what is being done.
 
     Raises:
       ValueError: a job that contradicts itself, or hardware that there is no compiler for.
@@ -235,12 +232,11 @@ def make_report(
     mesh = job.mesh()
     state = job.state(mesh)
     topology = parse(job.topology)
-    usable = topology.hardware.usable_bytes
+    usable_bytes = topology.hardware.usable_bytes
     on_phase("tracing")
     traced = trace_loss(job.loss_fn, state.variables, job.batch, mesh=mesh, config=job.config)
     estimated = memory.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx)
-    batch_size = max((x.shape[0] for x in jax.tree.leaves(job.batch) if np.ndim(x)), default=1)
-    precision = job.config.precision if isinstance(job.config.precision, str) else "custom"
+    precision = job.config.precision
     options = job.options(mesh)
     common: dict[str, Any] = {
         "name": name,
@@ -248,13 +244,13 @@ def make_report(
         "device_kind": topology.hardware.device_kind,
         "mesh": dict(mesh.shape),
         "stage": job.config.stage,
-        "precision": precision,
+        "precision": precision if isinstance(precision, str) else "custom",
         "remat": str(resolve_remat(job.config.remat)),
         "attention": attentions_of(job, state, mesh) if job.config.attention == "fused" else None,
         "num_params": sum(x.size for x in jax.tree.leaves(state.params)),
-        "batch_size": batch_size,
+        "batch_size": job.batch_size,
         "num_microbatches": job.config.num_microbatches,
-        "usable_bytes": usable,
+        "usable_bytes": usable_bytes,
         "compiler_options": options.options,
         "memory_estimate": estimated,
         "comms_estimate": comms.estimate(state, mesh=mesh, config=job.config, traced=traced, tx=job.tx),
@@ -268,17 +264,17 @@ def make_report(
             compile_seconds=error.compile_seconds,
             from_cache=error.from_cache,
             refusal=error.message,
-            notes=_notes(job, mesh, state, options, error.not_kept),
+            notes=_notes(job, mesh, state, options, error.cache_error),
             **common,
         )
     on_phase("reading the program")
     measured = memory.measure(program, layout=program.layout)
-    num_tokens, unit = _tokens(job.batch, batch_size)
+    num_tokens, unit = _tokens(job)
     loss, trained = _loss_jaxpr(job, state, mesh)
-    needed = measured.total_bytes
+    needed_bytes = measured.total_bytes
     return PlanReport(
-        fits=needed <= usable,
-        needed_bytes=needed,
+        fits=needed_bytes <= usable_bytes,
+        needed_bytes=needed_bytes,
         memory=measured,
         comms=comms.measure(program, mesh=mesh),
         time=estimate_time(
@@ -293,8 +289,8 @@ def make_report(
         compile_seconds=program.compile_seconds,
         from_cache=program.from_cache,
         notes=(
-            *_notes(job, mesh, state, options, program.not_kept),
-            *_gpu_notes(topology, needed),
+            *_notes(job, mesh, state, options, program.cache_error),
+            *_gpu_notes(topology, needed_bytes),
             *_host_notes(topology, measured),
         ),
         **common,
@@ -317,24 +313,23 @@ def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool
 def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
     """Returns the loss function on variables and a batch that it casts, and the shapes of its arguments."""
     placement = make_placement(state.variables, mesh=mesh, config=job.config)
-    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), jax.eval_shape(lambda: jax.random.key(0))
+    loss_fn, key = normalize_loss(job.loss_fn, mesh, placement.axes), key_shape()
 
     def forward(variables: Any, batch: Any, key: Any) -> Any:
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
     # Where they are does not matter here: those in host memory could not be traced with the others.
-    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
-    return forward, variables, job.batch, key
+    return forward, shapes_of(state.variables), job.batch, key
 
 
-def _tokens(batch: Any, batch_size: int) -> tuple[int, str]:
+def _tokens(job: Job) -> tuple[int, str]:
     """Returns the tokens of a batch, where it has leaves of integers `[batch, tokens]`, else its examples."""
-    tokens = [x.size for x in jax.tree.leaves(batch) if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
-    return (max(tokens), "tokens") if tokens else (batch_size, "examples")
+    tokens = [x.size for x in jax.tree.leaves(job.batch) if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
+    return (max(tokens), "tokens") if tokens else (job.batch_size, "examples")
 
 
-def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str) -> tuple[str, ...]:
+def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: str) -> tuple[str, ...]:
     """Returns notes that hold whether it fits or not."""
     notes = []
     axes = job.config.axes_of(mesh).model
@@ -352,8 +347,8 @@ def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, not_kept: str
         )
     if options.unknown:
         notes.append(f"this compiler does not know, and was not passed: {', '.join(options.unknown)}")
-    if not_kept:
-        notes.append(f"the program could not be kept for the next time ({not_kept}): give another cache, or none")
+    if cache_error:
+        notes.append(f"the program could not be kept for the next time ({cache_error}): give another cache, or none")
     return tuple(notes)
 
 
@@ -362,10 +357,10 @@ def _host_notes(topology: Any, measured: memory.MemoryReport) -> tuple[str, ...]
         return ()
     hardware, needs = topology.hardware, format_bytes(measured.host_bytes)
     known = hardware.host_memory_bytes
-    short = (
-        ", which is too little: take hosts with more, or more devices" if known and measured.host_bytes > known else ""
-    )
-    return (f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(known)}{short}",)
+    note = f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(known)}"
+    if known and measured.host_bytes > known:
+        note += ", which is too little: take hosts with more, or more devices"
+    return (note,)
 
 
 def _gpu_notes(topology: Any, needed: int) -> tuple[str, ...]:

@@ -1,23 +1,14 @@
-"""Estimates the seconds of a step before it is compiled: a roofline over the kernels of the traced loss, and links."""
+"""Estimates the seconds of a step before it is compiled: a roofline over the kernels of the traced loss."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-from jax.sharding import Mesh
+from collections.abc import Iterable
 
 from zero_jax.analysis import LossTrace
-from zero_jax.planning.links import HOP_SECONDS, Links
 from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
-from zero_jax.sharding.mesh import axis_size
-from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Topology
-from zero_jax.sharding.torus import gather_shardings, split_axes
 from zero_jax.transforms import Kernel
 
 # The share of computation that can be beside collectives, where these take as long: 0.49 of gpt-7b's on v6e:16x16.
@@ -119,53 +110,3 @@ class Roofline:
     def exposed_seconds(self, comms: float, compute: float) -> float:
         """Returns the seconds that computation waits for collectives over `data`."""
         return max(comms - min(self.hidden, _HIDING) * compute, comms * (1 - self.hidden))
-
-
-class MeshLinks:
-    """Seconds of collectives over the axes of a mesh.
-
-    Args:
-      mesh: the mesh.
-      topology: its hardware.
-    """
-
-    def __init__(self, mesh: Mesh, topology: Topology):
-        self.mesh, self.links = mesh, Links(mesh, topology)
-        self.rate, self.steps = functools.cache(self._rate), functools.cache(self._steps)
-
-    def _rate(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, int]:
-        """Returns the bytes a second at which a device sends over some axes together, and the hops of their ring."""
-        places = [mesh.axis_names.index(axis) for axis in axes]
-        numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), places, range(len(places)))
-        group = numbers.reshape(axis_size(mesh, axes), -1)[:, 0]
-        return self.links.bandwidth(tuple(map(int, group)), kind="all-gather")
-
-    def _steps(self, axes: tuple[str, ...]) -> list[tuple[Mesh, tuple[str, ...]]]:
-        """Returns the mesh and the axes of each step of a gather over some axes, the last one first."""
-        shardings = gather_shardings(self.mesh, (axes,), axes)
-        mesh = self.mesh
-        if shardings and shardings[0].mesh.axis_names != mesh.axis_names:
-            # An axis over several dims of the torus is gathered along each.
-            mesh, parts = split_axes(mesh, axes)
-            axes = tuple(part for axis in axes for part in parts[axis])
-        remaining = [axes, *(dims_of(sharding, 1)[0] for sharding in shardings)]
-        return [(mesh, before[len(after) :]) for before, after in itertools.pairwise(remaining)][::-1]
-
-    def gather_seconds(self, num_bytes: float, axes: Sequence[str], *, exchanges: bool = False) -> float:
-        """Returns the seconds of a staged gather to `num_bytes`, or of the reduce-scatter that reverses it.
-
-        With `exchanges` all-to-alls do what the reduce-scatter does.
-        """
-        seconds = 0.0
-        for mesh, together in self.steps(tuple(axes)):
-            size = axis_size(mesh, together)
-            bytes_per_second, hops = self.rate(mesh, together)
-            crossings = self.links.crossings(hops) if exchanges else 1.0
-            seconds += crossings * num_bytes * (1 - 1 / size) / bytes_per_second if size > 1 else 0.0
-            num_bytes /= size
-        return seconds
-
-    def send_seconds(self, num_bytes: float, axes: tuple[str, ...]) -> float:
-        """Returns the seconds of a collective over some axes in which a device sends so many bytes."""
-        bytes_per_second, hops = self.rate(self.mesh, axes)
-        return num_bytes / bytes_per_second + hops * HOP_SECONDS

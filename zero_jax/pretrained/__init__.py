@@ -2,13 +2,12 @@
 
 `folder` checks a folder (config, index, headers) without reading tensors. `mapping` says which slices of which tensors
 make a slice of a param, for the decoders of `models/` or by the user's own names. `loading` reads each process's shards
-alone, `saving` writes a state back in the same names, `exporting` does so with a checkpoint of a run.
+alone, `saving` writes a state, or a checkpoint of a run, back in the same names.
 """
 
 from zero_jax.models.huggingface import TensorName
-from zero_jax.pretrained.exporting import export_hf
 from zero_jax.pretrained.loading import HFModel, Pretrained, load_hf, load_tensors, open_hf
-from zero_jax.pretrained.saving import SavedHF, save_hf, save_tensors
+from zero_jax.pretrained.saving import SavedHF, export_hf, save_hf, save_tensors
 
 # For the command line alone.
 from zero_jax.pretrained.folder import TOKENIZER as TOKENIZER  # isort: skip

@@ -71,11 +71,11 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
                 f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, there)}copy or "
                 "download it"
             )
-        found = read_header(path / file)
-        twice = sorted(tensors.keys() & found.keys())
+        of_file = read_header(path / file)
+        twice = sorted(tensors.keys() & of_file.keys())
         if twice:
             raise ValueError(f"{path / file} has {twice[0]!r}, which {tensors[twice[0]].path.name} has too")
-        tensors |= found
+        tensors |= of_file
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
             raise ValueError(

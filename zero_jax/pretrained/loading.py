@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from zero_jax.attention import dot_product_attention
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.signatures import check_arguments
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.models import decoder
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.huggingface import TensorName, decoder_config, tensor_names
@@ -50,7 +50,7 @@ class HFModel:
 
     def load(self, mesh: Mesh, config: ZeroConfig, *, dtype: Any = None) -> PyTree:
         """Reads the params onto a mesh, as `load_hf` does."""
-        shapes = jax.eval_shape(functools.partial(decoder.init, self.config), jax.eval_shape(lambda: jax.random.key(0)))
+        shapes = jax.eval_shape(functools.partial(decoder.init, self.config), key_shape())
         return _load(shapes, self.leaves, mesh=mesh, config=self.with_specs(mesh, config), dtype=dtype)
 
     def with_specs(self, mesh: Mesh, config: ZeroConfig) -> ZeroConfig:
@@ -83,19 +83,17 @@ class Pretrained:
 def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> DecoderConfig:
     """Returns the shape of the decoder that the `config.json` of a folder describes.
 
-    Args:
-      folder: the folder.
-      seq_len: tokens in a training sequence; None takes the model's longest context.
+    `seq_len` are the tokens of a training sequence; None takes the model's longest context.
 
     Raises:
       ValueError: no such file, a family or setting that the decoder does not have, or sequences that are too long.
     """
-    found = read_config(folder)
+    hf_config = read_config(folder)
     try:
-        config = decoder_config(found, seq_len=seq_len)
+        config = decoder_config(hf_config, seq_len=seq_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
-    longest = found["max_position_embeddings"]
+    longest = hf_config["max_position_embeddings"]
     if seq_len is not None and seq_len > longest:
         raise ValueError(f"seq_len={seq_len}: the model in {os.fspath(folder)} has contexts of {longest:,} at most")
     return config

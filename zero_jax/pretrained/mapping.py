@@ -116,18 +116,13 @@ def match(
 ) -> dict[str, LeafTensors]:
     """Returns the tensors of each param, by its path.
 
-    Args:
-      where: the folder, for messages.
-      tensors: the tensors of the folder.
-      shapes: the shapes of the params.
-      names: the names of their tensors.
-      may_be_left: names of tensors that need not be used.
+    `where` is the folder, for messages; tensors of the names `may_be_left` need not be used.
 
     Raises:
       ValueError: tensors that are missing, left over, or of another shape or dtype; it lists the first of them.
     """
     check_paths(shapes, names)
-    found: dict[str, LeafTensors] = {}
+    leaves: dict[str, LeafTensors] = {}
     problems: list[str] = []
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path, shape in shapes.items():
@@ -135,7 +130,7 @@ def match(
         own = {index: names[path].of(index) for index in indices(shape, names[path])}
         wanted |= {name: (path, each) for name in own.values()}
         here = {index: tensors[name] for index, name in own.items() if name in tensors}
-        found[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=here)
+        leaves[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=here)
     surplus = [name for name in tensors if name not in wanted and name not in may_be_left]
     surplus = [name for name in surplus if not name.endswith(_UNUSED)]
     for name, (path, each) in wanted.items():
@@ -151,7 +146,7 @@ def match(
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(f"{where} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}: take another folder")
-    return found
+    return leaves
 
 
 def check_paths(shapes: Collection[str], names: Collection[str]) -> None:

@@ -12,20 +12,21 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zero_jax.checkpoint import open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaves_by_name
-from zero_jax.models.decoder_config import DecoderConfig
-from zero_jax.models.huggingface import TensorName, hf_config, tensor_names
-from zero_jax.pretrained.folder import CONFIG, copy_companions
+from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
+from zero_jax.models.huggingface import TensorName, decoder_config, hf_config, tensor_names
+from zero_jax.pretrained.folder import CONFIG, copy_companions, read_config, run_companions
 from zero_jax.pretrained.loading import HFModel, Pretrained
 from zero_jax.pretrained.mapping import LeafTensors, check_paths, indices, tensor_shape
 from zero_jax.pretrained.parts import Pieces, make_parts, own_shards, pieces_of_parts, write_parts
@@ -74,19 +75,15 @@ def save_hf(
     check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
     source = like.source if isinstance(like, Pretrained) else like
     is_shape = isinstance(source, DecoderConfig)
-    config, found = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
+    config, hub_config = (source, hf_config(source)) if is_shape else (source.config, source.hf_config)
     tree = params.masters if isinstance(params, TrainState) else params
-    names = tensor_names(config, model_type=found["model_type"])
-    dtypes = source.dtypes if isinstance(source, HFModel) and dtype is None else {}
-
-    def add(target: pathlib.Path, written: Mapping[str, str]) -> None:
-        if isinstance(source, HFModel):
-            copy_companions(source.folder, target)
-        write_config(target, found, written)
+    names = tensor_names(config, model_type=hub_config["model_type"])
+    dtypes = source.dtypes if not is_shape and dtype is None else {}
 
     leaves = leaves_by_name(tree)
     _check_shapes(leaves, config.shapes)
-    return save_arrays(folder, leaves, names, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, add=add)
+    files: dict[str, Any] = {"config": hub_config, "companions": None if is_shape else source.folder}
+    return save_arrays(folder, leaves, names, dtype=dtype, dtypes=dtypes, max_file_bytes=max_file_bytes, **files)
 
 
 def save_tensors(
@@ -108,18 +105,55 @@ def save_tensors(
     return save_arrays(folder, leaves, names, dtype=dtype, dtypes={}, max_file_bytes=max_file_bytes)
 
 
+def export_hf(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    ema: bool = False,
+    params: PyTree | None = None,
+) -> SavedHF:
+    """Writes the params of a checkpoint of a decoder as a folder of the hub, in slices of bounded size.
+
+    Args:
+      path: a run's folder, its folder of checkpoints, or the folder of one step.
+      out: the folder to make; it must not exist, or be empty.
+      step: the step; None takes the newest.
+      dtype: floating dtype of the files; None takes that of the config that the run began with, or as was saved.
+      max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
+      ema: take the params' moving average instead of the params.
+      params: write these instead, such as those with adapters merged into them.
+
+    Raises:
+      CheckpointError: no checkpoint, or a damaged one.
+      ValueError: a model that is no decoder, a folder with something in it, no space.
+    """
+    saved = open_params(path, step=step, ema=ema)
+    config = _decoder(saved.model)
+    source = _source(pathlib.Path(path))
+    hub_config = read_config(source) if source else hf_config(config)
+    if source and decoder_config(hub_config, seq_len=config.seq_len).shapes != config.shapes:
+        raise ValueError(f"{source / CONFIG} is of another model than the checkpoint: remove it, or give its own run")
+    names = tensor_names(config, model_type=hub_config["model_type"])
+    dtype = dtype or hub_config.get("dtype") or hub_config.get("torch_dtype")
+    how: dict[str, Any] = {"dtype": dtype, "dtypes": {}, "max_file_bytes": max_file_bytes}
+    how |= {"config": hub_config, "companions": source}
+    if params is not None:
+        return save_arrays(out, leaves_by_name(params), names, **how)
+    _check_no_adapters(saved.leaves, names)
+    pieces = {name: lambda name=name: saved.pieces(name) for name in saved.leaves}
+    return write_folder(out, saved.leaves, names, pieces, **how)
+
+
 def save_arrays(
     folder: str | os.PathLike[str],
     leaves: Mapping[str, Array],
     names: Mapping[str, TensorName],
-    *,
-    dtype: Any,
-    dtypes: Mapping[str, str],
-    max_file_bytes: int,
-    add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
+    **how: Any,
 ) -> SavedHF:
     """Writes arrays on the devices of any number of processes; arguments as for `write_folder`."""
-    how: dict[str, Any] = {"dtype": dtype, "dtypes": dtypes, "max_file_bytes": max_file_bytes, "add": add}
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, names, pieces, **how)
@@ -152,7 +186,8 @@ def write_folder(
     dtype: Any,
     dtypes: Mapping[str, str],
     max_file_bytes: int,
-    add: Callable[[pathlib.Path, Mapping[str, str]], None] = lambda target, written: None,
+    config: Mapping[str, Any] | None = None,
+    companions: str | os.PathLike[str] | None = None,
 ) -> SavedHF:
     """Writes a folder from slices of params, under another name first.
 
@@ -164,7 +199,8 @@ def write_folder(
       dtype: floating dtype of the files, or None.
       dtypes: dtypes by tensor, where `dtype` is None; the params' own for others.
       max_file_bytes: bytes of tensors in a file.
-      add: `add(folder, dtypes)` writes what else belongs there.
+      config: the content of its `config.json`, if it has one.
+      companions: the folder whose tokenizer and settings are copied, or None.
 
     Raises:
       ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
@@ -187,7 +223,10 @@ def write_folder(
                 leaf.write(index, values)
         if len(files) > 1:
             write_index(partial / INDEX, files)
-        add(partial, {tensor.name: tensor.dtype for tensor in tensors})
+        if companions is not None:
+            copy_companions(companions, partial)
+        if config is not None:
+            write_config(partial, config, {tensor.name: tensor.dtype for tensor in tensors})
         for name in files:
             with (partial / name).open("r+b") as file:
                 os.fsync(file.fileno())
@@ -230,9 +269,9 @@ def check_free(target: pathlib.Path) -> None:
         raise ValueError(f"{target} has {next(target.iterdir()).name} in it: choose a folder that is new or empty")
 
 
-def write_config(folder: pathlib.Path, found: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
+def write_config(folder: pathlib.Path, hf_config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
     """Writes `config.json`, with the dtype of most tensors."""
-    config = dict(found)
+    config = dict(hf_config)
     key = "dtype" if "dtype" in config else "torch_dtype"
     names = list(dtypes.values())
     config[key] = max(sorted(set(names)), key=names.count)
@@ -246,3 +285,34 @@ def _check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             raise ValueError(
                 f"param {path!r} has shape {list(leaves[path].shape)}, the model {list(shape)}: give its own params"
             )
+
+
+def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:
+    """Raises `ValueError` for the factors of adapters in the place of params."""
+    factors = sorted(name for name in leaves if name not in names and name.rpartition("/")[0] in names)
+    if factors:
+        raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")
+
+
+def _decoder(model: Any) -> DecoderConfig:
+    """Returns the shape of the decoder that a run recorded."""
+    fields = {field.name for field in dataclasses.fields(DecoderConfig)}
+    if not isinstance(model, Mapping) or not fields <= model.keys():
+        name = model.get("name") if isinstance(model, Mapping) else None
+        raise ValueError(
+            f"the checkpoint is of the model {name!r}, which is no decoder of the hub's families: export it as plain "
+            "safetensors, with --out"
+        )
+    shape = {name: model[name] for name in fields}
+    try:
+        scaling = None if shape["rope_scaling"] is None else RopeScaling(**shape["rope_scaling"])
+        return DecoderConfig(**{**shape, "rope_scaling": scaling})
+    except TypeError as error:
+        raise ValueError(f"the checkpoint's model cannot be read ({error})") from error
+
+
+def _source(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the folder with the config that a run began with, or None where it began without one."""
+    absolute = path.expanduser().absolute()
+    folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)

@@ -249,7 +249,7 @@ def _layout(
     """Returns the sizes of the axes of `data` and the grid of devices, replica first, model last."""
     replica, data, model = sizes["replica"], sizes["data"], sizes["model"]
     if data_layout is not None:
-        is_sizes = isinstance(data_layout, Sequence) and all(isinstance(one, int | np.integer) for one in data_layout)
+        is_sizes = isinstance(data_layout, Sequence) and all(isinstance(size, int | np.integer) for size in data_layout)
         if not is_sizes or min(data_layout, default=0) < 1:
             raise ValueError(f"make_mesh: data_layout={data_layout!r}: give sizes of mesh axes, such as (2, 4)")
         if math.prod(data_layout) != data:
@@ -301,9 +301,14 @@ def _network_levels(
     return layout, np.concatenate(per_copy).reshape(replica, *layout, model)
 
 
+def slice_of(device: Any) -> int:
+    """Returns the number of a device's TPU slice; 0 where there are none."""
+    return int(getattr(device, "slice_index", None) or 0)
+
+
 def _domains(devices: list[Any]) -> list[int]:
     """Returns for each device the number of its fast network: its TPU slice, or its GPU host."""
-    slices = [int(getattr(device, "slice_index", None) or 0) for device in devices]
+    slices = list(map(slice_of, devices))
     if len(set(slices)) > 1 or devices[0].platform not in GPUS:
         return slices if devices[0].platform != "cpu" else [0] * len(devices)
     processes = [device.process_index for device in devices]

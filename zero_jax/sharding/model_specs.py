@@ -56,9 +56,9 @@ def specs_of(
             specs.extend(PartitionSpec() for _ in leaves)
             continue
         has_names = True
-        specs.append(
-            _spec(path_name(path), leaves[0], names, [*_pairs(rules), *_pairs(_own_rules(node))], mesh, others)
-        )
+        own = getattr(node, "rules", None) or _metadata(node).get("sharding_rules")
+        pairs = [*_pairs(rules), *_pairs(own)]
+        specs.append(_spec(path_name(path), leaves[0], names, pairs, mesh=mesh, others=others))
     return jax.tree.structure(params).unflatten(specs) if has_names else None
 
 
@@ -110,10 +110,6 @@ def _names(node: Any) -> tuple[Any, ...] | None:
     return tuple(names) if isinstance(names, Sequence) and any(name is not None for name in names) else None
 
 
-def _own_rules(node: Any) -> Any:
-    return getattr(node, "rules", None) or _metadata(node).get("sharding_rules")
-
-
 def _pairs(rules: Any) -> list[tuple[str, Any]]:
     if rules is None:
         return []
@@ -125,7 +121,7 @@ def _pairs(rules: Any) -> list[tuple[str, Any]]:
 
 
 def _spec(
-    path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any]], mesh: Mesh, others: list[str]
+    path: str, leaf: Any, names: Sequence[Any], rules: list[tuple[str, Any]], *, mesh: Mesh, others: list[str]
 ) -> PartitionSpec:
     if len(names) != len(leaf.shape):
         raise ValueError(
@@ -137,14 +133,14 @@ def _spec(
     entries: list[Any] = []
     for name in names:
         parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-        axes = [axis for part in parts for axis in _axes(path, part, used, rules, mesh, others)]
+        axes = [axis for part in parts for axis in _axes(path, part, used, rules, mesh=mesh, others=others)]
         used.update(axes)
         entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*entries)
 
 
 def _axes(
-    path: str, name: str, used: set[str], rules: list[tuple[str, Any]], mesh: Mesh, others: list[str]
+    path: str, name: str, used: set[str], rules: list[tuple[str, Any]], *, mesh: Mesh, others: list[str]
 ) -> tuple[str, ...]:
     """Returns the mesh axes that a name stands for."""
     known = [axes for logical, axes in rules if logical == name]

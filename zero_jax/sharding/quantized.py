@@ -84,8 +84,8 @@ class Quantize:
             raise ValueError(f"quantize: grads_over={shown(over)}: give the name of a mesh axis, such as 'replica'")
         for name in ("grads_over", "error_feedback"):
             if getattr(self, name) and self.grads is None:
-                given = f"{name}={getattr(self, name)!r}"
-                raise ValueError(f"quantize: {given} without grads: give grads='int8' or 'int4' too")
+                setting = f"{name}={getattr(self, name)!r}"
+                raise ValueError(f"quantize: {setting} without grads: give grads='int8' or 'int4' too")
 
     def grad_axes(self, axes: Axes) -> tuple[str, ...]:
         """Returns the mesh axes over which gradients are sent quantized."""
@@ -207,13 +207,7 @@ def blocks_of(
 ) -> Blocks | None:
     """Returns the blocks of a leaf's shards, along one of its last two dims if they are there; None if there are none.
 
-    Args:
-      format: the format, or None.
-      path: the leaf, for errors.
-      shape: its shape.
-      dims: how it is sharded where it is cut finest.
-      mesh: the mesh.
-      block_size: as in `Quantize`.
+    `dims` are those of the leaf where it is cut finest; `path` is for errors.
 
     Raises:
       ValueError: a block size that divides no dim of the shard.
@@ -242,12 +236,7 @@ def blocks_of_leaf(
 ) -> Blocks | None:
     """Returns the blocks in which a leaf is sent, or None where it is sent as it is.
 
-    Args:
-      quantize: the settings.
-      what: `gathers` or `grads`.
-      leaf: the leaf.
-      mesh: the mesh.
-      shape: the shape of a part of it that is sharded alike, such as a row of a stack.
+    `what` is `gathers` or `grads`; `shape` that of a part of the leaf that is sharded alike, such as a row of a stack.
     """
     if quantize is None or _not_sent(leaf, mesh):
         return None
@@ -260,12 +249,7 @@ def spread_over(blocks: Blocks | None, shape: Sequence[int], dims: Dims, axis: s
 
     A quantized sum over an axis that does not shard an array sends such parts to be summed, and gathers their sums.
 
-    Args:
-      blocks: the blocks of the array, or None.
-      shape: its shape.
-      dims: how it is sharded.
-      axis: a mesh axis that is not among `dims`.
-      mesh: the mesh.
+    The axis is not among `dims`.
 
     Returns:
       None where there are no blocks, or where no dim divides.
@@ -314,9 +298,9 @@ def check_leaves(quantize: Quantize | None, leaves: Sequence[LeafPlacement], *, 
                 continue
             largest = max(matched, key=lambda leaf: leaf.num_bytes)
             small = f"no dim of its shard has a divisor from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
-            found = f"{pattern!r} matches" if patterns else "there is"
+            which = f"{pattern!r} matches" if patterns else "there is"
             raise ValueError(
-                f"quantize: {what}={value!r}: {found} no leaf to quantize; the largest is {largest.path!r} of shape "
+                f"quantize: {what}={value!r}: {which} no leaf to quantize; the largest is {largest.path!r} of shape "
                 f"{largest.shape}: {_not_sent(largest, mesh) or small}. Leave {what} out, or give a block_size that "
                 "divides its shards"
             )
@@ -326,5 +310,5 @@ def _block(extent: int, block_size: int | None, step: int) -> int:
     """Returns the elements of a block along a dim, 0 if it has none."""
     if block_size is not None:
         return block_size if extent and extent % block_size == 0 else 0
-    found = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)
-    return next(found, 0) if extent else 0
+    sizes = (size for size in range(LARGEST_BLOCK, SMALLEST_BLOCK - 1, -1) if extent % size == 0 and size % step == 0)
+    return next(sizes, 0) if extent else 0

@@ -259,8 +259,13 @@ def place_model_state(
     return tree.unflatten([place(*leaf) for leaf in leaves])
 
 
+def placement_leaves(placements: PyTree) -> list[LeafPlacement]:
+    """Returns the placements in a tree of them, in the order of its leaves."""
+    return jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))
+
+
 def _by_path(placements: PyTree) -> dict[str, LeafPlacement]:
-    return {p.path: p for p in jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement))}
+    return {placement.path: placement for placement in placement_leaves(placements)}
 
 
 def _model_state_patterns(specs: PyTree) -> dict[str, Any]:
@@ -333,15 +338,15 @@ class ShardingReport:
 
 def report_placements(placements: PyTree, *, mesh: Mesh, axes: Axes, groups: Sequence[str]) -> ShardingReport:
     """Returns a report of placements, with bytes per device; `groups` are those that are sharded."""
-    leaves = tuple(jax.tree.leaves(placements, is_leaf=lambda x: isinstance(x, LeafPlacement)))
+    leaves = tuple(placement_leaves(placements))
     per_device = {p.path: p.num_bytes // num_shards(mesh, p.dims) for p in leaves}
-    whole = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
+    unsharded_bytes = sum(per_device[p.path] for p in leaves if not carries(p.dims, axes.data))
     across = [axis for axis in axes.data if axis not in axes.secondary]
     inside = [p.num_bytes // num_shards(mesh, without(p.dims, across)) for p in leaves] if axes.secondary else []
     return ShardingReport(
         placements=leaves,
         per_device_bytes=sum(per_device.values()),
-        whole_bytes=whole,
+        whole_bytes=unsharded_bytes,
         groups=tuple(groups),
         secondary=axes.secondary,
         secondary_bytes=sum(inside),

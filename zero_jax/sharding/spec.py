@@ -108,7 +108,7 @@ def _joined(start: Dims, steps: list[Dims], mesh: Mesh | None) -> list[Dims]:
     if len(steps) < 2:
         return steps
     before, after = [start, *steps][-3], steps[-1]
-    taken = [dim[len(kept) :] for dim, kept in zip(before, after, strict=True) if dim != kept]
+    taken = [old[len(new) :] for old, new in zip(before, after, strict=True) if old != new]
     return [*steps[:-2], after] if len(taken) == 1 and _is_plane(mesh, taken[0]) else steps
 
 

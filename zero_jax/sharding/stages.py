@@ -21,11 +21,8 @@ _SECONDARY_GROUPS = frozenset({"params", "model_state"})
 def group_axes(group: str, groups: frozenset[str], *, data: Sequence[str], secondary: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes of `data` that a group of the train state is sharded over.
 
-    Args:
-      group: the group.
-      groups: those that the stage shards.
-      data: the axes of the data role.
-      secondary: those of them that params are sharded over; empty for all.
+    `groups` are those that the stage shards, `secondary` the axes that params are sharded over, empty for all of
+    `data`.
     """
     if group not in groups:
         return ()

@@ -128,7 +128,7 @@ _GPUS = (
     _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989, 4800, 450, 50, 64),
     _gpu("b200", "NVIDIA B200", 191_514_411_008, 2250, 7672, 900, 50, 64),
 )
-HARDWARE: Mapping[str, Hardware] = {one.name: one for one in (*_TPUS, *_GPUS)}
+HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in (*_TPUS, *_GPUS)}
 
 # What XLA:GPU has to know of a GPU that is not there: multiprocessors, FPUs and shared memory of each, L2, clock, major
 # compute capability.
@@ -206,7 +206,7 @@ def missing_compiler(hardware: Hardware) -> str | None:
 
 def _mismatched_libtpu() -> str | None:
     """Returns an error for a libtpu that jax does not pin: such a pair compiles, but its programs cannot be read."""
-    pins = [one for one in importlib.metadata.requires("jax") or () if one.replace(" ", "").startswith("libtpu==")]
+    pins = [x for x in importlib.metadata.requires("jax") or () if x.replace(" ", "").startswith("libtpu==")]
     pinned = re.search(r"==\s*([\d.]+)", pins[0]) if pins else None
     try:
         have = importlib.metadata.version("libtpu")
@@ -309,4 +309,4 @@ def _target_config(hardware: Hardware) -> str:
 
 def hardware_of(device: Any) -> Hardware | None:
     """Returns the figures of a device, real or compile-only, or None if they are not known."""
-    return next((one for one in HARDWARE.values() if one.device_kind == device.device_kind), None)
+    return next((known for known in HARDWARE.values() if known.device_kind == device.device_kind), None)

@@ -76,8 +76,8 @@ def split_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, Mapping[str, tu
     """Splits mesh axes that span several torus dims; returns the mesh (itself if none does), and the parts of each."""
     sizes = {axis: torus_sizes(mesh, axis) for axis in axes}
     parts = {
-        axis: (axis,) if len(found) == 1 else tuple(f"{axis}.{i}" for i in range(len(found)))
-        for axis, found in sizes.items()
+        axis: (axis,) if len(of_axis) == 1 else tuple(f"{axis}.{i}" for i in range(len(of_axis)))
+        for axis, of_axis in sizes.items()
     }
     if all(len(names) == 1 for names in parts.values()):
         return mesh, parts

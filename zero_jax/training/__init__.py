@@ -6,6 +6,7 @@ new state to the shardings of the old one. `losses` and `sequence_parallel` are 
 """
 
 from zero_jax.training import losses
+from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, normalize_loss
@@ -18,18 +19,11 @@ from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves
 from zero_jax.training.state.making import abstract_state, init_state
+from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.shardings import sharding_report, state_shardings
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    make_placement,
-    merge,
-    trainable,
-    trained_params,
-    used_by_optimizer,
-)
+from zero_jax.training.state.train_state import TrainState, merge, trainable, trained_params, used_by_optimizer
 from zero_jax.training.state.whole_leaves import read_leaf, read_leaves, write_leaf, write_leaves
-from zero_jax.training.step import TrainStep, make_train_step
+from zero_jax.training.step import make_train_step
 from zero_jax.training.xla_options import CompilerOption, StepOptions, compiler_options, flag_words, step_options
 from zero_jax.training.zero_config import ZeroConfig
 

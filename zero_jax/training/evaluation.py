@@ -23,7 +23,8 @@ from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.state.checks import check_not_donated
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement
+from zero_jax.training.state.placement import Placement, make_placement
+from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads, summed_on_use, used_shapes

@@ -25,12 +25,7 @@ def cast_batch(
 ) -> PyTree:
     """Returns a batch as the loss function is to see it: the model's floating inputs in the compute dtype.
 
-    Args:
-      loss_fn: `loss_fn(params, batch, key)`; it is traced once if there is something to cast.
-      params: the params, in the compute dtype.
-      batch: the batch.
-      key: a key.
-      config: the precision, and what is kept.
+    `params` are in the compute dtype; the loss function is traced once if there is something to cast.
 
     Raises:
       ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.

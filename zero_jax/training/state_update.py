@@ -19,7 +19,8 @@ from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.streaming import Argument, stream
 from zero_jax.training.optimizer.update import TracedUpdate, apply_update, trace_update, update_if
-from zero_jax.training.state.train_state import Placement, TrainState, merge, trainable
+from zero_jax.training.state.placement import Placement
+from zero_jax.training.state.train_state import TrainState, merge, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 

@@ -16,7 +16,7 @@ from reference import mesh_of
 
 import zero_jax as zero
 from zero_jax.training.state import making
-from zero_jax.training.state import train_state as state_module
+from zero_jax.training.state import placement as placement_module
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {"fp32": (4, 0), "bf16": (2, 4)}  # bytes of a param, and of its master param where it has one
@@ -61,7 +61,7 @@ def peak_over_share(init, *, stage, precision, mesh):
     config, tx = zero.ZeroConfig(stage=stage, precision=precision), optax.adam(0.1)
     make, given = (init, None) if callable(init) else (None, init)
     shapes = zero.abstract_state(make or (lambda key: given), tx, mesh=mesh, config=config)
-    placement = state_module.make_placement(shapes.params, mesh=mesh, config=config)
+    placement = placement_module.make_placement(shapes.params, mesh=mesh, config=config)
     program, given = making._init_program(make, given, tx, shapes, placement)
     memory = program.lower(given, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes

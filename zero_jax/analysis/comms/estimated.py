@@ -22,7 +22,7 @@ from zero_jax.core.text_tables import aligned
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.mesh import axis_size, networks
 from zero_jax.sharding.quantized import Blocks, blocks_of_leaf, spread_over
-from zero_jax.sharding.rules import LeafPlacement
+from zero_jax.sharding.rules import LeafPlacement, placement_leaves
 from zero_jax.sharding.spec import Dims, gather_steps, scatter_steps, without
 from zero_jax.training import (
     Placement,
@@ -33,6 +33,7 @@ from zero_jax.training import (
     used_by_optimizer,
 )
 
+Move = tuple[tuple[str, ...], float]  # mesh axes, and the elements that a device sends over them
 _HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "s8", "uint8": "u8"}
 
 
@@ -126,16 +127,18 @@ def estimate(
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
     made: list[EstimateRow] = []
     num_params = 0
-    leaves = jax.tree.leaves(placement.params, is_leaf=lambda x: isinstance(x, LeafPlacement))
+    leaves = placement_leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
     floats = [leaf for leaf, x in zip(leaves, masters, strict=True) if jnp.issubdtype(x.dtype, jnp.inexact)]
     needed, same = used_by_optimizer(tx, state)
     for leaf, is_needed, is_same in zip(floats, needed, same, strict=True):
-        num_params += _num_elements(leaf, placement)
+        traffic = _LeafTraffic(leaf, placement, config)
+        num_params += traffic.num_elements
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
-        made += [row for row in _param_rows(leaf, placement, config) if moves[row.phase]]
-        made += _grad_rows(leaf, placement, config) if is_needed else []
-    made += _model_state_rows(placement, config)
+        made += [row for row in traffic.param_rows() if moves[row.phase]]
+        made += traffic.grad_rows() if is_needed else []
+    for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
+        made += _LeafTraffic(leaf, placement, config).model_state_rows()
     for move in traced.moves if traced else ():
         sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
         row = EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
@@ -187,162 +190,144 @@ def sharded_residual_bytes(
     return num_layers * batch * seq * hidden * bytes_per_element * (model - 1) / model
 
 
-def _num_elements(leaf: LeafPlacement, placement: Placement) -> int:
-    """The elements of a leaf in one share of the axes that are not `data`."""
-    others = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
-    return math.prod(leaf.shape) // axis_size(placement.mesh, others)
+class _LeafTraffic:
+    """What one device sends in a step for a leaf.
 
+    Attributes:
+      num_elements: the elements of the leaf in one share of the axes that are not `data`.
+      stored: the dtype that a param is stored in.
+      compute: the dtype that it is used in.
+    """
 
-def _dtypes(leaf: LeafPlacement, placement: Placement) -> tuple[Any, Any]:
-    """The dtypes that a param is stored and used in."""
-    precision = placement.precision
-    stored = precision.master or leaf.dtype
-    return stored, precision.compute or (stored if placement.params_are_masters else precision.param or leaf.dtype)
+    def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
+        self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
+        others = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
+        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, others)
+        precision = placement.precision
+        self.stored = precision.master or leaf.dtype
+        as_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
+        self.compute = precision.compute or as_param
 
+    def param_rows(self) -> Iterator[EstimateRow]:
+        """The rows of a param that is gathered."""
+        placement, k = self.placement, self.config.num_microbatches
+        blocks = blocks_of_leaf(placement.quantize, "gathers", self.leaf, mesh=self.mesh)
+        param_axes = placement.axes_of_group("params")
+        if param_axes:
+            gathers = list(self.gathers(self.over(self.leaf.dims, param_axes), param_axes))
+            yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
+            if not self.config.keep_gathered:
+                yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
+        # What the update gathers is what params lack of the master params.
+        missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
+        dtype = (not param_axes and blocks) or placement.precision.param or self.stored
+        yield from _rows("all-gather", self.gathers(self.leaf.dims, missing), dtype, "update", 1)
 
-def _param_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
-    """The rows of a param that is gathered."""
-    (stored, compute), k = _dtypes(leaf, placement), config.num_microbatches
-    of_params = blocks_of_leaf(placement.quantize, "gathers", leaf, mesh=placement.mesh)
-    held = placement.axes_of_group("params")
-    if held:
-        gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
-        yield from _rows("all-gather", gathers, of_params or compute, "forward", k)
-        if not config.keep_gathered:
-            yield from _rows("all-gather", gathers, of_params or compute, "backward", k)
-    # What the update gathers is what params lack of the master params.
-    missing = [axis for axis in placement.axes_of_group("master") if axis not in held]
-    gathers = _gathers(leaf.dims, missing, leaf, placement)
-    dtype = (not held and of_params) or placement.precision.param or stored
-    yield from _rows("all-gather", gathers, dtype, "update", 1)
-
-
-def _grad_rows(leaf: LeafPlacement, placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
-    """The rows of a gradient that is summed."""
-    (_, compute), k = _dtypes(leaf, placement), config.num_microbatches
-    # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls; so
-    # do the others over the axes of copies of the params. Gradients that are quantized move at each use.
-    mapped, reduce = placement.summed_once, placement.precision.reduce
-    unmapped = [axis for axis in placement.axes.batch if axis not in mapped]
-    kind, reduced = ("all-to-all", "float32") if placement.sends_own_grads else ("reduce-scatter", compute)
-    yield from _sum_rows(kind, leaf, placement, unmapped, reduce or reduced, "backward", k)
-    yield from _sum_rows(
-        "all-to-all", leaf, placement, mapped, reduce or ("float32" if k > 1 else compute), "update", 1
-    )
-
-
-def _sum_rows(
-    kind: str, leaf: LeafPlacement, placement: Placement, over: Sequence[str], dtype: Any, phase: str, times: int
-) -> Iterator[EstimateRow]:
-    """The rows of a gradient that is scattered over some axes, and summed over those of them that do not shard it."""
-    mesh, coded = placement.mesh, placement.grad_axes
-    blocks = blocks_of_leaf(placement.quantize, "grads", leaf, mesh=mesh)
-    last = phase == "update"  # it is sharded over the other axes already
-    scatters, elements, rest = _scatters(leaf, placement, over, one_by_one=kind == "all-to-all", is_last=last)
-    for axes, sent in scatters:
-        is_coded = blocks is not None and set(axes) <= set(coded)
-        yield from _rows(kind, [(axes, sent)], blocks if is_coded else dtype, phase, times)
-    for axis in [axis for axis in rest if axis in coded]:
-        if spread_over(blocks, leaf.shape, _sharded_dims(leaf, placement), axis, mesh=mesh) is not None:
-            part = [((axis,), elements * (1 - 1 / mesh.shape[axis]))]
-            yield from _rows("all-to-all", part, blocks, phase, times)
-            yield from _rows("all-gather", part, blocks, phase, times)
-            rest = tuple(other for other in rest if other != axis)
-    if rest:
-        yield from _rows("all-reduce", [(rest, 2 * elements * (1 - 1 / axis_size(mesh, rest)))], dtype, phase, times)
-
-
-def _model_state_rows(placement: Placement, config: ZeroConfig) -> Iterator[EstimateRow]:
-    if MODEL_STATE not in placement.groups:
-        return
-    held = placement.axes_of_group(MODEL_STATE)
-    for leaf in jax.tree.leaves(placement.model_state, is_leaf=lambda x: isinstance(x, LeafPlacement)):
-        gathers = list(_gathers(_over(leaf.dims, held, placement), held, leaf, placement))
-        dtype = leaf.dtype
+    def model_state_rows(self) -> Iterator[EstimateRow]:
+        """The rows of a leaf of model state, which is gathered once a microbatch."""
+        axes, dtype = self.placement.axes_of_group(MODEL_STATE), self.leaf.dtype
+        gathers = list(self.gathers(self.over(self.leaf.dims, axes), axes))
         if dtype.startswith("key<"):  # moves as its words
-            num_words = leaf.num_bytes // math.prod(leaf.shape) // 4
+            num_words = self.leaf.num_bytes // math.prod(self.leaf.shape) // 4
             dtype, gathers = "uint32", [(axes, elements * num_words) for axes, elements in gathers]
         if gathers:  # integers too: the codes of a quantized base
-            yield from _rows("all-gather", gathers, dtype, "forward", config.num_microbatches)
+            yield from _rows("all-gather", gathers, dtype, "forward", self.config.num_microbatches)
+
+    def grad_rows(self) -> Iterator[EstimateRow]:
+        """The rows of a gradient that is summed."""
+        placement, k = self.placement, self.config.num_microbatches
+        # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
+        # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
+        once, reduce = placement.summed_once, placement.precision.reduce
+        often = [axis for axis in placement.axes.batch if axis not in once]
+        kind, dtype = ("all-to-all", "float32") if placement.sends_own_grads else ("reduce-scatter", self.compute)
+        yield from self.sum_rows(kind, often, reduce or dtype, phase="backward", times=k)
+        dtype = "float32" if k > 1 else self.compute
+        yield from self.sum_rows("all-to-all", once, reduce or dtype, phase="update", times=1)
+
+    def sum_rows(self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: int) -> Iterator[EstimateRow]:
+        """The rows of a gradient that is scattered over some axes, and summed over those that do not shard it."""
+        mesh, coded = self.mesh, self.placement.grad_axes
+        blocks = blocks_of_leaf(self.placement.quantize, "grads", self.leaf, mesh=mesh)
+        last = phase == "update"  # it is sharded over the other axes already
+        scatters, elements, rest = self.scatters(over, one_by_one=kind == "all-to-all", is_last=last)
+        for axes, sent in scatters:
+            is_coded = blocks is not None and set(axes) <= set(coded)
+            yield from _rows(kind, [(axes, sent)], blocks if is_coded else dtype, phase, times)
+        for axis in [axis for axis in rest if axis in coded]:
+            if spread_over(blocks, self.leaf.shape, self.sharded_dims, axis, mesh=mesh) is not None:
+                part = [((axis,), elements * (1 - 1 / mesh.shape[axis]))]
+                yield from _rows("all-to-all", part, blocks, phase, times)
+                yield from _rows("all-gather", part, blocks, phase, times)
+                rest = tuple(other for other in rest if other != axis)
+        if rest:
+            sent = 2 * elements * (1 - 1 / axis_size(mesh, rest))
+            yield from _rows("all-reduce", [(rest, sent)], dtype, phase, times)
+
+    @property
+    def sharded_dims(self) -> Dims:
+        """The dims of the leaf where its group is sharded; without `data` at stage 0."""
+        dims, placement = self.leaf.dims, self.placement
+        return dims if "master" in placement.groups else without(dims, placement.axes.data)
+
+    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
+        """The dims that of the axes of `data` are sharded over some alone."""
+        return without(dims, [axis for axis in self.placement.axes.data if axis not in axes])
+
+    def on_data(self, dims: Dims) -> tuple[str, ...]:
+        """The axes of `data` that shard dims."""
+        return tuple(axis for dim in dims for axis in dim if axis in self.placement.axes.data)
+
+    def taken(self, before: Dims, after: Dims) -> tuple[str, ...]:
+        """The `data` axes that are in one spec and no longer in another, in the mesh's order."""
+        gone = set(self.on_data(before)) - set(self.on_data(after))
+        return tuple(axis for axis in self.mesh.axis_names if axis in gone)
+
+    def gathers(self, dims: Dims, over: Sequence[str]) -> Iterator[Move]:
+        """The elements that a device sends in each step of a gather from `dims`: shards grow on the way."""
+        elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
+        for after in gather_steps(dims, over, self.mesh):
+            axes = self.taken(dims, after)
+            size = axis_size(self.mesh, axes)
+            elements *= size
+            if size > 1:
+                yield axes, elements * (size - 1) / size
+            dims = after
+
+    def scatters(
+        self, over: Sequence[str], *, one_by_one: bool, is_last: bool
+    ) -> tuple[list[Move], float, tuple[str, ...]]:
+        """The elements sent to scatter a gradient; those of a shard, and the axes of `over` that do not shard it.
+
+        If it `is_last`, the gradient is sharded over the other axes of `data` already.
+        """
+        mesh, axes, dims = self.mesh, self.placement.axes, self.sharded_dims
+        elements, scatters, on_data = float(self.num_elements), [], self.on_data(dims)
+        if is_last:
+            elements /= axis_size(mesh, [axis for axis in on_data if axis not in over])
+        data = [axis for axis in axes.data if axis in over]
+        if one_by_one:
+            steps = [(axis,) for axis in data if axis in on_data]
+        else:
+            dims = self.over(dims, data)
+            states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
+            steps = [self.taken(after, before) for before, after in itertools.pairwise(states)]
+        for step in steps:
+            named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
+            size = axis_size(mesh, named)
+            if size > 1:
+                scatters.append((named, elements * (size - 1) / size))
+                elements /= size
+        rest = (axis for axis in axes.batch if axis in over and axis not in self.on_data(dims))
+        return scatters, elements, tuple(axis for axis in rest if mesh.shape[axis] > 1)
 
 
-def _rows(
-    kind: str, moves: Iterable[tuple[tuple[str, ...], float]], dtype: Any, phase: str, times: int
-) -> Iterator[EstimateRow]:
+def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: int) -> Iterator[EstimateRow]:
     """The rows of moves in a dtype, or in `Blocks`: of their codes and of their scales."""
-    parts = [(dtype, 1)] if not isinstance(dtype, Blocks) else dtype.parts
+    parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:
         for part, per_element in parts:
-            one = jnp.dtype(part)
-            yield EstimateRow(
-                kind=kind,
-                axes=axes,
-                dtype=_HLO_DTYPES.get(one.name) or one.name,
-                phase=phase,
-                total_sent_bytes=times * elements * per_element * one.itemsize,
-            )
-
-
-def _sharded_dims(leaf: LeafPlacement, placement: Placement) -> Dims:
-    """The dims of a leaf where its group is sharded; without `data` at stage 0."""
-    if "master" in placement.groups:
-        return leaf.dims
-    return without(leaf.dims, placement.axes.data)
-
-
-def _over(dims: Dims, over: Sequence[str], placement: Placement) -> Dims:
-    """The dims of a leaf that of the axes of `data` is sharded over some alone."""
-    return without(dims, [axis for axis in placement.axes.data if axis not in over])
-
-
-def _gathers(
-    dims: Dims, over: Sequence[str], leaf: LeafPlacement, placement: Placement
-) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The elements that a device sends in each step of a gather from `dims`: shards grow on the way."""
-    elements = _num_elements(leaf, placement) / axis_size(placement.mesh, _on_data(dims, placement))
-    for after in gather_steps(dims, over, placement.mesh):
-        axes = _taken(dims, after, placement)
-        size = axis_size(placement.mesh, axes)
-        elements *= size
-        if size > 1:
-            yield axes, elements * (size - 1) / size
-        dims = after
-
-
-def _scatters(
-    leaf: LeafPlacement, placement: Placement, over: Sequence[str], *, one_by_one: bool, is_last: bool
-) -> tuple[list[tuple[tuple[str, ...], float]], float, tuple[str, ...]]:
-    """The elements sent to scatter a gradient over some axes; those of a shard, and the axes that do not shard it.
-
-    If it `is_last`, the gradient is sharded over the other axes of `data` already.
-    """
-    mesh, axes = placement.mesh, placement.axes
-    dims = _sharded_dims(leaf, placement)
-    elements, scatters = float(_num_elements(leaf, placement)), []
-    if is_last:
-        elements /= axis_size(mesh, [axis for axis in _on_data(dims, placement) if axis not in over])
-    if one_by_one:
-        steps = [(axis,) for axis in axes.data if axis in over and axis in _on_data(dims, placement)]
-    else:
-        data = [axis for axis in axes.data if axis in over]
-        dims = _over(dims, data, placement)
-        states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
-        steps = [_taken(after, before, placement) for before, after in itertools.pairwise(states)]
-    for step in steps:
-        named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
-        size = axis_size(mesh, named)
-        if size > 1:
-            scatters.append((named, elements * (size - 1) / size))
-            elements /= size
-    rest = tuple(axis for axis in axes.batch if axis in over and axis not in _on_data(dims, placement))
-    return scatters, elements, tuple(axis for axis in rest if mesh.shape[axis] > 1)
-
-
-def _on_data(dims: Dims, placement: Placement) -> tuple[str, ...]:
-    return tuple(axis for dim in dims for axis in dim if axis in placement.axes.data)
-
-
-def _taken(before: Dims, after: Dims, placement: Placement) -> tuple[str, ...]:
-    """The `data` axes that are in one spec and no longer in another, in the mesh's order."""
-    gone = set(_on_data(before, placement)) - set(_on_data(after, placement))
-    return tuple(axis for axis in placement.mesh.axis_names if axis in gone)
+            name, item_bytes = jnp.dtype(part).name, jnp.dtype(part).itemsize
+            sent_bytes = times * elements * per_element * item_bytes
+            name = _HLO_DTYPES.get(name) or name
+            yield EstimateRow(kind=kind, axes=axes, dtype=name, phase=phase, total_sent_bytes=sent_bytes)

@@ -15,6 +15,7 @@ from zero_jax import hlo
 from zero_jax.analysis.leaves import ArgumentLeaf
 from zero_jax.core.gather_names import escaped
 from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
+from zero_jax.sharding.mesh import slice_of
 
 UNKNOWN_AXES = ("?",)
 _MAX_NAMES = 3  # of params that a collective may move
@@ -136,8 +137,8 @@ class SentBytes:
         """
 
         def network(row: Any) -> str:
-            found = {self.networks.get(axis, "?") for axis in row.axes}
-            return next((name for name in ("?", "dcn") if name in found), min(found, default="?"))
+            names = {self.networks.get(axis, "?") for axis in row.axes}
+            return next((name for name in ("?", "dcn") if name in names), min(names, default="?"))
 
         return sum_by(self.rows, network)
 
@@ -206,7 +207,7 @@ def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int],
     """
     if mesh is None:
         return ()
-    slices = np.array([getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat])
+    slices = np.array(list(map(slice_of, mesh.devices.flat)))
     of_one = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
     if mesh.size == num_devices:
         sizes = list(mesh.devices.shape)
@@ -222,7 +223,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
     """Lists what XLA:TPU moves between slices, over the mesh axes on which they are; empty where those are unknown."""
     shape = dict(program_shape(mesh, program.num_devices))
     axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
-    phases = Phases(program)
+    phases, place = Phases(program), lambda transfer: (transfer.computation, transfer.name)
     return tuple(
         Row(
             kind=transfer.kind,
@@ -230,9 +231,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             axes=axes,
             group_size=transfer.num_slices,
             dtypes=(transfer.dtype,),
-            phase=phases.of(
-                transfer.computation, transfer.name, phases.op_name_before(transfer.computation, transfer.name)
-            ),
+            phase=phases.of(*place(transfer), phases.op_name_before(*place(transfer))),
             sent_bytes=transfer.sent_bytes,
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,

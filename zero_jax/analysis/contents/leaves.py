@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from zero_jax.analysis.contents.leaf import LeafSummary
 from zero_jax.analysis.contents.page import draw_page
+from zero_jax.analysis.leaves import host_memory_kind
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.text_tables import aligned, format_bytes
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names
@@ -38,10 +39,10 @@ class StateSummary:
     @property
     def groups(self) -> dict[str, tuple[LeafSummary, ...]]:
         """The leaves by group."""
-        found: dict[str, list[LeafSummary]] = {}
+        groups: dict[str, list[LeafSummary]] = {}
         for leaf in self.leaves:
-            found.setdefault(leaf.group, []).append(leaf)
-        return {name: tuple(leaves) for name, leaves in found.items()}
+            groups.setdefault(leaf.group, []).append(leaf)
+        return {name: tuple(leaves) for name, leaves in groups.items()}
 
     @property
     def global_bytes(self) -> int:
@@ -87,11 +88,9 @@ class StateSummary:
         """Returns the bytes of a group, and nothing for folders inside it."""
         if len(folders) > 1:
             return "", ""
-        leaves = self.groups[folders[0]]
-        return (
-            format_bytes(sum(leaf.global_bytes for leaf in leaves)),
-            format_bytes(sum(leaf.device_bytes for leaf in leaves)),
-        )
+        sizes = [(leaf.global_bytes, leaf.device_bytes) for leaf in self.groups[folders[0]]]
+        global_bytes, device_bytes = map(sum, zip(*sizes, strict=True))
+        return format_bytes(global_bytes), format_bytes(device_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
@@ -141,8 +140,7 @@ def _leaf(name: str, leaf: Any) -> LeafSummary:
     shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
     parts = tuple(-(-size // part) if part else 1 for size, part in zip(shape, shard, strict=True))
     num_devices = 1 if sharding is None else sharding.num_devices
-    kind = getattr(sharding, "memory_kind", None)
-    is_offloaded = kind is not None and "host" in kind and not _is_default(sharding, kind)
+    host_kind = host_memory_kind(sharding)
     shard_bytes = math.prod(shard) * item_bytes
     return LeafSummary(
         path=name,
@@ -151,19 +149,11 @@ def _leaf(name: str, leaf: Any) -> LeafSummary:
         spec=_spec(sharding, len(shape)),
         parts=parts,
         num_copies=max(1, num_devices // math.prod(parts)),
-        memory_kind=kind if is_offloaded else None,
+        memory_kind=host_kind,
         global_bytes=math.prod(shape) * item_bytes,
-        device_bytes=0 if is_offloaded else shard_bytes,
-        host_bytes=shard_bytes if is_offloaded else 0,
+        device_bytes=0 if host_kind else shard_bytes,
+        host_bytes=shard_bytes if host_kind else 0,
     )
-
-
-def _is_default(sharding: Any, kind: str) -> bool:
-    """Returns whether a kind of memory is that which the devices take where nothing is said."""
-    try:
-        return next(iter(sharding.device_set)).default_memory().kind == kind
-    except (ValueError, NotImplementedError, AttributeError):  # devices that are not there
-        return False
 
 
 def _spec(sharding: Any, ndim: int) -> str:

@@ -25,6 +25,10 @@ _STYLE = """
 .zero-summary .legend span { display: inline-block; margin-right: 18px; }
 .zero-summary .legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
 """  # noqa: E501
+_LEGEND = (
+    '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
+    "devices hold the same one. At most two dims are drawn, sharded ones first.</p>"
+)
 _LONG, _SHORT = 150, 26  # of a drawing, in pixels
 _MAX_CELLS = 1024
 _BAR = 720
@@ -34,21 +38,13 @@ _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e", "#9
 def draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     """Returns leaves by group as a page, or as a part of one (for notebooks)."""
     groups = _with_others(groups)
-    body = "\n".join(
-        [
-            f"<style>{_STYLE}</style>",
-            '<div class="zero-summary">',
-            f"<h1>{html.escape(heading)}</h1>",
-            _bar(groups),
-            *(_group(name, leaves) for name, leaves in groups.items()),
-            '<p class="dim">Each drawing is a leaf cut as its shards are: a color is a shard, and "x 4" says that four '
-            "devices hold the same one. At most two dims are drawn, sharded ones first.</p>",
-            "</div>",
-        ]
-    )
+    title = html.escape(heading)
+    parts = [f"<style>{_STYLE}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
+    parts += [_group(name, leaves) for name, leaves in groups.items()]
+    parts += [_LEGEND, "</div>"]
+    body = "\n".join(parts)
     if is_part:
         return body
-    title = html.escape(heading)
     head = f'<head><meta charset="utf-8"><title>{title}</title></head>'
     return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
 
@@ -57,8 +53,8 @@ def _with_others(groups: Groups) -> Groups:
     """Returns the groups with single leaves, such as counters and keys, as `other` at the end."""
     single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
     others = tuple(leaf for name in groups if name in single for leaf in groups[name])
-    kept = {name: leaves for name, leaves in groups.items() if name not in single}
-    return {**kept, **({"other": (*kept.get("other", ()), *others)} if others else {})}
+    several = {name: leaves for name, leaves in groups.items() if name not in single}
+    return several | ({"other": (*several.get("other", ()), *others)} if others else {})
 
 
 def _bar(groups: Groups) -> str:
@@ -78,8 +74,8 @@ def _bar(groups: Groups) -> str:
 
 
 def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
-    whole, device = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
-    head = f"{html.escape(name)}: {format_bytes(whole)}, {format_bytes(device)} a device"
+    sizes = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
+    head = "{}: {}, {} a device".format(html.escape(name), *map(format_bytes, sizes))
     columns = "<th>leaf</th><th>shape</th><th>dtype</th><th>spec</th><th>global</th><th>per device</th><th>shards</th>"
     rows = "\n".join(map(_row, leaves))
     return f"<details open><summary>{head}</summary><table><tr>{columns}</tr>\n{rows}</table></details>"
@@ -103,20 +99,17 @@ def _drawing(leaf: LeafSummary) -> str:
     columns = 1 if columns_dim is None else leaf.parts[columns_dim]
     others = math.prod(leaf.parts) // (rows * columns)
     width, height = _size(leaf, rows_dim, columns_dim)
-    cells = []
-    if rows * columns <= _MAX_CELLS:
-        for row in range(rows):
-            for column in range(columns):
-                place = row * columns + column
-                cells.append(
-                    f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
-                    f'width="{width / columns:.2f}" height="{height / rows:.2f}" '
-                    f'fill="{_color(place, rows * columns)}" stroke="#fff" '
-                    f'stroke-width="{0.8 if rows * columns < 65 else 0.2}">'
-                    f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
-                )
-    else:
-        cells.append(f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>')
+    num_cells = rows * columns
+    places = range(num_cells) if num_cells <= _MAX_CELLS else ()
+    cells = [] if places else [f'<rect x="1" y="1" width="{width}" height="{height}" fill="#bbb"/>']
+    for place in places:
+        row, column = divmod(place, columns)
+        cells.append(
+            f'<rect x="{1 + column * width / columns:.2f}" y="{1 + row * height / rows:.2f}" '
+            f'width="{width / columns:.2f}" height="{height / rows:.2f}" fill="{_color(place, num_cells)}" '
+            f'stroke="#fff" stroke-width="{0.8 if num_cells < 65 else 0.2}">'
+            f"<title>{_cell_title(leaf, {rows_dim: row, columns_dim: column})}</title></rect>"
+        )
     notes = [f"{math.prod(leaf.parts):,} shards" if math.prod(leaf.parts) > 1 else "whole"]
     notes += [f"x {leaf.num_copies}"] if leaf.num_copies > 1 else []
     notes += [f"{others} along dims not drawn"] if others > 1 else []

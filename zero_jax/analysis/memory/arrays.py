@@ -14,6 +14,7 @@ from zero_jax.analysis.leaves import (
     GROUPS,
     ArgumentLeaf,
     group_of,
+    host_memory_kind,
     sum_by_group,
     unsharded_leaves,
     unsharded_warning,
@@ -92,7 +93,7 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         data = jax.random.key_data(leaf) if is_key else leaf
         group = group_of(name)
-        on_host = _on_host(data)
+        on_host = host_memory_kind(data.sharding) is not None
         by_device: collections.Counter = collections.Counter()
         for shard in data.addressable_shards:
             by_device[str(shard.device)] += shard.data.nbytes
@@ -123,10 +124,3 @@ def measure_arrays(tree: PyTree) -> ArraysReport:
         left_whole=unsharded,
         warnings=(warning,) if warning else (),
     )
-
-
-def _on_host(array: jax.Array) -> bool:
-    """Returns whether an array is in host memory, and not of a CPU device, whose own memory that is."""
-    kind = array.sharding.memory_kind
-    device = next(iter(array.sharding.device_set))
-    return kind is not None and kind != device.default_memory().kind and "host" in kind

@@ -228,12 +228,8 @@ def estimate(
         *_fewer_ways(groups["params"], formula, placement),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
-    held = {
-        is_host: {name: sum(x.device_bytes for x in g.leaves if x.on_host is is_host) for name, g in groups.items()}
-        for is_host in (False, True)
-    }
-    actual: dict[str, float] = dict(held[False])
-    differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in held[True].items()]
+    actual, on_host = (_device_bytes(groups, on_host=on_host) for on_host in (False, True))
+    differences += [Difference(group=x, device_bytes=-size, reason=_ON_HOST) for x, size in on_host.items()]
     saved = traced.residuals if traced else residuals
     if saved is not None:
         actual["residuals"] = saved.device_bytes
@@ -254,9 +250,14 @@ def estimate(
         param_bytes=sizes.params_bytes / max(sizes.num_params, 1),
         grad_bytes=sizes.grads_bytes / max(sizes.num_params, 1),
         optimizer_bytes=(sizes.master_bytes + sizes.opt_state_bytes) / max(sizes.num_params, 1),
-        host_bytes=sum(held[True].values()) + (0 if saved is None else saved.host_bytes),
+        host_bytes=sum(on_host.values()) + (0 if saved is None else saved.host_bytes),
         secondary_bytes=sum(secondary_bytes(state, mesh=mesh, config=config).values()),
     )
+
+
+def _device_bytes(groups: dict[str, Group], *, on_host: bool) -> dict[str, float]:
+    """Returns the bytes per device of each group, in the memory of the device or of the host."""
+    return {name: sum(x.device_bytes for x in group.leaves if x.on_host is on_host) for name, group in groups.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

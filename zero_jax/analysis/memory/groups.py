@@ -15,13 +15,7 @@ from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.rules import to_shardings
-from zero_jax.training import (
-    Placement,
-    TrainState,
-    ZeroConfig,
-    make_placement,
-    state_shardings,
-)
+from zero_jax.training import Placement, TrainState, ZeroConfig, make_placement, state_shardings
 
 _FIELDS = dataclasses.fields(TrainState)
 _SHOWN_LEAVES = 5
@@ -116,24 +110,29 @@ def secondary_bytes(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dic
         return {}
     with_it = state_groups(state, mesh=mesh, config=config)
     without = state_groups(state, mesh=mesh, config=dataclasses.replace(config, secondary=False))
-    held = lambda groups, name: sum(x.device_bytes for x in groups[name].leaves)  # noqa: E731
-    before = {"params": 0 if state.master is not None else held(without, "params")}
-    before["model_state"] = held(without, "model_state")
-    return {name: float(held(with_it, name) - size) for name, size in before.items()}
+    size_of = lambda groups, name: sum(x.device_bytes for x in groups[name].leaves)  # noqa: E731
+    before = {"params": 0 if state.master is not None else size_of(without, "params")}
+    before["model_state"] = size_of(without, "model_state")
+    return {name: float(size_of(with_it, name) - size) for name, size in before.items()}
 
 
 def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
     named = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return tuple(
-        EstimatedLeaf(
-            path=path,
-            num_bytes=x.size * x.dtype.itemsize,
-            narrow_bytes=x.size * x.dtype.itemsize,
-            device_bytes=math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
-            counted=counted(x),
-            on_host=sharding.memory_kind == "pinned_host",
-        )
+        _leaf(path, x, sharding, counted=counted(x), on_host=sharding.memory_kind == "pinned_host")
         for path, x, sharding in named
+    )
+
+
+def _leaf(path: str, x: Any, sharding: Any, *, dtype: Any = None, narrow: Any = None, **flags: bool) -> EstimatedLeaf:
+    """Returns the bytes of a leaf in a dtype and, in the formula, in a narrower one; both are by default its own."""
+    item_bytes, narrow_item_bytes = ((own or x.dtype).itemsize for own in (dtype, narrow))
+    return EstimatedLeaf(
+        path=path,
+        num_bytes=x.size * item_bytes,
+        narrow_bytes=x.size * narrow_item_bytes,
+        device_bytes=math.prod(sharding.shard_shape(x.shape)) * item_bytes,
+        **flags,
     )
 
 
@@ -162,16 +161,8 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)
-        dtype = wide(narrow) if summed else narrow
-        leaves.append(
-            EstimatedLeaf(
-                path=path,
-                num_bytes=x.size * dtype.itemsize,
-                narrow_bytes=x.size * narrow.itemsize,
-                device_bytes=math.prod(sharding.shard_shape(x.shape)) * dtype.itemsize,
-            )
-        )
-    taken = [(leaf, is_needed) for leaf, is_needed in zip(leaves, needed, strict=True)]
+        leaves.append(_leaf(path, x, sharding, dtype=wide(narrow) if summed else narrow, narrow=narrow))
+    taken = list(zip(leaves, needed, strict=True))
     return Group(
         leaves=tuple(leaf for leaf, is_needed in taken if is_needed),
         skipped=tuple(leaf for leaf, is_needed in taken if not is_needed),

@@ -46,34 +46,30 @@ class StageEstimates:
     def __str__(self) -> str:
         hosts, devices = _counted(self.num_hosts, "host"), _counted(self.num_devices_per_host, "device")
         groups = [name for name in _SHOWN_GROUPS if any(x.by_group.get(name) for x in self.by_stage.values())]
-        on_host = any(found.host_bytes for found in self.by_stage.values())
+        on_host = any(estimated.host_bytes for estimated in self.by_stage.values())
         table: list[tuple[str, ...]] = [
             ("stage", "per device", "per host", *["in host memory, per host"] * on_host, *groups)
         ]
-        for stage, found in self.by_stage.items():
-            sizes = [found.total_bytes, found.total_bytes * self.num_devices_per_host]
-            sizes += [found.host_bytes * self.num_devices_per_host] * on_host
-            parts = (found.by_group.get(name, 0) for name in groups)
+        for stage, estimated in self.by_stage.items():
+            sizes = [estimated.total_bytes, estimated.total_bytes * self.num_devices_per_host]
+            sizes += [estimated.host_bytes * self.num_devices_per_host] * on_host
+            parts = (estimated.by_group.get(name, 0) for name in groups)
             table.append((str(stage), *map(format_bytes, (*sizes, *parts))))
-        return "\n".join(
-            [
-                "Estimated memory for params, gradients and optimizer state:",
-                f"HW: {hosts}, {devices} per host",
-                f"SW: {self.num_params / 1e6:,.1f}M params, {self.largest_leaf / 1e6:,.1f}M in the largest leaf, "
-                f"{self.precision}",
-                aligned(table, right=range(1, len(table[0]))),
-                "Without activations, gathered params and temporaries: zero.plan compiles the step and has them. "
-                + (
-                    "The update holds two windows of chunks besides."
-                    if on_host
-                    else "Nothing of this is in host memory."
-                ),
-            ]
-        )
+        sizes = f"{self.num_params / 1e6:,.1f}M params, {self.largest_leaf / 1e6:,.1f}M in the largest leaf"
+        windows = "The update holds two windows of chunks besides."
+        lines = [
+            "Estimated memory for params, gradients and optimizer state:",
+            f"HW: {hosts}, {devices} per host",
+            f"SW: {sizes}, {self.precision}",
+            aligned(table, right=range(1, len(table[0]))),
+            "Without activations, gathered params and temporaries: zero.plan compiles the step and has them. "
+            + (windows if on_host else "Nothing of this is in host memory."),
+        ]
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        return vars(self) | {"by_stage": {stage: found.to_json() for stage, found in self.by_stage.items()}}
+        return vars(self) | {"by_stage": {stage: estimated.to_json() for stage, estimated in self.by_stage.items()}}
 
 
 def estimate_stages(

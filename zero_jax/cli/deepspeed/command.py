@@ -8,7 +8,7 @@ from zero_jax.cli.config_file import format_config, write_file
 from zero_jax.cli.deepspeed.reading import read_json
 from zero_jax.cli.deepspeed.rows import Translation
 from zero_jax.cli.deepspeed.settings import translate
-from zero_jax.cli.options import add_json, one_line_errors, reader
+from zero_jax.cli.options import add_json, add_path, one_line_errors, reader
 
 
 def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +18,8 @@ def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
         "translated, what was not and why. Exit status: 0 done, 1 the file has unknown keys, and nothing is written, 2 "
         "it cannot be read."
     )
-    parser.add_argument(
-        "path", type=reader(str, place="local"), metavar="DS_CONFIG", help="the JSON file, such as ds_config.json"
-    )
-    parser.add_argument(
-        "--out", type=reader(str, place="local"), metavar="FILE", help="write the config file there, and print the list"
-    )
+    add_path(parser, "path", metavar="DS_CONFIG", help="the JSON file, such as ds_config.json")
+    add_path(parser, "--out", help="write the config file there, and print the list")
     parser.add_argument("--force", action="store_true", help="write over an existing file")
     parser.add_argument(
         "--devices",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cli.deepspeed.keys import KEYS
-from zero_jax.cli.deepspeed.rows import Given, Row, check
+from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, Row, check
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.trainer import OptimizerConfig
@@ -40,54 +40,55 @@ _DECAY = (
     "vectors, scales, biases and norms are not decayed here (optimizer.no_decay adds more); DeepSpeed decays all of a "
     "param group"
 )
+_NESTEROV = "the momentum of 'sgd' is Nesterov's here"
 _SHIFT = "it rises along a line, 2 steps earlier than DeepSpeed's"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def optimizer_rows(given: Given) -> Iterator[Row]:
+def optimizer_rows(keys: DeepSpeedKeys) -> Iterator[Row]:
     """Makes the rows of all keys of `optimizer` and `scheduler`."""
-    kind = given.get("optimizer.type")
+    kind = keys.get("optimizer.type")
     name = kind.lower() if isinstance(kind, str) else None
     if name in _TRANSLATED:
-        yield from _translated(given, name)
+        yield from _translated(keys, name)
     else:
         note = "the optimizer is of the program that reads this file: set [optimizer]"
         if name is not None:
             hint = did_you_mean(name, (*_OTHERS, *_TRANSLATED))
             note = _OTHERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
-        yield given.row("optimizer.type", "not translated", note)
-        yield from _left(given, _PARAMS, f"of {kind or 'an optimizer without a type'}")
-    yield from _schedule(given, has_optimizer=name in _TRANSLATED)
+        yield keys.row("optimizer.type", "not translated", note)
+        yield from _left(keys, _PARAMS, f"of {kind or 'an optimizer without a type'}")
+    yield from _schedule(keys, has_optimizer=name in _TRANSLATED)
 
 
-def _left(given: Given, prefix: str, reason: str) -> Iterator[Row]:
+def _left(keys: DeepSpeedKeys, prefix: str, reason: str) -> Iterator[Row]:
     """Makes rows of keys that belong to what is not translated."""
-    for key in given.values:
+    for key in keys.values:
         if key.startswith(prefix) and key in KEYS:
-            yield given.row(key, "not translated", reason)
+            yield keys.row(key, "not translated", reason)
 
 
-def _translated(given: Given, name: str) -> Iterator[Row]:
+def _translated(keys: DeepSpeedKeys, name: str) -> Iterator[Row]:
     """Makes the rows of an optimizer that both have."""
-    params = {key.removeprefix(_PARAMS): given.get(key) for key in given.values if key.startswith(_PARAMS)}
+    params = {key.removeprefix(_PARAMS): keys.get(key) for key in keys.values if key.startswith(_PARAMS)}
     options: dict[str, Any] = {}
     rows: list[Row] = []
-    for param, row in ((p, _param_rows(given, name, p, params)) for p in [*params, *_defaults(name, params)]):
+    for param, row in ((p, _param_rows(keys, name, p, params)) for p in [*params, *_defaults(name, params)]):
         if row is not None:
             rows.append(row)
             options |= {setting.removeprefix("optimizer."): value for setting, value in row.settings.items()}
         assert row is not None or _PARAMS + param not in KEYS, param
     blocking = [row for row in rows if row.status == "not translated" and row.key.rpartition(".")[2] in _BLOCKING]
     if blocking:
-        keys = ", ".join(row.key for row in blocking)
-        yield given.row("optimizer.type", "not translated", f"with {keys} it is another optimizer than those here")
-        yield from (given.row(row.key, "not translated", row.reason or "of that optimizer") for row in rows
-                    if row.key in given)  # fmt: skip
+        names = ", ".join(row.key for row in blocking)
+        yield keys.row("optimizer.type", "not translated", f"with {names} it is another optimizer than those here")
+        there = [row for row in rows if row.key in keys]
+        yield from (keys.row(row.key, "not translated", row.reason or "of that optimizer") for row in there)
         return
     kind = "adamw" if name in _ADAM else name
     check("optimizer.params", lambda: OptimizerConfig(**{"optimizer": kind, **options}))
     note = "DeepSpeed's Adam is AdamW unless adam_w_mode is false" if name == "adam" else ""
-    yield given.row("optimizer.type", "translated", note, optimizer__optimizer=kind)
+    yield keys.row("optimizer.type", "translated", note, optimizer__optimizer=kind)
     yield from rows
 
 
@@ -102,88 +103,74 @@ def _defaults(name: str, params: Mapping[str, Any]) -> list[str]:
     return [param for param in wanted["adam" if name in _ADAM else name] if param not in params]
 
 
-def _param_rows(given: Given, name: str, param: str, params: Mapping[str, Any]) -> Row | None:
+def _param_rows(keys: DeepSpeedKeys, name: str, param: str, params: Mapping[str, Any]) -> Row | None:
     """Makes the row of a param of the optimizer, or None for one that the table of keys does not have."""
     key = _PARAMS + param
     if key not in KEYS:
         return None
-    if given.is_auto(key):
-        return given.auto(key, _SETTINGS.get(param, "it has no counterpart"))
+    if keys.is_auto(key):
+        return keys.auto(key, _SETTINGS.get(param, "it has no counterpart"))
     if name not in _OWNERS.get(param, (name,)):
-        return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
+        return keys.row(key, "not translated", f"it is not of {keys.get('optimizer.type')}")
     if param in _READERS:
-        return _READERS[param](given, name, params)
+        return _READERS[param](keys, name, params)
     if param in _IMPLEMENTATION or param == "torch_adam":
-        return given.row(key, "no meaning", "an implementation of PyTorch or CUDA")
+        return keys.row(key, "no meaning", "an implementation of PyTorch or CUDA")
     if param == "max_grad_norm":
         status = "not translated" if params[param] else "off"
-        return given.row(key, status, "DeepSpeed refuses it: it is gradient_clipping there, zero.clip_norm here")
+        return keys.row(key, status, "DeepSpeed refuses it: it is gradient_clipping there, zero.clip_norm here")
     if param == "fp32_optimizer_states":
-        return given.row(key, "same" if params[param] else "not translated", "the optimizer's state is float32 here")
-    return given.row(key, "not translated", f"it is not of {given.get('optimizer.type')}")
+        return keys.row(key, "same" if params[param] else "not translated", "the optimizer's state is float32 here")
+    return keys.row(key, "not translated", f"it is not of {keys.get('optimizer.type')}")
 
 
-def _learning_rate(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _learning_rate(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     key = _PARAMS + "lr"
-    rate = params.get("lr", 1e-3)
-    if given.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(given)[0] is not None:
-        return given.row(key, "no meaning", "the scheduler sets the rate")
-    note = "" if key in given else "DeepSpeed's default"
-    return given.row(key, "translated", note, optimizer__learning_rate=float(rate))
+    if keys.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(keys)[0] is not None:
+        return keys.row(key, "no meaning", "the scheduler sets the rate")
+    rate = float(params.get("lr", 1e-3))
+    return keys.row(key, "translated", keys.default_of(key), optimizer__learning_rate=rate)
 
 
-def _betas(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _betas(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     key, value = _PARAMS + "betas", params.get("betas", (0.9, 0.999))
     if len(value) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
         raise ValueError(f"{key} = {shown(value)}: give two numbers, such as [0.9, 0.999]")
-    note = "" if key in given else "DeepSpeed's default"
     beta1, beta2 = map(float, value)
-    return given.row(key, "translated", note, optimizer__beta1=beta1, optimizer__beta2=beta2)
+    return keys.row(key, "translated", keys.default_of(key), optimizer__beta1=beta1, optimizer__beta2=beta2)
 
 
-def _epsilon(given: Given, name: str, params: Mapping[str, Any]) -> Row:
-    return given.row(_PARAMS + "eps", "translated", optimizer__epsilon=float(params["eps"]))
-
-
-def _weight_decay(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _weight_decay(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     key = _PARAMS + "weight_decay"
     usual = 0.01 if name == "adamw" and params.get("torch_adam") is True else 0.0
     value = float(params.get("weight_decay", usual))
-    note = _DECAY if value else "" if key in given else "DeepSpeed's default"
-    return given.row(key, "translated", note, optimizer__weight_decay=value)
+    return keys.row(key, "translated", _DECAY if value else keys.default_of(key), optimizer__weight_decay=value)
 
 
-def _momentum(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _momentum(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     key, value = _PARAMS + "momentum", params.get("momentum", 0.0)
     if value and params.get("nesterov") is not True:
-        return given.row(key, "not translated", "the momentum of 'sgd' is Nesterov's here")
-    note = "" if key in given else "PyTorch's default"
-    return given.row(key, "translated", note, optimizer__momentum=float(value))
+        return keys.row(key, "not translated", _NESTEROV)
+    return keys.row(key, "translated", keys.default_of(key, "PyTorch"), optimizer__momentum=float(value))
 
 
-def _adam_w_mode(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _adam_w_mode(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     key = _PARAMS + "adam_w_mode"
     if name == "adamw" or params["adam_w_mode"] is not False:
-        return given.row(key, "same", "weight decay is decoupled")
+        return keys.row(key, "same", "weight decay is decoupled")
     if not params.get("weight_decay"):
-        return given.row(key, "same", "without weight decay, Adam and AdamW are one")
-    return given.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
+        return keys.row(key, "same", "without weight decay, Adam and AdamW are one")
+    return keys.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
 
 
 def _only(value: Any, param: str, reason: str) -> Callable[..., Row]:
     """Returns a reader of a param that has one value here."""
-
-    def read(given: Given, name: str, params: Mapping[str, Any]) -> Row:
-        is_same = params[param] == value
-        return given.row(_PARAMS + param, "same" if is_same else "not translated", "" if is_same else reason)
-
-    return read
+    return lambda keys, name, params: keys.same_if(params[param] == value, _PARAMS + param, reason)
 
 
-def _nesterov(given: Given, name: str, params: Mapping[str, Any]) -> Row:
+def _nesterov(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     is_same = params["nesterov"] is True or not params.get("momentum")
-    reason = "the momentum of 'sgd' is Nesterov's here"
-    return given.row(_PARAMS + "nesterov", "same" if is_same else "not translated", "" if is_same else reason)
+    return keys.same_if(is_same, _PARAMS + "nesterov", _NESTEROV)
 
 
 # The optimizers of a param that others do not have.
@@ -191,7 +178,7 @@ _OWNERS = {"betas": (*_ADAM, "lion"), "eps": _ADAM, "momentum": ("sgd",)}
 _READERS: Mapping[str, Callable[..., Row]] = {
     "lr": _learning_rate,
     "betas": _betas,
-    "eps": _epsilon,
+    "eps": lambda keys, name, params: keys.row(_PARAMS + "eps", "translated", optimizer__epsilon=float(params["eps"])),
     "weight_decay": _weight_decay,
     "momentum": _momentum,
     "adam_w_mode": _adam_w_mode,
@@ -210,25 +197,25 @@ _SETTINGS = {
 }
 
 
-def _max_rate(given: Given) -> tuple[float | None, str]:
+def _max_rate(keys: DeepSpeedKeys) -> tuple[float | None, str]:
     """Returns the highest rate of a scheduler that sets it, or None and why not."""
-    key, rate = _SCHEDULE + "warmup_max_lr", given.get(_SCHEDULE + "warmup_max_lr")
+    key, rate = _SCHEDULE + "warmup_max_lr", keys.get(_SCHEDULE + "warmup_max_lr")
     if isinstance(rate, list):
         return None, "a rate for each param group; here is one for all: set optimizer.learning_rate"
-    if rate is not None and not given.is_auto(key):
+    if rate is not None and not keys.is_auto(key):
         if isinstance(rate, bool) or not isinstance(rate, int | float):
             raise ValueError(f"{key} = {shown(rate)}: give a number")
         return float(rate), ""
-    if rate is None and (given.get("scheduler.type") == "WarmupDecayLR" or given.get(_PARAMS + "lr") in (None, 1e-3)):
+    if rate is None and (keys.get("scheduler.type") == "WarmupDecayLR" or keys.get(_PARAMS + "lr") in (None, 1e-3)):
         return 1e-3, "DeepSpeed's default"
     if rate is None:
         return None, "0.001 in DeepSpeed's older releases, the optimizer's rate in newer ones: set it"
     return None, "auto"
 
 
-def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
+def _schedule(keys: DeepSpeedKeys, *, has_optimizer: bool) -> Iterator[Row]:
     """Makes the rows of the scheduler."""
-    kind, key = given.get("scheduler.type"), "scheduler.type"
+    kind, key = keys.get("scheduler.type"), "scheduler.type"
     if kind not in _SCHEDULES or not has_optimizer:
         if kind is None:
             note = "a rate that stays, unless the program has a scheduler: set optimizer.schedule and warmup_steps"
@@ -237,77 +224,76 @@ def _schedule(given: Given, *, has_optimizer: bool) -> Iterator[Row]:
         else:
             hint = "" if kind in ("OneCycle", "LRRangeTest") else did_you_mean(kind, _SCHEDULES)
             note = f"{hint}zero_jax has no such schedule: set optimizer.schedule"
-        yield given.row(key, "not translated", note)
-        yield from _left(given, _SCHEDULE, f"of {kind}")
+        yield keys.row(key, "not translated", note)
+        yield from _left(keys, _SCHEDULE, f"of {kind}")
         return
     end: dict[str, Any] = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
-    yield given.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
+    yield keys.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
     done = set()
     for name, (kinds, setting, read) in _SCHEDULE_READERS.items():
         key = _SCHEDULE + name
-        if kind in kinds or (not kinds and key in given):
-            yield given.auto(key, setting) if setting and given.is_auto(key) else read(given, key)
+        if kind in kinds or (not kinds and key in keys):
+            yield keys.auto(key, setting) if setting and keys.is_auto(key) else read(keys, key)
             done.add(key)
-    yield from (row for row in _left(given, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
+    yield from (row for row in _left(keys, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
 
 
-def _is_linear(given: Given) -> bool:
-    return given.get(_SCHEDULE + "warmup_type", "log") == "linear"
+def _is_linear(keys: DeepSpeedKeys) -> bool:
+    return keys.get(_SCHEDULE + "warmup_type", "log") == "linear"
 
 
-def _warmup_steps(given: Given, key: str) -> Row:
-    steps = given.get(key, 1000)
+def _warmup_steps(keys: DeepSpeedKeys, key: str) -> Row:
+    steps = keys.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
-    if not _is_linear(given):
+    if not _is_linear(keys):
         note = "DeepSpeed rises along a logarithm unless warmup_type is 'linear', zero_jax along a line: set {}"
-        return given.row(key, "not translated", note.format("optimizer.warmup_steps"))
-    if any(given.get(_SCHEDULE + name) not in (None, 0) for name in ("warmup_min_lr", "warmup_min_ratio")):
-        return given.row(key, "not translated", "the rise starts at 0 here: set optimizer.warmup_steps")
-    return given.row(key, "translated", _SHIFT, optimizer__warmup_steps=max(2, steps))
+        return keys.row(key, "not translated", note.format("optimizer.warmup_steps"))
+    if any(keys.get(_SCHEDULE + name) not in (None, 0) for name in ("warmup_min_lr", "warmup_min_ratio")):
+        return keys.row(key, "not translated", "the rise starts at 0 here: set optimizer.warmup_steps")
+    return keys.row(key, "translated", _SHIFT, optimizer__warmup_steps=max(2, steps))
 
 
-def _peak(given: Given, key: str) -> Row:
-    rate, why = _max_rate(given)
+def _peak(keys: DeepSpeedKeys, key: str) -> Row:
+    rate, why = _max_rate(keys)
     if rate is None:
-        return given.row(key, "not translated", why)
+        return keys.row(key, "not translated", why)
     if not rate > 0:
         raise ValueError(f"{key} = {rate}: give a positive rate")
-    return given.row(key, "translated", why, optimizer__learning_rate=rate)
+    return keys.row(key, "translated", why, optimizer__learning_rate=rate)
 
 
-def _total_steps(given: Given, key: str) -> Row:
-    steps = given.get(key)
+def _total_steps(keys: DeepSpeedKeys, key: str) -> Row:
+    steps = keys.get(key)
     if not isinstance(steps, int) or steps < 1:
-        kind = given.get("scheduler.type")
+        kind = keys.get("scheduler.type")
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps, which {kind} needs")
-    return given.row(key, "translated", "the rate falls until the last step", run__steps=steps)
+    return keys.row(key, "translated", "the rate falls until the last step", run__steps=steps)
 
 
-def _final_rate(given: Given, key: str) -> Row:
-    share = given.get(key, 1e-4)
+def _final_rate(keys: DeepSpeedKeys, key: str) -> Row:
+    share = keys.get(key, 1e-4)
     if not 0 <= share <= 1:
         raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
-    return given.row(key, "translated", "" if key in given else "DeepSpeed's default",
-                     optimizer__final_learning_rate=float(share))  # fmt: skip
+    return keys.row(key, "translated", keys.default_of(key), optimizer__final_learning_rate=float(share))
 
 
-def _start(given: Given, key: str) -> Row:
-    return given.row(key, "same" if not given.get(key) else "not translated", "the rise starts at 0 here")
+def _start(keys: DeepSpeedKeys, key: str) -> Row:
+    return keys.row(key, "same" if not keys.get(key) else "not translated", "the rise starts at 0 here")
 
 
-def _type_of_warmup(given: Given, key: str) -> Row:
-    return given.row(key, "same" if _is_linear(given) else "not translated", "the rise is linear here")
+def _type_of_warmup(keys: DeepSpeedKeys, key: str) -> Row:
+    return keys.row(key, "same" if _is_linear(keys) else "not translated", "the rise is linear here")
 
 
-def _last_iteration(given: Given, key: str) -> Row:
-    is_new = given.get(key) == -1
-    return given.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")
+def _last_iteration(keys: DeepSpeedKeys, key: str) -> Row:
+    is_new = keys.get(key) == -1
+    return keys.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")
 
 
 # The schedules for which a key has a default that matters, those of the file alone where there are none; what to set
 # here where another program fills in the value; and the function that makes the row.
-_SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[Given, str], Row]]] = {
+_SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[DeepSpeedKeys, str], Row]]] = {
     "warmup_num_steps": (tuple(_SCHEDULES), "optimizer.warmup_steps", _warmup_steps),
     "warmup_max_lr": (("WarmupLR", "WarmupDecayLR"), "optimizer.learning_rate", _peak),
     "total_num_steps": (("WarmupDecayLR", "WarmupCosineLR"), "run.steps", _total_steps),

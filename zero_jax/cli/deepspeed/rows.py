@@ -43,7 +43,7 @@ class Row:
     is_absent: bool = False
 
     @property
-    def given(self) -> str:
+    def shown(self) -> str:
         """The key and its value as text."""
         if self.is_absent:
             return f"{self.key} (absent)"
@@ -58,7 +58,7 @@ class Row:
         return "; ".join(filter(None, (settings, self.reason)))
 
 
-class Given:
+class DeepSpeedKeys:
     """The keys of a DeepSpeed config by their dotted names, and makers of their rows."""
 
     def __init__(self, values: Mapping[str, Any], *, devices: int | None):
@@ -79,10 +79,16 @@ class Given:
     def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> Row:
         """Makes the row of a key; settings are named `section__name`."""
         named = {name.replace("__", ".", 1): value for name, value in settings.items()}
-        is_absent = key not in self.values
-        return Row(
-            key=key, value=self.get(key), status=status, settings=named, reason=reason, is_absent=is_absent
-        )  # fmt: skip
+        value, is_absent = self.get(key), key not in self.values
+        return Row(key=key, value=value, status=status, settings=named, reason=reason, is_absent=is_absent)
+
+    def same_if(self, is_same: bool, key: str, reason: str) -> Row:
+        """Makes the row of a key whose value zero_jax does anyway, or does not translate for a reason."""
+        return self.row(key, "same") if is_same else self.row(key, "not translated", reason)
+
+    def default_of(self, key: str, owner: str = "DeepSpeed") -> str:
+        """Returns the note for a default that the file leaves out; empty for a key that it has."""
+        return "" if key in self else f"{owner}'s default"
 
     def auto(self, key: str, setting: str) -> Row:
         """Makes the row of a key that another program fills in."""
@@ -119,22 +125,22 @@ class Translation:
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
         """The entries of the config file, by section."""
-        found: dict[str, dict[str, Any]] = {}
+        sections: dict[str, dict[str, Any]] = {}
         for row in self.rows:
             for name, value in row.settings.items():
                 section, _, field = name.partition(".")
-                found.setdefault(section, {})[field] = value
-        return found
+                sections.setdefault(section, {})[field] = value
+        return sections
 
     @property
     def undecided(self) -> list[str]:
         """A line for each key that its reader has to decide on."""
-        return [f"{row.given}: {row.reason}" for row in self.of("not translated", "auto")]
+        return [f"{row.shown}: {row.reason}" for row in self.of("not translated", "auto")]
 
     def __str__(self) -> str:
         parts = []
         for status, title in TITLES.items():
-            rows = [(f"  {row.given}", row.becomes) for row in self.of(status)]
+            rows = [(f"  {row.shown}", row.becomes) for row in self.of(status)]
             parts += [f"{title}\n{aligned(rows)}"] if rows else []
         return "\n".join(parts)
 

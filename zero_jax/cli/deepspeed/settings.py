@@ -8,7 +8,7 @@ from typing import Any
 from zero_jax.cli.deepspeed.keys import KEYS
 from zero_jax.cli.deepspeed.optimizer import optimizer_rows
 from zero_jax.cli.deepspeed.reading import flatten
-from zero_jax.cli.deepspeed.rows import Given, Row, Translation, check
+from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, Row, Translation, check
 from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
 
@@ -30,13 +30,13 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
       ValueError: a value of the wrong kind, or values that contradict each other.
     """
     values, unknown = flatten(config)
-    given = Given({key: value for key, value in values.items() if value is not None}, devices=devices)
+    keys = DeepSpeedKeys({key: value for key, value in values.items() if value is not None}, devices=devices)
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
     rows = [Row(key=key, value=values[key], status="unknown", reason=hint) for key, hint in unknown.items()]
-    rows += [row for key in given.values if key not in unknown for row in _by_table(given, key)]
+    rows += [row for key in keys.values if key not in unknown for row in _by_table(keys, key)]
     sections = _stage, _offload, _quantize, _precision, _clipping, _mesh, _batch, _remat, _logging, optimizer_rows
-    rows += [row for translator in sections for row in translator(given)]
+    rows += [row for translator in sections for row in translator(keys)]
     nulls = {key for key, value in values.items() if value is None} - {row.key for row in rows}
     rows += [Row(key=key, value=None, status="off") for key in nulls]
     places = {key: place for place, key in enumerate(values)}
@@ -46,187 +46,187 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
     return translation
 
 
-def _is_on(given: Given, key: str) -> bool:
+def _is_on(keys: DeepSpeedKeys, key: str) -> bool:
     """Returns whether a block of keys is switched on."""
-    value, switch = given.get(key), KEYS[key].switch
+    value, switch = keys.get(key), KEYS[key].switch
     if value is None or isinstance(value, bool) or switch is None:
         return bool(value)
     return value.get(switch) not in (None, False, "false", "none")
 
 
-def _by_table(given: Given, key: str) -> Iterator[Row]:
+def _by_table(keys: DeepSpeedKeys, key: str) -> Iterator[Row]:
     """Makes the row of a key that no translator reads."""
-    entry, value = KEYS[key], given.get(key)
+    entry, value = KEYS[key], keys.get(key)
     if entry.fate == "read":
         return
-    is_off = value is None or value in entry.off if entry.kind != "block" else not _is_on(given, key)
-    is_fp16 = given.get(_FP16) is True or (given.is_auto(_FP16) and True not in map(given.get, _BF16))
+    is_off = value is None or value in entry.off if entry.kind != "block" else not _is_on(keys, key)
+    is_fp16 = keys.get(_FP16) is True or (keys.is_auto(_FP16) and True not in map(keys.get, _BF16))
     if entry.fate == "not translated" and key.startswith("fp16.") and not is_fp16:
-        yield given.row(key, "off", "fp16 is off")
+        yield keys.row(key, "off", "fp16 is off")
     elif entry.fate == "not translated" and is_off:
-        yield given.row(key, "off")
-    elif entry.fate == "not translated" and given.is_auto(key):
-        yield given.auto(key, entry.reason)
+        yield keys.row(key, "off")
+    elif entry.fate == "not translated" and keys.is_auto(key):
+        yield keys.auto(key, entry.reason)
     else:
-        yield given.row(key, entry.fate, entry.reason)
+        yield keys.row(key, entry.fate, entry.reason)
 
 
-def _stage(given: Given) -> Iterator[Row]:
+def _stage(keys: DeepSpeedKeys) -> Iterator[Row]:
     key, old = "zero_optimization.stage", "zero_optimization"
-    if old in given:
-        stage = int(bool(given.get(old)))
-        yield given.row(old, "translated", "the deprecated form of stage 1" if stage else "", zero__stage=stage)
-    elif key not in given or given.get(key) is None:
-        yield given.row(key, "translated", "DeepSpeed's default is no ZeRO", zero__stage=0)
-    elif given.is_auto(key):
-        yield given.auto(key, "zero.stage")
+    if old in keys:
+        stage = int(bool(keys.get(old)))
+        yield keys.row(old, "translated", "the deprecated form of stage 1" if stage else "", zero__stage=stage)
+    elif key not in keys or keys.get(key) is None:
+        yield keys.row(key, "translated", "DeepSpeed's default is no ZeRO", zero__stage=0)
+    elif keys.is_auto(key):
+        yield keys.auto(key, "zero.stage")
     else:
-        check(key, lambda: ZeroConfig(stage=given.get(key)))
-        yield given.row(key, "translated", zero__stage=given.get(key))
+        check(key, lambda: ZeroConfig(stage=keys.get(key)))
+        yield keys.row(key, "translated", zero__stage=keys.get(key))
     overlap = "zero_optimization.overlap_comm"
-    if overlap in given:
-        if isinstance(given.get(overlap), bool):
+    if overlap in keys:
+        if isinstance(keys.get(overlap), bool):
             note = "of gathers too, where the hardware has options for it (docs/overlap.md)"
-            yield given.row(overlap, "translated", note, zero__overlap=given.get(overlap))
+            yield keys.row(overlap, "translated", note, zero__overlap=keys.get(overlap))
         else:
-            yield given.row(overlap, "off", "zero.overlap is true by default")
+            yield keys.row(overlap, "off", "zero.overlap is true by default")
 
 
-def _offload(given: Given) -> Iterator[Row]:
+def _offload(keys: DeepSpeedKeys) -> Iterator[Row]:
     """Translates the offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
     key, old = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
-    value, is_old = given.get(key), given.get(old) is True
+    value, is_old = keys.get(key), keys.get(old) is True
     note = "the update runs on the devices, not on the CPU; at stage 3 the master params are the params, and stay there"
-    if old in given:
-        is_new = key in given and _is_on(given, key)
+    if old in keys:
+        is_new = key in keys and _is_on(keys, key)
         settings: dict[str, Any] = {"zero__offload": "state"} if is_old and not is_new else {}
-        yield given.row(old, "translated" if settings else "off", note if settings else "", **settings)
-    if key not in given:
+        yield keys.row(old, "translated" if settings else "off", note if settings else "", **settings)
+    if key not in keys:
         return
     device, ratio = (value.get("device"), value.get("ratio", 1)) if isinstance(value, Mapping) else (None, 1)
-    if not _is_on(given, key):
-        yield given.row(key, "off")
+    if not _is_on(keys, key):
+        yield keys.row(key, "off")
     elif device != "cpu":
-        yield given.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
+        yield keys.row(key, "not translated", "zero.offload keeps state in host memory, nowhere else")
     elif ratio != 1:
-        yield given.row(key, "translated", note, zero__offload="state", zero__offload_fraction=ratio)
+        yield keys.row(key, "translated", note, zero__offload="state", zero__offload_fraction=ratio)
     else:
-        yield given.row(key, "translated", note, zero__offload="state")
+        yield keys.row(key, "translated", note, zero__offload="state")
 
 
-def _quantize(given: Given) -> Iterator[Row]:
+def _quantize(keys: DeepSpeedKeys) -> Iterator[Row]:
     """Translates quantized gathers and gradients (ZeRO++), which DeepSpeed has at stage 3."""
     fields = {"zero_quantized_weights": "quantize_gathers", "zero_quantized_gradients": "quantize_grads"}
     for name, field in fields.items():
         key = f"zero_optimization.{name}"
-        if key not in given:
+        if key not in keys:
             continue
-        if given.get(key) is not True:
-            yield given.row(key, "off")
-        elif given.get("zero_optimization.stage") != 3:
-            yield given.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
+        if keys.get(key) is not True:
+            yield keys.row(key, "off")
+        elif keys.get("zero_optimization.stage") != 3:
+            yield keys.row(key, "not translated", "DeepSpeed sends them quantized at stage 3 alone")
         else:
-            yield given.row(key, "translated", "in blocks of int8 (docs/quantized.md)", **{f"zero__{field}": "int8"})
+            yield keys.row(key, "translated", "in blocks of int8 (docs/quantized.md)", **{f"zero__{field}": "int8"})
 
 
-def _precision(given: Given) -> Iterator[Row]:
-    present = [key for key in (*_BF16, _FP16) if key in given]
-    chosen = [key for key in present if given.get(key) is True]
+def _precision(keys: DeepSpeedKeys) -> Iterator[Row]:
+    present = [key for key in (*_BF16, _FP16) if key in keys]
+    chosen = [key for key in present if keys.get(key) is True]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} are both true: DeepSpeed takes one of them; set one to false")
-    casts = [key for key in _AUTOCAST if key in given and _is_on(given, key)]
+    casts = [key for key in _AUTOCAST if key in keys and _is_on(keys, key)]
     for key in present:
         if key in chosen:
             name = "fp16" if key == _FP16 else "bf16"
-            yield given.row(key, "translated", zero__precision=name)
-        elif given.is_auto(key) and not chosen:
-            yield given.auto(key, "zero.precision = 'bf16', 'fp16' or 'fp32'")
+            yield keys.row(key, "translated", zero__precision=name)
+        elif keys.is_auto(key) and not chosen:
+            yield keys.auto(key, "zero.precision = 'bf16', 'fp16' or 'fp32'")
         else:
-            yield given.row(key, "off")
-    if not (chosen or casts or any(given.is_auto(key) for key in present)):
+            yield keys.row(key, "off")
+    if not (chosen or casts or any(keys.is_auto(key) for key in present)):
         yield Row(
             key="bf16 and fp16", value=None, status="translated", settings={"zero.precision": "fp32"},
             reason="neither is on, so that DeepSpeed trains in the model's dtype", is_absent=True,
         )  # fmt: skip
 
 
-def _clipping(given: Given) -> Iterator[Row]:
+def _clipping(keys: DeepSpeedKeys) -> Iterator[Row]:
     key = "gradient_clipping"
-    value = given.get(key)
-    if given.is_auto(key):
-        yield given.auto(key, "zero.clip_norm")
+    value = keys.get(key)
+    if keys.is_auto(key):
+        yield keys.auto(key, "zero.clip_norm")
     elif not value:
-        note = "" if key in given else "DeepSpeed's default is no clipping"
-        yield given.row(key, "translated", note, zero__clip_norm=None)
+        note = "" if key in keys else "DeepSpeed's default is no clipping"
+        yield keys.row(key, "translated", note, zero__clip_norm=None)
     else:
         check(key, lambda: ZeroConfig(clip_norm=float(value)))
-        yield given.row(key, "translated", "of the global norm", zero__clip_norm=float(value))
+        yield keys.row(key, "translated", "of the global norm", zero__clip_norm=float(value))
 
 
-def _model_size(given: Given) -> int:
-    size = given.get("tensor_parallel.autotp_size")
+def _model_size(keys: DeepSpeedKeys) -> int:
+    size = keys.get("tensor_parallel.autotp_size")
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def _mesh(given: Given) -> Iterator[Row]:
+def _mesh(keys: DeepSpeedKeys) -> Iterator[Row]:
     key = "tensor_parallel.autotp_size"
-    if key in given:
-        size = _model_size(given)
+    if key in keys:
+        size = _model_size(keys)
         if size > 1:
-            yield given.row(key, "translated", "the model needs specs for that axis", run__model_axis=size)
+            yield keys.row(key, "translated", "the model needs specs for that axis", run__model_axis=size)
         else:
-            yield given.row(key, "off")
+            yield keys.row(key, "off")
     key = "zero_optimization.mics_shard_size"
-    size = given.get(key)
-    if key not in given:
+    size = keys.get(key)
+    if key not in keys:
         return
     if not isinstance(size, int) or size < 1:
-        yield given.row(key, "off")
-    elif given.devices is None:
+        yield keys.row(key, "off")
+    elif keys.devices is None:
         note = f"set run.replica to the number of devices / {size}, or give --devices"
-        yield given.row(key, "not translated", note)
+        yield keys.row(key, "not translated", note)
     else:
-        copies = _divided(given.devices, size * _model_size(given), f"{key} = {size}")
-        yield given.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
+        copies = _divided(keys.devices, size * _model_size(keys), f"{key} = {size}")
+        yield keys.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
 
 
-def _divided(whole: int, part: int, what: str) -> int:
-    if whole % part:
-        raise ValueError(f"{what}: {whole} does not divide by {part}: correct it, or --devices")
-    return whole // part
+def _divided(total: int, part: int, what: str) -> int:
+    if total % part:
+        raise ValueError(f"{what}: {total} does not divide by {part}: correct it, or --devices")
+    return total // part
 
 
-def _batch(given: Given) -> Iterator[Row]:
+def _batch(keys: DeepSpeedKeys) -> Iterator[Row]:
     """Translates the three keys of the batch, of which DeepSpeed infers one."""
     for key in _BATCH:
-        value = given.get(key)
+        value = keys.get(key)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{key} = {value}: give at least 1")
-    devices = given.devices
-    parts = None if devices is None else _divided(devices, _model_size(given), "tensor_parallel.autotp_size")
+    devices = keys.devices
+    parts = None if devices is None else _divided(devices, _model_size(keys), "tensor_parallel.autotp_size")
     batch, micro, steps = _BATCH
-    if not any(key in given for key in _BATCH):
+    if not any(key in keys for key in _BATCH):
         return
-    size, micro_size, num = (None if given.is_auto(key) else given.get(key) for key in _BATCH)
-    has_auto = any(given.is_auto(key) for key in _BATCH)
+    size, micro_size, num = (None if keys.is_auto(key) else keys.get(key) for key in _BATCH)
+    has_auto = any(keys.is_auto(key) for key in _BATCH)
     if not has_auto:
         size, num = _inferred(size, micro_size, num, parts)
     needed = f"DeepSpeed infers it by {batch} = {micro} x {steps} x devices: give --devices, or set"
     for key, value, setting in ((batch, size, "run.batch_size"), (steps, num, "zero.num_microbatches")):
-        if given.is_auto(key):
-            yield given.auto(key, setting)
+        if keys.is_auto(key):
+            yield keys.auto(key, setting)
         elif value is not None:
-            note = "" if key in given else "as DeepSpeed infers it"
+            note = "" if key in keys else "as DeepSpeed infers it"
             if key == steps and value > 1:
                 note += "; microbatches are weighted by their tokens here, and equally there: the same in packed rows"
             section, name = setting.split(".")
-            yield given.row(key, "translated", note.removeprefix("; "), **{f"{section}__{name}": value})
-        elif not has_auto or key in given:
-            yield given.row(key, "not translated", f"{needed} {setting}")
-    if given.is_auto(micro):
-        yield given.auto(micro, "it follows from run.batch_size and zero.num_microbatches")
-    elif micro in given:
-        yield given.row(micro, "same", "it follows: batch_size / (num_microbatches x data-parallel devices)")
+            yield keys.row(key, "translated", note.removeprefix("; "), **{f"{section}__{name}": value})
+        elif not has_auto or key in keys:
+            yield keys.row(key, "not translated", f"{needed} {setting}")
+    if keys.is_auto(micro):
+        yield keys.auto(micro, "it follows from run.batch_size and zero.num_microbatches")
+    elif micro in keys:
+        yield keys.row(micro, "same", "it follows: batch_size / (num_microbatches x data-parallel devices)")
 
 
 def _inferred(
@@ -241,51 +241,51 @@ def _inferred(
     if size is None and micro_size is not None and num is not None and parts is not None:
         size = micro_size * num * parts
     if size is not None and num is not None:
-        found = _divided(size, num * (micro_size or 1), what)
-        if parts is not None and micro_size is not None and parts != found:
-            raise ValueError(f"{what} are for {found} data-parallel devices, not {parts}")
+        num_parallel = _divided(size, num * (micro_size or 1), what)
+        if parts is not None and micro_size is not None and parts != num_parallel:
+            raise ValueError(f"{what} are for {num_parallel} data-parallel devices, not {parts}")
         if parts is not None:
             _divided(size, num * parts, what)
     return size, num
 
 
-def _remat(given: Given) -> Iterator[Row]:
+def _remat(keys: DeepSpeedKeys) -> Iterator[Row]:
     partition, offload = _REMAT
     where = "DeepSpeed does so where the model calls its checkpoint function, and zero_jax in each block"
-    if offload in given:
-        if given.get(offload) is True:
-            yield given.row(offload, "translated", where, zero__remat="full_offloaded")
+    if offload in keys:
+        if keys.get(offload) is True:
+            yield keys.row(offload, "translated", where, zero__remat="full_offloaded")
         else:
-            yield given.row(offload, "off")
-    if partition in given:
-        if given.get(partition) is not True:
-            yield given.row(partition, "off")
-        elif given.get(offload) is True:
-            yield given.row(partition, "same", "'full_offloaded' shards them over an axis `model`, too")
-        elif _model_size(given) > 1:
-            yield given.row(partition, "translated", where, zero__remat="full_sharded")
+            yield keys.row(offload, "off")
+    if partition in keys:
+        if keys.get(partition) is not True:
+            yield keys.row(partition, "off")
+        elif keys.get(offload) is True:
+            yield keys.row(partition, "same", "'full_offloaded' shards them over an axis `model`, too")
+        elif _model_size(keys) > 1:
+            yield keys.row(partition, "translated", where, zero__remat="full_sharded")
         else:
             note = "set zero.remat = 'full_sharded' and run.model_axis together: residuals are sharded over that axis"
-            yield given.row(partition, "not translated", note)
+            yield keys.row(partition, "not translated", note)
 
 
-def _logging(given: Given) -> Iterator[Row]:
-    if "steps_per_print" in given:
-        value = given.get("steps_per_print")
+def _logging(keys: DeepSpeedKeys) -> Iterator[Row]:
+    if "steps_per_print" in keys:
+        value = keys.get("steps_per_print")
         if isinstance(value, int) and value >= 1:
-            yield given.row("steps_per_print", "translated", run__log_every=min(value, 2**31 - 1))
+            yield keys.row("steps_per_print", "translated", run__log_every=min(value, 2**31 - 1))
         else:
-            yield given.row("steps_per_print", "off")
+            yield keys.row("steps_per_print", "off")
     for name in ("tensorboard", "wandb"):
-        if name not in given:
+        if name not in keys:
             continue
-        if not _is_on(given, name):
-            yield given.row(name, "off")
+        if not _is_on(keys, name):
+            yield keys.row(name, "off")
         elif name == "tensorboard":
-            yield given.row(name, "translated", "records go to the run's own folder", log__tensorboard=True)
+            yield keys.row(name, "translated", "records go to the run's own folder", log__tensorboard=True)
         else:
-            value = given.get(name)
+            value = keys.get(name)
             project = value.get("project", "deepspeed") if isinstance(value, Mapping) else "deepspeed"
             if not isinstance(project, str):
                 raise ValueError(f"wandb.project = {shown(project)}: give text")
-            yield given.row(name, "translated", "group and team are those of wandb's settings", log__wandb=project)
+            yield keys.row(name, "translated", "group and team are those of wandb's settings", log__wandb=project)

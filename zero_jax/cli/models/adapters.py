@@ -17,7 +17,7 @@ from zero_jax.cli.models.options import preset_config
 from zero_jax.cli.models.presets import ModelConfig, init_function
 from zero_jax.cli.options import add_fields, field_values
 from zero_jax.core.field_checks import check_fields
-from zero_jax.core.tree import PyTree, leaf_names
+from zero_jax.core.tree import PyTree, key_shape, leaf_names
 from zero_jax.core.variables import Variables
 from zero_jax.finetuning import Lora
 from zero_jax.sharding.mesh import make_mesh
@@ -71,7 +71,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
             raise ValueError("--lora-rank and its like need --lora: give the patterns of the leaves to adapt")
         return model
     init_fn = model.init_fn
-    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    shapes = jax.eval_shape(init_fn, key_shape())
     lora = _lora(config, config.lora, model.config, leaf_names(shapes))
     lora.targets(shapes)
 
@@ -81,7 +81,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
     def adapt(params: PyTree, key: jax.Array) -> Variables:
         return lora.init(params, key)
 
-    jax.eval_shape(init_adapters, jax.eval_shape(lambda: jax.random.key(0)))
+    jax.eval_shape(init_adapters, key_shape())
     specs = model.param_specs
     if specs is not None:
         mesh: Any = AbstractMesh((getattr(options, "TrainConfig.model_axis"),), ("model",))
@@ -101,11 +101,8 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
 def merged_params(path: str, *, step: int | None, dtype: str | None, options: argparse.Namespace) -> PyTree:
     """Returns the params of a checkpoint with its adapters merged, in the memory of the host.
 
-    Args:
-      path: a run's folder, its checkpoints, or the folder of one step.
-      step: the step; None takes the newest.
-      dtype: as for `Lora.merge`.
-      options: the options of the run.
+    `path` is a run's folder, its checkpoints, or the folder of one step; `dtype` is as for `Lora.merge`, `options` are
+    those of the run. A step of None is the newest.
 
     Raises:
       CheckpointError: no checkpoint, or a damaged one.
@@ -116,7 +113,7 @@ def merged_params(path: str, *, step: int | None, dtype: str | None, options: ar
         raise ValueError("--merged is for runs with --lora, and this one has no adapters: leave it out")
     shape = preset_config(options)
     init_fn = init_function(shape)
-    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    shapes = jax.eval_shape(init_fn, key_shape())
     lora = _lora(config, config.lora, shape, leaf_names(shapes))
     record, _ = find_checkpoint(path, step)
     restored = restore(

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import pathlib
 import shutil
+from typing import Any
 
 from zero_jax.cli.models.presets import shape_changes
-from zero_jax.cli.options import explicit
+from zero_jax.cli.options import explicit, option_of
 from zero_jax.data import DataConfig, load_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.pretrained import TOKENIZER, copy_companions, open_hf, read_decoder, run_companions, write_config
@@ -21,6 +22,13 @@ _MAY_CHANGE = ("seq_len", "expert_capacity", "expert_balance")
 def model_name(options: argparse.Namespace) -> str:
     """Returns the name of the preset, or of the hub's folder."""
     return options.preset if options.from_hf is None else pathlib.Path(options.from_hf).absolute().name
+
+
+def model_section(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the section `model` of a config file: the preset, or the hub's folder, with the changes by options."""
+    if options.from_hf is None:
+        return {"preset": options.preset, **shape_changes(options)}
+    return {"from_hf": str(pathlib.Path(options.from_hf).expanduser().absolute()), **shape_changes(options)}
 
 
 def hub_config(options: argparse.Namespace) -> DecoderConfig:
@@ -36,8 +44,8 @@ def hub_config(options: argparse.Namespace) -> DecoderConfig:
     changes = shape_changes(options)
     wrong = [name for name in changes if name not in _MAY_CHANGE]
     if wrong:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise ValueError(f"{names}: --from-hf takes the model's shape from its config.json: leave it out")
+        names = map(option_of, wrong)
+        raise ValueError(f"{' and '.join(names)}: --from-hf takes the model's shape from its config.json: leave it out")
     config = read_decoder(options.from_hf, seq_len=changes.get("seq_len"))
     if "seq_len" not in changes:
         changes["seq_len"] = min(config.seq_len, MAX_SEQ_LEN)

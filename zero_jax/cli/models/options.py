@@ -25,9 +25,18 @@ from zero_jax.cli.models.presets import (
     model_specs,
     shape_changes,
 )
-from zero_jax.cli.options import OptionKind, add_fields, explicit, field_values, option_fields, reader, refuse
+from zero_jax.cli.options import (
+    OptionKind,
+    add_fields,
+    explicit,
+    field_values,
+    option_fields,
+    option_of,
+    reader,
+    refuse,
+)
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree
+from zero_jax.core.tree import PyTree, key_shape
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import batch_of, resolve
@@ -90,27 +99,16 @@ def model_keys() -> Mapping[str, OptionKind]:
 def add_own_model_options(group: Any) -> None:
     """Adds the options that name the user's own functions."""
     where = "as module:function, or path/to/file.py:function"
-    text = reader(str)
-    group.add_argument(
-        "--loss", type=text, metavar="REF", help=f"your own loss function, {where}; it stands for --model"
-    )
-    group.add_argument(
-        "--init", type=text, metavar="REF", help=f"the function that makes its params from a key, {where}"
-    )
-    group.add_argument(
-        "--batch",
-        type=text,
-        metavar="REF",
-        help="a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
-    )
-    group.add_argument(
-        "--param-specs",
-        type=text,
-        metavar="REF",
-        help="how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from regular "
-        "expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that returns "
-        "one of them",
-    )
+    texts = {
+        "--loss": f"your own loss function, {where}; it stands for --model",
+        "--init": f"the function that makes its params from a key, {where}",
+        "--batch": "a function that returns a batch (arrays or ShapeDtypeStructs) of any number of examples",
+        "--param-specs": "how its params are sharded over the axis `model`: a tree of PartitionSpecs, a dict from "
+        "regular expressions of leaf paths to PartitionSpecs, or a function of the params' shapes, or of nothing, that "
+        "returns one of them",
+    }
+    for option, text in texts.items():
+        group.add_argument(option, type=reader(str), metavar="REF", help=text)
 
 
 def preset_config(options: argparse.Namespace) -> ModelConfig:
@@ -183,7 +181,7 @@ def refuse_presets(options: argparse.Namespace) -> None:
         if name in explicit(options):
             raise ValueError(f"{option} {getattr(options, name)}: that {reason}")
     names = [name for config in (GPTConfig, DecoderConfig, ActivationConfig) for name in option_fields(config)]
-    refuse(options, [f"--{name.replace('_', '-')}" for name in names], reason=f"that {reason}")
+    refuse(options, list(map(option_of, names)), reason=f"that {reason}")
 
 
 def reference_model(name: str, config: ModelConfig, activations: ActivationConfig | None = None) -> PlannedModel:
@@ -212,7 +210,7 @@ def own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable
     if not callable(value):
         return lambda model: value
     takes_params = bool(inspect.signature(value).parameters)
-    shapes = jax.eval_shape(init_fn, jax.eval_shape(lambda: jax.random.key(0))) if takes_params else None
+    shapes = jax.eval_shape(init_fn, key_shape()) if takes_params else None
     specs = value(shapes) if takes_params else value()
     return lambda model: specs
 

@@ -7,7 +7,7 @@ import dataclasses
 import re
 
 from zero_jax.cli.models.options import function_of, own_specs, refuse_presets
-from zero_jax.cli.options import field_values, option_fields, refuse
+from zero_jax.cli.options import field_values, option_fields, option_of, refuse
 from zero_jax.core.field_checks import check_fields
 from zero_jax.data import DataConfig
 from zero_jax.planning import resolve
@@ -39,11 +39,11 @@ class OwnModelConfig:
     def __post_init__(self) -> None:
         """Raises `ValueError` for some of the references without the others."""
         check_fields(self)
-        given = [name for name, reference in vars(self).items() if reference]
-        missing = [_option(name) for name in _NEEDED if name not in given]
-        if given and missing:
+        named = [name for name, reference in vars(self).items() if reference]
+        missing = [option_of(name) for name in _NEEDED if name not in named]
+        if named and missing:
             raise ValueError(
-                f"{_option(given[0])} is of a model of your own, which needs --loss, --init and --batches: give "
+                f"{option_of(named[0])} is of a model of your own, which needs --loss, --init and --batches: give "
                 f"{' and '.join(missing)} too"
             )
 
@@ -58,7 +58,7 @@ def read_own_model(options: argparse.Namespace) -> OwnModelConfig | None:
     if config.loss is None:
         return None
     refuse_presets(options)
-    names = [_option(name) for name in (*option_fields(DataConfig), *TEXT_FIELDS)]
+    names = [option_of(name) for name in (*option_fields(DataConfig), *TEXT_FIELDS)]
     refuse(options, names, reason="that is of text, and --batches stands for a source of your own: leave it out")
     return config
 
@@ -81,7 +81,3 @@ def import_own_model(config: OwnModelConfig, *, model_axis: int) -> OwnModel:
         eval_fn=function_of("--eval-loss", config.eval_loss) if config.eval_loss else None,
         param_specs=own_specs(config.param_specs, init_fn)(model_axis),
     )
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

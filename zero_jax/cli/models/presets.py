@@ -10,7 +10,7 @@ from typing import Any
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.cli.options import OptionKind, add_fields, field_values, option_fields
+from zero_jax.cli.options import OptionKind, add_fields, field_values, option_fields, option_of
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
@@ -76,8 +76,8 @@ def check_changes(name: str, config: ModelConfig, changes: Mapping[str, Any]) ->
     known = option_fields(type(config))
     for field in changes:
         if field not in known:
-            option = f"--{field.replace('_', '-')}"
-            hint = did_you_mean(field, known, "did you mean --{}? ").replace("_", "-")
+            option, near = option_of(field), did_you_mean(field, known, "{}")
+            hint = f"did you mean {option_of(near)}? " if near else ""
             raise ValueError(f"{option}: {name} is {_KINDS[type(config)]}, which has no {field}: {hint}leave it out")
 
 

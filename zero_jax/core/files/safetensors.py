@@ -82,7 +82,7 @@ class StoredTensor(Tensor):
 
 
 def _map_single_pages(mapped: np.memmap) -> None:
-    """Maps the pages that are written alone: Linux maps large folios around them, up to all of the file for a column."""
+    """Maps the pages that are written alone: Linux maps large folios around them, up to all of a file for a column."""
     if isinstance(mapped.base, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
         mapped.base.madvise(mmap.MADV_RANDOM)
 

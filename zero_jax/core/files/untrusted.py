@@ -82,7 +82,11 @@ def read_json(path: str | os.PathLike[str], what: str, *, remedy: str, limit_byt
 
 def _check_kind(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file")
+        raise ValueError(f"it {_is_no_file(status)}")
+
+
+def _is_no_file(status: os.stat_result) -> str:
+    return f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file"
 
 
 def irregular(folder: epath.Path) -> list[str]:
@@ -101,9 +105,7 @@ def irregular(folder: epath.Path) -> list[str]:
             if stat.S_ISREG(status.st_mode):
                 continue
             if not stat.S_ISDIR(status.st_mode):
-                problems.append(
-                    f"{name} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'of an unknown kind')}, not a file"
-                )
+                problems.append(f"{name} {_is_no_file(status)}")
             elif (status.st_dev, status.st_ino) in seen:
                 problems.append(f"{name} leads to a folder that is there already")
             else:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.agreement import from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
-from zero_jax.core.tree import PyTree, check_arrays, leading_dims, leaf_names, leaves_by_name
+from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, leaves_by_name, shapes_of
 from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
@@ -224,7 +224,7 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     source = find_source("batches", model.batches)
     first = source.first()
     shapes = _placed_shapes("the first batch", first, mesh, zero.num_microbatches)
-    variables = jax.eval_shape(model.init_fn, jax.eval_shape(lambda: jax.random.key(0)))
+    variables = jax.eval_shape(model.init_fn, key_shape())
     aux = _aux_shapes(model.loss_fn, variables, shapes, mesh)
     weight = None if zero.loss_weight == "auto" else zero.loss_weight
     validation, eval_aux = None, {}
@@ -279,12 +279,12 @@ def _placed_shapes(what: str, batch: PyTree, mesh: Mesh, num_microbatches: int) 
         raise ValueError(f"{what}: {error}") from error
     if not any(x.ndim for x in jax.tree.leaves(placed)):
         raise ValueError(f"{what} has no leaf with a leading dim: give arrays [examples, ...]")
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), placed)
+    return shapes_of(placed)
 
 
 def _aux_shapes(loss_fn: Callable[..., Any] | MeshLoss, variables: PyTree, batch: PyTree, mesh: Mesh) -> PyTree:
     """Returns the shapes of the aux of a loss function; raises `ValueError` for a loss that is no scalar."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = key_shape()
     _, (aux, _) = jax.eval_shape(normalize_loss(loss_fn, mesh), variables, batch, key)
     return aux
 

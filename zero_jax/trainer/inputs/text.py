@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.extras import extra
-from zero_jax.core.tree import PyTree, shown
+from zero_jax.core.tree import PyTree, key_shape, shapes_of, shown
 from zero_jax.core.variables import as_variables
 from zero_jax.data import (
     Batch,
@@ -83,7 +83,7 @@ class TextInput:
 
     def batch_shapes(self) -> PyTree:
         """Returns the shapes of a batch."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.validation[0])
+        return shapes_of(self.validation[0])
 
     def open(self, saved: Mapping[str, Any] | None, *, say: Callable[[str], None], beat: Callable[[], None]) -> Any:
         """Opens the training batches after those of a checkpoint's record (None: all), prefetched by threads."""
@@ -191,7 +191,7 @@ class Sampler:
                 f"sample_prompt={shown(self.prompt)} makes no tokens with the tokenizer {self.tokenizer.name}: give "
                 "another prompt, or sample_tokens=0 for no sample"
             )
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = key_shape()
         params = as_variables(jax.eval_shape(init_fn, key)).params
         try:
             jax.eval_shape(self._tokens, params, key)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zero_jax.core.tree import leaves_by_name
+from zero_jax.core.tree import leaves_by_name, shapes_of
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training import MeshLoss, Metrics, NoiseScale, TrainState, normalize_loss, trained_params
 from zero_jax.transforms import training_flops
@@ -92,7 +92,7 @@ def make_speedometer(
     mesh: Mesh,
 ) -> Speedometer:
     """Counts the operations of a step on batches of these shapes."""
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state.variables, batch))
+    arguments = shapes_of((state.variables, batch))
     loss = jax.make_jaxpr(normalize_loss(loss_fn, mesh))(*arguments, jax.random.key(0))
     trained = trained_params(tx, state)
     hardware = hardware_of(mesh.devices.flat[0])

@@ -38,9 +38,7 @@ def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
 def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:
     """Tells which params an update leaves as they are, whatever they and the gradients are.
 
-    Args:
-      traced: the trace of the update.
-      needed: what `needed_grads` returned: of params whose gradients are read, none is unchanged.
+    Of params whose gradients are read (`needed`), none is unchanged.
     """
     if all(needed):
         return [False] * len(needed)

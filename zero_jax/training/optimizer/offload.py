@@ -78,10 +78,7 @@ def resolve_offload(offload: Any) -> Offload | None:
 def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: Collection[str]) -> Offload | None:
     """Returns the config.
 
-    Args:
-      offload: the config.
-      mesh: the mesh.
-      sharded: the groups that the stage shards as the master params.
+    `sharded` are the groups that the stage shards as the master params.
 
     Raises:
       ValueError: the devices do not reach host memory as `pinned_host`, or params are not fetched where they are used.

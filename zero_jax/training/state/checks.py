@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.jaxprs import is_array, is_traced
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.training.optimizer.update import described, first_opt_state
-from zero_jax.training.state.train_state import Placement, TrainState, make_placement, new_grad_errors, trainable
+from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors
+from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 
@@ -49,10 +50,7 @@ def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Seque
 
     Another placement would compile a second program, which could not reuse the state's memory.
 
-    Args:
-      state: the state; that of a trace is returned as it is.
-      shardings: how each leaf is to be sharded, in the order of `jax.tree.leaves`.
-      dtypes: the dtype of each leaf.
+    A state of a trace is returned as it is; shardings and dtypes are in the order of `jax.tree.leaves`.
 
     Raises:
       ValueError: a leaf that is sharded otherwise, or of another dtype.

@@ -19,14 +19,8 @@ from zero_jax.core.tree import PyTree, check_arrays, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
-from zero_jax.training.state.train_state import (
-    Placement,
-    TrainState,
-    make_placement,
-    new_grad_errors,
-    train_state_shardings,
-    trainable,
-)
+from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
+from zero_jax.training.state.train_state import TrainState, trainable
 from zero_jax.training.zero_config import ZeroConfig
 
 

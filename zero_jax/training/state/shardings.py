@@ -8,7 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 from zero_jax.core.tree import PyTree, leaf_names, path_name, with_shapes
 from zero_jax.core.variables import MODEL_STATE, joined
 from zero_jax.sharding.rules import ShardingReport, check_matched, report_placements
-from zero_jax.training.state.train_state import ARRAYS, TrainState, make_placement, train_state_shardings
+from zero_jax.training.state.placement import ARRAYS, make_placement, train_state_shardings
+from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.zero_config import ZeroConfig
 
 

@@ -1,0 +1,119 @@
+"""A train step as its user has it: called on states and batches, lowered, compiled once for each structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zero_jax.core.device_put import wait_on_cpu
+from zero_jax.core.jaxprs import is_traced
+from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
+from zero_jax.sharding.mesh import Axes
+from zero_jax.training.evaluation import Metrics, shard_batch
+from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
+from zero_jax.training.state.placement import train_state_shardings
+from zero_jax.training.state.train_state import TrainState
+from zero_jax.training.xla_options import step_options
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """A compiled train step: call it, or `lower` it for ahead-of-time compiling and inspection.
+
+    It may also be called within a jitted function, such as a `jax.lax.scan` over batches.
+    """
+
+    program: Any  # of `make_train_step`: its methods `step` and `loss_and_grads` are compiled
+    axes: Axes
+    compiled_for: dict[Any, _Compiled] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Runs one step; the state given is donated.
+
+        Raises:
+          ValueError: a batch that does not divide, or a state that was already donated.
+        """
+        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+        check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
+        check_no_leaf_twice(state)
+        compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
+        state, metrics = compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
+        return state, wait_on_cpu(metrics, self.program.mesh)
+
+    def lower(self, state: PyTree, batch: PyTree) -> Any:
+        """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
+        check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
+        sharding = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
+        whole = NamedSharding(self.program.mesh, PartitionSpec())
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding if np.ndim(x) else whole),
+            batch,
+        )
+        return self.jitted(state).lower(state, shapes)
+
+    def jitted(self, state: PyTree) -> Any:
+        """Returns the `jax.jit` function for states of this structure."""
+        return self.compiled(state).jitted
+
+    def compiled(self, state: PyTree, *, is_nested: bool = False) -> _Compiled:
+        """Returns what is compiled for states of this structure: one trace, one program.
+
+        Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost. The
+        shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
+        """
+        leaves, tree = jax.tree.flatten(state)
+        if not all(hasattr(x, "shape") for x in leaves):
+            state = with_shapes("state", state, remedy="give the state that zero.init_state or the last step returned")
+            leaves = jax.tree.leaves(state)
+        structure = (tree, tuple(x.shape for x in leaves), is_nested)
+        if structure not in self.compiled_for:
+            program = self.program
+            placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
+            shardings = train_state_shardings(state, placement)
+            options = {} if is_nested else step_options(program.mesh, program.config).values
+            step, outputs = functools.partial(program.step, placement=placement), (shardings, None)
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options or None)
+            self.compiled_for[structure] = _Compiled(
+                jitted=jitted, shardings=jax.tree.leaves(shardings), dtypes=[x.dtype for x in leaves]
+            )
+        return self.compiled_for[structure]
+
+    def grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """Returns the loss and the gradients that the next step takes, to look at: nothing is updated or donated.
+
+        Gradients are those before clipping, without the loss scale, sharded as the master params; those of params that
+        the optimizer freezes are zeros. `zero.read_leaf` reads one of them whole. To change the gradients of a step,
+        chain an optax transformation before the optimizer.
+        """
+        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+        check_not_donated(state)
+        checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
+        return self._grads(state, batch)
+
+    @functools.cached_property
+    def _grads(self) -> Any:
+        program = self.program
+        options = step_options(program.mesh, program.config).values
+        return jax.jit(program.loss_and_grads, compiler_options=options or None)
+
+    def leaf_name(self, state: TrainState, index: Any) -> str | None:
+        """Returns the path of a param by its index, such as `metrics.nonfinite_leaf`; None for -1."""
+        return leaf_names(state.params)[int(index)] if int(index) >= 0 else None
+
+    def _cache_size(self) -> int:
+        return sum(compiled.jitted._cache_size() for compiled in self.compiled_for.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """The jitted step for states of one structure, and how their leaves are sharded and typed."""
+
+    jitted: Any
+    shardings: list[NamedSharding]
+    dtypes: list[Any]

@@ -1,0 +1,325 @@
+"""How the groups of a train state are sharded: the placement that a config and the shapes of variables make."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.gather_names import gather_scope
+from zero_jax.core.jaxprs import is_on_host
+from zero_jax.core.tree import PyTree, leaf_names, with_shapes
+from zero_jax.core.variables import MODEL_STATE, as_variables, joined, variable_names
+from zero_jax.sharding.chains import Chain, reshard
+from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.precision import Precision, cast_floating, resolve_precision
+from zero_jax.sharding.quantized import Quantize, blocks_of_leaf, check_leaves
+from zero_jax.sharding.rules import (
+    LeafPlacement,
+    ShardingRules,
+    check_matched,
+    place_like_params,
+    place_model_state,
+    place_params,
+    placement_leaves,
+    to_shardings,
+)
+from zero_jax.sharding.spec import dims_of, named
+from zero_jax.sharding.stages import group_axes, sharded_groups
+from zero_jax.sharding.torus import gather_shardings
+from zero_jax.training.optimizer.offload import Offload, check_offload, host_shardings, on_host
+from zero_jax.training.state.train_state import TrainState, trained_params
+from zero_jax.training.zero_config import ZeroConfig, check_config
+from zero_jax.transforms import DeviceSum, HostParam
+
+ARRAYS = "give arrays or jax.ShapeDtypeStructs"
+# Whole params above this size are gathered after the update in parts.
+_GATHERED_AT_ONCE_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How the groups of a train state are sharded: what `ZeroConfig` and the shapes of the variables decide."""
+
+    mesh: Mesh
+    axes: Axes
+    rules: ShardingRules
+    groups: frozenset[str]
+    precision: Precision
+    params: PyTree  # a LeafPlacement for each param
+    model_state: PyTree = None  # and for each leaf of the model state
+    offload: Offload | None = None
+    quantize: Quantize | None = None
+    is_local: bool = False  # gradients of microbatches are accumulated per device
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether a low-precision copy of the params is kept beside the master params."""
+        return self.precision.has_master and not self.params_are_masters
+
+    @property
+    def params_are_masters(self) -> bool:
+        """Whether the stage shards params as it does the master params, so that these are the params."""
+        return "params" in self.groups and not self.axes.secondary
+
+    @property
+    def grad_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are sent quantized."""
+        return () if self.quantize is None else self.quantize.grad_axes(self.axes)
+
+    @property
+    def sends_own_grads(self) -> bool:
+        """Whether each device has gradients of its own, sent quantized at each use: not those of a copy's devices."""
+        return not set(self.grad_axes) <= set(self.axes.copies)
+
+    @property
+    def summed_once(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are summed once a step, where the loss can be called on parts."""
+        if self.is_local:
+            return self.axes.batch
+        # Along these axes devices have copies of the params: gradients are summed over them last, in shards.
+        copies = self.axes.copies if "master" in self.groups else ()
+        return tuple(axis for axis in copies if self.mesh.shape[axis] > 1)
+
+    def grad_sums(self) -> list[DeviceSum]:
+        """Returns how the gradients that devices have of each param are summed once a step."""
+        shardings = jax.tree.leaves(self.param_shardings("master"))
+        leaves = placement_leaves(self.params)
+        return [
+            DeviceSum(
+                mesh=self.mesh,
+                axes=self.axes,
+                over=self.summed_once,
+                dims=dims_of(sharding, len(leaf.shape)),
+                dtype=self.precision.reduce,
+                coding=blocks_of_leaf(self.quantize, "grads", leaf, mesh=self.mesh),
+                coded=self.grad_axes,
+            )
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+
+    def grad_errors(self, has_grad: Sequence[bool]) -> PyTree:
+        """Returns shapes and shardings of the errors of gradients, of params that have one; None if there are none."""
+        leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
+        errors = []
+        for leaf, how, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
+            feeds_back = wanted and self.quantize and self.quantize.format_of("error_feedback", leaf.path)
+            dims = how.error_dims(leaf.shape) if feeds_back else None
+            if dims is not None:
+                shape = (axis_size(self.mesh, dims[0]), *leaf.shape)
+                dims = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named(self.mesh, dims))
+            errors.append(dims)
+        return tree.unflatten(errors) if any(x is not None for x in errors) else None
+
+    def axes_of_group(self, group: str) -> tuple[str, ...]:
+        """Returns the axes of `data` that a group is sharded over."""
+        return group_axes(group, self.groups, data=self.axes.data, secondary=self.axes.secondary)
+
+    def param_shardings(self, group: str) -> PyTree:
+        """Returns the shardings of `params`, `master` or `grads`."""
+        return to_shardings(self.params, mesh=self.mesh, axes=self.axes, over=self.axes_of_group(group))
+
+    def model_state_shardings(self) -> PyTree:
+        """Returns the shardings of the model state."""
+        over = self.axes_of_group(MODEL_STATE)
+        return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, over=over)
+
+    def variable_shardings(self) -> PyTree:
+        """Returns the shardings of `Variables` as they are given at first, of params those of the master params."""
+        return joined(self.param_shardings("master"), self.model_state_shardings())
+
+    def loss_shardings(self) -> PyTree:
+        """Returns the shardings that the loss function's params are gathered from, or their gradients scattered to."""
+        group = "params" if self.axes.secondary else "master"
+        return joined(self.param_shardings(group), self.model_state_shardings())
+
+    def cast(self, variables: PyTree) -> PyTree:
+        """Returns what the placed loss function is given: params in the compute dtype, and what is in host memory."""
+
+        def place(x: jax.Array, dtype: Any = None) -> Any:
+            return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
+
+        variables, cast = as_variables(variables), functools.partial(place, dtype=self.precision.compute)
+        return joined(jax.tree.map(cast, variables.params), jax.tree.map(place, variables.model_state))
+
+    def opt_shardings(self, opt_state: PyTree) -> PyTree:
+        """Returns the shardings of an optimizer state."""
+        placed = place_like_params(opt_state, self.params, mesh=self.mesh, axes=self.axes, rules=self.rules)
+        return to_shardings(placed, mesh=self.mesh, axes=self.axes, over=self.axes_of_group("opt_state"))
+
+    def on_host(self, state: TrainState) -> dict[str, list[bool]]:
+        """Returns which leaves of `opt_state`, `master`, `params` and `model_state` are kept in host memory."""
+        leaves = placement_leaves((self.params, self.model_state))
+        return on_host(
+            self.offload,
+            {name: getattr(state, name) for name in ("opt_state", "master", "params", MODEL_STATE)},
+            {leaf.path: leaf.shape for leaf in leaves},
+            min_size=self.rules.min_shard_size,
+        )
+
+    def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
+        """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
+        if self.params_are_masters:
+            return masters
+        return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
+
+    def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
+        """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
+
+        Large stacks of layers are gathered layer by layer into the params that they replace: XLA:TPU would hold a whole
+        one beside them. Those of as many layers go together, so that several gathers are under way at once.
+        """
+        leaves, placements = jax.tree.leaves(tree), placement_leaves(self.params)
+        kept = self.axes_of_group("params")
+        if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in kept]) == 1:
+            return cast_floating(tree, dtype)
+        gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
+        for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
+            is_stack = x.ndim > 2 and not placement.dims[0] and x.shape[0] > 1
+            if is_stack and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
+                stacks[x.shape[0]].append(i)
+            else:
+                gathered[i] = self._gather_whole(placement, cast_floating(x, dtype))
+        for indices in stacks.values():
+            rows = self._gather_rows(*([each[i] for i in indices] for each in (placements, leaves, gathered)))
+            for i, x in zip(indices, rows, strict=True):
+                gathered[i] = x
+        return jax.tree.unflatten(jax.tree.structure(tree), gathered)
+
+    def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
+        kept = self.axes_of_group("params")
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
+        # A secondary shard is gathered as it is: its own gathers, one for each use, are quantized.
+        quantize = None if kept else self.quantize
+        coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
+        with gather_scope(placement.path):
+            return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
+
+    def _gather_rows(
+        self, placements: list[LeafPlacement], stacks: list[jax.Array], olds: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Gathers stacks of the same number of rows one row at a time, each written over the old one."""
+
+        def gather_row(i: jax.Array, wholes: list[jax.Array]) -> list[jax.Array]:
+            rows = [
+                self._gather_whole(placement, cast_floating(lax.dynamic_slice_in_dim(x, i, 1), whole.dtype))
+                for placement, x, whole in zip(placements, stacks, wholes, strict=True)
+            ]
+            return [lax.dynamic_update_slice_in_dim(whole, row, i, 0) for whole, row in zip(wholes, rows, strict=True)]
+
+        # Two rows at a time: while one is written, the other is gathered.
+        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds, unroll=2)
+
+
+def _is_placement(x: Any) -> bool:
+    return isinstance(x, LeafPlacement)
+
+
+def make_placement(variables: PyTree, *, mesh: Mesh, config: ZeroConfig) -> Placement:
+    """Places params, or `Variables` (arrays or `ShapeDtypeStruct`s), under a config."""
+    axes = check_config(config).axes_of(mesh)
+    if isinstance(variables, TrainState):
+        raise ValueError("a TrainState was given for params: give those of the state, state.params")
+    variables = as_variables(variables)
+    params = with_shapes("params", variables.params, remedy=ARRAYS)
+    model_state = with_shapes(MODEL_STATE, variables.model_state, remedy=ARRAYS)
+    groups = sharded_groups(config.stage)
+    offload = check_offload(config.resolved_offload(), mesh, groups - ({"params"} if axes.secondary else set()))
+    rules = ShardingRules(
+        min_shard_size=config.min_shard_size,
+        param_specs=config.param_specs,
+        axis_rules=config.axis_rules,
+        overrides=config.overrides,
+    )
+    placed, placed_state = place_params(params, mesh=mesh, axes=axes, rules=rules), None
+    if model_state is not None:
+        placed_state = place_model_state(model_state, placed, mesh=mesh, axes=axes, rules=rules)
+    leaves = placement_leaves((placed, placed_state))
+    quantize = config.resolved_quantize()
+    check_leaves(quantize, leaves, mesh=mesh, axes=axes)
+    placement = Placement(
+        mesh=mesh,
+        axes=axes,
+        rules=rules,
+        groups=groups,
+        precision=resolve_precision(config.precision),
+        params=placed,
+        model_state=placed_state,
+        offload=offload,
+        quantize=quantize,
+        is_local=config.num_microbatches > 1 and "grads" not in groups,
+    )
+    if quantize is not None and quantize.error_feedback:
+        _check_error_feedback(placement)
+    return placement
+
+
+def _check_error_feedback(placement: Placement) -> None:
+    """Raises `ValueError` where quantized gradients are not sent once a step, over one axis."""
+    axes = [axis for axis in placement.grad_axes if placement.mesh.shape[axis] > 1]
+    often = [axis for axis in axes if axis not in placement.summed_once]
+    if often:
+        raise ValueError(
+            f"quantize: error_feedback: gradients are sent over {often[0]!r} at each use of a param, and an error of "
+            "each would be as large as all gradients: give grads_over='replica', over which they are sent once a step, "
+            "or stage=1 with num_microbatches=2 or more; or leave error_feedback out"
+        )
+    if len(axes) > 1:
+        raise ValueError(
+            f"quantize: error_feedback: gradients are quantized over {axes}, one after another, and the error is kept "
+            "of one: name it in grads_over, or leave error_feedback out"
+        )
+
+
+def new_grad_errors(state: TrainState, tx: optax.GradientTransformation, placement: Placement) -> PyTree:
+    """Returns shapes and shardings of the errors that a state has for an optimizer; None without error feedback."""
+    if placement.quantize is None or not placement.quantize.error_feedback:
+        return None
+    return placement.grad_errors(trained_params(tx, state))
+
+
+def train_state_shardings(state: TrainState, placement: Placement) -> TrainState:
+    """Returns the sharding of each leaf of a train state.
+
+    Raises:
+      ValueError: errors of gradients that the config does not have.
+    """
+    whole: Any = NamedSharding(placement.mesh, PartitionSpec())
+    if placement.rules.overrides:
+        names = variable_names(state.variables) + leaf_names(state.opt_state)
+        check_matched("overrides", placement.rules.overrides, names)
+    flags = placement.on_host(state)
+    return TrainState(
+        step=whole,
+        params=host_shardings(placement.param_shardings("params"), flags["params"]),
+        master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
+        opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
+        key=whole,
+        loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
+        num_skipped_steps=whole,
+        model_state=host_shardings(placement.model_state_shardings(), flags[MODEL_STATE]),
+        grad_errors=_error_shardings(state.grad_errors, placement),
+    )
+
+
+def _error_shardings(errors: PyTree, placement: Placement) -> PyTree:
+    """Returns the shardings of errors of gradients, which frozen params do not have."""
+    if errors is None:
+        return None
+    tree = jax.tree.structure(placement.params, is_leaf=_is_placement)
+    expected = placement.grad_errors([x is not None for x in tree.flatten_up_to(errors)])
+    if leaf_names(expected) != leaf_names(errors):
+        odd = next(name for name in leaf_names(errors) if name not in leaf_names(expected))
+        raise ValueError(
+            f"the state has errors of the quantized gradients of {odd!r}, and the config has no error feedback for it: "
+            "make both with the same config"
+        )
+    return jax.tree.map(lambda x: x.sharding, expected)

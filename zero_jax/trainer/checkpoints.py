@@ -23,7 +23,7 @@ from zero_jax.checkpoint import (
 from zero_jax.core.agreement import from_first_process
 from zero_jax.core.files.untrusted import flag, mapping, number, whole_number
 from zero_jax.trainer.run import Model, Run
-from zero_jax.trainer.run_folder import as_json, differences
+from zero_jax.trainer.run_folder import differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
 # The entries of a checkpoint's record that are the position in the data, or that the data compare themselves; the
@@ -119,7 +119,7 @@ def _checked(run: Run, restored: Restored, lines: list[str]) -> Start:
             f"{run.folder} was trained on other data ({'; '.join(changed)}): give it {run.input.identity_words} of "
             "before, or begin another run (another name) from its params with init_from"
         )
-    changed = differences({**restored.extra["config"], "model": None}, {**as_json(run.config), "model": None})
+    changed = differences(restored.extra["config"], run.saved_config)
     config_changes = [line for line in changed if not line.startswith(("resume:", "out:", "name:", "init_from:"))]
     return Start(
         state=restored.state,

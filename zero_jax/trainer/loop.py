@@ -29,7 +29,7 @@ from zero_jax.trainer.reporting.metrics import Dispatched, Log, Progress, make_s
 from zero_jax.trainer.reporting.writers import Writers, open_writers
 from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
-from zero_jax.trainer.run_folder import as_json, discarding, hold, save_config
+from zero_jax.trainer.run_folder import discarding, hold, save_config
 from zero_jax.training import NoiseScale, TrainState, make_train_step, trainable
 
 EXIT_STATUS = {"done": 0, "ended": 1, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
@@ -113,7 +113,7 @@ class _Training:
         self.checkpointer.take()
         start = begin(run)
         self.first_step = start.step
-        save_config(run.folder, self.saved_config)
+        save_config(run.folder, run.saved_config)
         self.state, self.step, self.is_evaluated = start.state, start.step, start.is_evaluated
         if not self.is_first:
             terminal = None
@@ -189,10 +189,8 @@ class _Training:
         run = self.run
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
-        shape = {} if self.model.config is None else as_json(self.model.config)
-        self.saved_config = {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
         if not (run.folder / "config.json").exists():  # a resumed run's config stays until it has been restored
-            save_config(run.folder, self.saved_config)
+            save_config(run.folder, run.saved_config)
 
     def _open_data(self, start: Start, stack: contextlib.ExitStack) -> None:
         run, model = self.run, self.model
@@ -215,7 +213,7 @@ class _Training:
                 config.log,
                 folder,
                 name=folder.name,
-                run_config=self.saved_config,
+                run_config=self.run.saved_config,
                 # A run that was cut off before its first checkpoint has records too, from step 0 on.
                 resume_step=(start.step or -1) if config.resume == "auto" else None,
                 is_evaluated=start.is_evaluated,
@@ -369,7 +367,7 @@ class _Training:
             extra={
                 "data": self.run.input.record(self.batches),
                 "noise_scale": self.noise.to_json(),
-                "config": self.saved_config,
+                "config": self.run.saved_config,
                 "is_evaluated": loss is not None,
             },
             num_nonfinite_steps=self.progress.num_nonfinite_in_a_row,

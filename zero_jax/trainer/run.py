@@ -30,7 +30,7 @@ from zero_jax.trainer.inputs.own import OwnInput, OwnModel, own_input
 from zero_jax.trainer.inputs.text import Sampler, TextInput, open_dataset
 from zero_jax.trainer.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from zero_jax.trainer.reporting.writers import WriterConfig
-from zero_jax.trainer.run_folder import check_name, make_folder
+from zero_jax.trainer.run_folder import as_json, check_name, make_folder
 from zero_jax.training import MeshLoss, ZeroConfig, check_batch
 from zero_jax.transforms import rematerialize
 
@@ -214,6 +214,12 @@ class Run:
     tx: optax.GradientTransformation
     schedule: optax.Schedule | None
     folder: pathlib.Path
+
+    @functools.cached_property
+    def saved_config(self) -> dict[str, Any]:
+        """The config and the model's, as they are saved with the run and its checkpoints."""
+        shape = {} if self.model.config is None else as_json(self.model.config)
+        return {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
 
     @property
     def checkpoints(self) -> str:

@@ -88,6 +88,7 @@ RULES = {
     "binary otherwise sharded": (lax.mul, [(16, 8)] * 2, [(D, WHOLE), (WHOLE, D)], None),
     "with a scalar": (lambda x: x * 2, [(16, 8)], [(D, WHOLE)], (D, WHOLE)),
     "with another of its shape": (lax.add, [(16, 8)] * 2, [None, (D, WHOLE)], (D, WHOLE)),
+    "with a larger one": (lax.mul, [(1, 16), (8, 16)], [(WHOLE, D), None], None),
     "matmul": (jnp.matmul, [(16, 8), (8, 4)], [(D, WHOLE), None], None),
     "sort": (lambda x: lax.sort(x, dimension=1), [(16, 8)], [(D, WHOLE)], None),
 }

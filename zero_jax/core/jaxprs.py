@@ -85,7 +85,7 @@ def is_literal(atom: Any) -> bool:
 
 def variables(eqn: JaxprEqn) -> list[Any]:
     """Returns the inputs of an equation that are variables, not literals."""
-    return [atom for atom in eqn.invars if not is_literal(atom)]
+    return [atom for atom in eqn.invars if not isinstance(atom, jex_core.Literal)]
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 from relation_cases import PROGRAMS, random_programs
 
 from zero_jax.core.subcalls import KINDS, equations
+from zero_jax.transforms import dim_map, passthrough
 from zero_jax.transforms import microbatch_weights as weights
-from zero_jax.transforms import passthrough
 from zero_jax.transforms.propagation import kinds, rules
 from zero_jax.transforms.separable.pair import Pair
 from zero_jax.transforms.separable.relations import SAME, Kind, rows
@@ -68,7 +68,8 @@ def all_primitives():
 
 def test_names_in_lists_are_primitives():
     lists = {
-        "passthrough": passthrough.ELEMENTWISE | passthrough._MOVES | passthrough.REDUCTIONS | set(passthrough._RULES),
+        "passthrough": passthrough._MOVES | passthrough._TOGETHER,
+        "dims": dim_map.ELEMENTWISE | dim_map.REDUCTIONS | dim_map.CUMULATIVE | set(dim_map._RULES),
         "propagation": set(rules.RULES) | kinds.HEAVY | kinds.KEEPS_PARTIAL,
         "weights": weights._KEEP_WEIGHT,
         "relations": RULED | KEEPS | set(SIZED),

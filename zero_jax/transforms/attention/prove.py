@@ -120,7 +120,7 @@ class Prover(Pass[Any]):
         weights = [i for i, x in enumerate(operands) if isinstance(x, Weights)]
         if len(weights) == 1:
             (place,) = weights
-            found = scores.attended(eqn, operands[place], place, eqn.invars[1 - place].aval.shape)
+            found = scores.attended(eqn, operands[place], place)
             if found is not None:
                 is_normal = any(symbol.kind == "lse" and symbol.over != found.contracted for symbol, _ in found.shift)
                 reason = "the softmax is not over the keys" if is_normal else "the weights are not divided by their sum"
@@ -128,7 +128,7 @@ class Prover(Pass[Any]):
                 return found
         for x in sorted((x for x in operands if isinstance(x, Lost)), key=lambda x: x.is_core):
             self.lost[eqn.outvars[0]] = x
-        product = scores.made_product(eqn, [atom.aval.shape for atom in eqn.invars])
+        product = scores.made_product(eqn)
         return Scores(logits=Logits(product), indices=product.indices)
 
     def _lost(self, eqn: Any, operands: list[Any], found: Lost | None) -> Lost | None:

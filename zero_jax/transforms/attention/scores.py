@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import is_literal
-from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, leaves
+from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, leaves, new_indices
 from zero_jax.transforms.attention.masks import Term
+from zero_jax.transforms.dim_map import dim_map
 
 # What is added to a logit, or stands in its place, to mask it: GPT-2 adds -10,000, in bfloat16 a bit less.
 MASKED = -9000.0
@@ -141,34 +141,28 @@ class Lost:
 Followed = Scores | Weights | Row | RowTest | Attended
 
 
-def made_product(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Product:
+def made_product(eqn: Any) -> Product:
     """Returns the product of a `dot_general`, with indices for its operands and its result."""
-    (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
-    lhs, rhs = ([Index(size) for size in shape] for shape in shapes)
-    for i, j in (*zip(contract_lhs, contract_rhs, strict=True), *zip(batch_lhs, batch_rhs, strict=True)):
+    lhs, rhs = sides = [[Index(size) for size in atom.aval.shape] for atom in eqn.invars]
+    known = dim_map(eqn)
+    for (_, i), (_, j) in (dims for dims in (*known.reduced, *known.kept) if len(dims) == 2):
         rhs[j] = lhs[i]
-    out = [lhs[i] for i in batch_lhs]
-    out += [index for i, index in enumerate(lhs) if i not in (*contract_lhs, *batch_lhs)]
-    out += [index for j, index in enumerate(rhs) if j not in (*contract_rhs, *batch_rhs)]
+    out = [sides[side][dim] for (side, dim), *_ in known.kept]
     of = lambda indices: tuple((index,) if index.size != 1 else () for index in indices)  # noqa: E731
     variables = [None if is_literal(atom) else atom for atom in eqn.invars]
     return Product(eqn, ((variables[0], of(lhs)), (variables[1], of(rhs))), of(out))
 
 
-def attended(eqn: Any, weights: Weights, place: int, shape: tuple[int, ...]) -> Attended | None:
-    """Returns the product of weights, at a place among the operands of a `dot_general`, with values of a shape."""
-    contract, batch = eqn.params["dimension_numbers"]
-    values: list[tuple[Index, ...]] = [()] * len(shape)
-    own = [Index(size) for size in shape]
-    for mine, theirs in zip((*contract[place], *batch[place]), (*contract[1 - place], *batch[1 - place]), strict=True):
-        values[theirs] = weights.indices[mine]
-    for i in set(range(len(shape))) - {*contract[1 - place], *batch[1 - place]}:
-        values[i] = (own[i],) if own[i].size != 1 else ()
-    free = [[dim for i, dim in enumerate(dims) if i not in (*contract[side], *batch[side])]
-            for side, dims in ((place, weights.indices), (1 - place, values))]  # fmt: skip
-    out = [weights.indices[i] for i in batch[place]]
-    out += free[0] + free[1] if place == 0 else free[1] + free[0]
-    over = frozenset(leaves(index for i in contract[place] for index in weights.indices[i]))
+def attended(eqn: Any, weights: Weights, place: int) -> Attended | None:
+    """Returns the product of weights, at a place among the operands of a `dot_general`, with values."""
+    known = dim_map(eqn)
+    values = list(new_indices(eqn.invars[1 - place].aval.shape))
+    pairs = [{side: dim for side, dim in dims} for dims in (*known.reduced, *known.kept) if len(dims) == 2]
+    for pair in pairs:
+        values[pair[1 - place]] = weights.indices[pair[place]]
+    sides = {place: weights.indices, 1 - place: values}
+    out = [sides[side][dim] for (side, dim), *_ in known.kept]
+    over = frozenset(leaves(index for dims in known.reduced for index in weights.indices[dims[place][1]]))
     all_there = frozenset(all_leaves(weights.indices)) == frozenset(all_leaves(weights.logits.product.indices))
     if not over or not all_there or is_literal(eqn.invars[1 - place]):
         return None

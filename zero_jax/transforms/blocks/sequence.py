@@ -76,8 +76,9 @@ class EqnSequence:
                 return False
         bounds = [slice(*np.searchsorted(parts[0], pair)) for pair in itertools.pairwise(run)]
         params = [set(parts[1, turn].tolist()) for turn in bounds]
-        uses = collections.Counter(key for keys in params for key in keys)
-        return self.makes_floats(*run[-2:]) and all(any(uses[key] == 1 for key in keys) for keys in params)
+        uses = collections.Counter(itertools.chain(*params))
+        own = {key for key, count in uses.items() if count == 1}
+        return self.makes_floats(*run[-2:]) and not any(map(own.isdisjoint, params))
 
     def makes_floats(self, start: int, stop: int) -> bool:
         """Tells whether the equations between two places make floating values."""

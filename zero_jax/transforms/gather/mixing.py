@@ -13,14 +13,17 @@ from typing import Any
 from zero_jax.core.jaxprs import inner_jaxprs, is_literal, open_jaxpr
 from zero_jax.core.passes import Pass
 from zero_jax.core.subcalls import CALLS
-from zero_jax.transforms.passthrough import ELEMENTWISE, REDUCTIONS, is_contraction
+from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map
+from zero_jax.transforms.passthrough import is_contraction
 
 # How a value depends on the examples: an int is the dim of the examples, which XLA shards.
 UNKNOWN, FREE, MIXED = "unknown", "free", "mixed"
 State = int | str
 
-_SAME = ELEMENTWISE | {"convert_element_type", "name", "optimization_barrier", "reduce_precision"}
-_CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_SAME = ELEMENTWISE | CUMULATIVE | {"convert_element_type", "optimization_barrier"}
+_CARRIED = REDUCTIONS | frozenset(
+    "broadcast_in_dim concatenate dot_general dynamic_slice pad slice split squeeze transpose zero_attention".split()
+)
 
 
 def mixed_products(jaxpr: Any, inputs: Sequence[State]) -> frozenset[int]:
@@ -70,14 +73,13 @@ class _Mixing(Pass[State]):
 
     def state(self, eqn: Any, operands: list[State]) -> State:
         """Returns the state of the results of an operation."""
-        name, inner = eqn.primitive.name, inner_jaxprs(eqn)
-        rule = _merge if name in _SAME else _RULES.get(name)
+        rule, inner = _RULES.get(eqn.primitive.name), inner_jaxprs(eqn)
         if inner and rule is None:
             for each in inner:  # what is in it may be called with anything
                 self.run(each, [UNKNOWN] * len(open_jaxpr(each)[0].invars))
             return UNKNOWN
         if all(state == FREE for state in operands):
-            return UNKNOWN if name.startswith("random") else FREE
+            return UNKNOWN if eqn.primitive.name.startswith("random") else FREE
         if _is_ragged(eqn):
             return MIXED
         return UNKNOWN if rule is None or UNKNOWN in operands else rule(eqn, operands)
@@ -94,101 +96,47 @@ def _is_ragged(eqn: Any) -> bool:
 # --- rules: from the states of an equation's inputs, none of them unknown, to that of its results --------------------
 
 
-def _merge(eqn: Any, states: Sequence[State]) -> State:
-    """Elementwise: XLA shards all operands as it shards any."""
+def _carried(eqn: Any, states: Sequence[State]) -> State:
+    """What is of examples at a place of the result is along the dim that theirs is; a reduction over it mixes them."""
+    examples = [(i, state) for i, state in enumerate(states) if isinstance(state, int)]
+    if not examples:
+        return MIXED if MIXED in states else FREE
+    known = dim_map(eqn)
+    if any({*examples} <= {*dims} for dims in known.reduced):
+        return MIXED
+    first, *others = {known.to(dim) for dim in examples}
+    return UNKNOWN if others or first is None else first
+
+
+def _same(eqn: Any, states: Sequence[State]) -> State:
+    """XLA shards all operands as it shards any, along whichever dim it works."""
+    del eqn
     dims = {state for state in states if isinstance(state, int)}
     if dims:
         return dims.pop() if len(dims) == 1 else UNKNOWN
     return MIXED if MIXED in states else FREE
 
 
-def _moved(eqn: Any, states: Sequence[State]) -> State:
-    """A transpose, a reshape or a broadcast of a value."""
-    state, name = states[0], eqn.primitive.name
+def _reshaped(eqn: Any, states: Sequence[State]) -> State:
+    """Examples stay the major dim."""
+    (state,), before, after = states, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if not isinstance(state, int):
         return state
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if name == "transpose":
-        return eqn.params["permutation"].index(state)
-    if name == "broadcast_in_dim":
-        return eqn.params["broadcast_dimensions"][state]
-    if name == "squeeze":
-        return state - sum(dim < state for dim in eqn.params["dimensions"])
-    is_major = all(size == 1 for size in before[:state])  # a reshape: examples stay the major dim
+    is_major = all(size == 1 for size in before[:state])
     return next((i for i, size in enumerate(after) if size > 1), UNKNOWN) if is_major else UNKNOWN
-
-
-def _resized(eqn: Any, states: Sequence[State]) -> State:
-    """A slice, a part or a padded value, whose examples are all there."""
-    state = states[0]
-    if not isinstance(state, int):
-        return state
-    return state if all(var.aval.shape[state] == eqn.invars[0].aval.shape[state] for var in eqn.outvars) else UNKNOWN
-
-
-def _joined(eqn: Any, states: Sequence[State]) -> State:
-    state = _merge(eqn, states)
-    return UNKNOWN if state == eqn.params["dimension"] else state
-
-
-def _reduced(eqn: Any, states: Sequence[State]) -> State:
-    state, axes = states[0], eqn.params["axes"]
-    if not isinstance(state, int):
-        return state
-    return MIXED if state in axes else state - sum(axis < state for axis in axes)
 
 
 def _sorted(eqn: Any, states: Sequence[State]) -> State:
     """XLA sorts a row of all examples on each device; of several rows it may give each device some."""
-    state = _merge(eqn, states)
-    if not isinstance(state, int):
-        return state
-    along = eqn.params.get("dimension", eqn.params.get("axis", eqn.invars[0].aval.ndim - 1))
-    if along % eqn.invars[0].aval.ndim != state:
-        return state
-    return MIXED if eqn.invars[0].aval.ndim == 1 else UNKNOWN
-
-
-def _product(eqn: Any, states: Sequence[State]) -> State:
-    contracting, batch = eqn.params["dimension_numbers"]
-    examples = [(side, state) for side, state in enumerate(states) if isinstance(state, int)]
-    if not examples:
-        return MIXED
-    if all(state in contracting[side] for side, state in examples):
-        pairs = set(zip(contracting[0], contracting[1], strict=True))
-        return MIXED if len(examples) == 1 or tuple(states) in pairs else UNKNOWN
-    side, state = examples[0]
-    if len(examples) == 2 and tuple(states) not in set(zip(batch[0], batch[1], strict=True)):
-        return UNKNOWN
-    if state in batch[side]:
-        return batch[side].index(state)
-    free = [
-        [i for i in range(eqn.invars[s].aval.ndim) if i not in contracting[s] and i not in batch[s]] for s in (0, 1)
-    ]
-    return len(batch[0]) + free[side].index(state) + (len(free[0]) if side else 0)
-
-
-def _attention(eqn: Any, states: Sequence[State]) -> State:
-    """Fused attention, of each example along the leading dims."""
-    state = _merge(eqn, states)
-    return state if state in (0, MIXED) else UNKNOWN
+    is_row = eqn.invars[0].aval.ndim == 1 and any(isinstance(state, int) for state in states)
+    return MIXED if is_row else _carried(eqn, states)
 
 
 def _gather(eqn: Any, states: Sequence[State]) -> State:
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    operand, index = states[0], states[1]
-    if numbers.operand_batching_dims:
+    if eqn.params["dimension_numbers"].operand_batching_dims:
         return UNKNOWN
-    out = range(eqn.outvars[0].aval.ndim)
-    if isinstance(operand, int):
-        if sizes[operand] != eqn.invars[0].aval.shape[operand]:
-            return MIXED if index == MIXED else UNKNOWN
-        kept = [i for i in range(len(sizes)) if i not in numbers.collapsed_slice_dims]
-        return UNKNOWN if isinstance(index, int) else numbers.offset_dims[kept.index(operand)]
-    if isinstance(index, int):
-        rows = [i for i in out if i not in numbers.offset_dims]
-        return rows[index] if index < len(rows) else UNKNOWN
-    return MIXED
+    found = _carried(eqn, states)
+    return MIXED if found == UNKNOWN and states[1] == MIXED else found  # some of the examples, for all devices
 
 
 def _scattered(eqn: Any, states: Sequence[State]) -> State:
@@ -202,14 +150,10 @@ def _scattered(eqn: Any, states: Sequence[State]) -> State:
 
 
 _RULES = {
-    **dict.fromkeys(("transpose", "broadcast_in_dim", "reshape", "squeeze"), _moved),
-    **dict.fromkeys(("slice", "dynamic_slice", "split", "pad"), _resized),
-    "concatenate": _joined,
-    **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(_CUMULATIVE, _merge),
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_CARRIED, _carried),
+    "reshape": _reshaped,
     **dict.fromkeys(("sort", "top_k"), _sorted),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"), _scattered),
-    "dot_general": _product,
-    "zero_attention": _attention,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scattered),
     "gather": _gather,
 }

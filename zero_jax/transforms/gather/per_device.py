@@ -29,6 +29,7 @@ from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import promoted, summed_dtype
 from zero_jax.sharding.quantized import Blocks, spread_over
 from zero_jax.sharding.spec import Dims, carries, named, without
+from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.gather.param_uses import param_uses
 
 # What gives a copy of the result from a copy of the param, and leaves it a factor of the product that follows.
@@ -86,16 +87,9 @@ def only_multiplied(jaxpr: Any, param: Any, batch_sizes: frozenset[int], num_blo
 
 def example_dims(eqn: Any, param: int, batch_sizes: frozenset[int], num_blocks: int) -> tuple[int, int] | None:
     """Returns the dim of examples in the other factor of a `dot_general` and in its result, or None."""
-    contracting, batch = eqn.params["dimension_numbers"]
-    other = 1 - param
-    shape = eqn.invars[other].aval.shape
-    free = [i for i in range(len(shape)) if i not in contracting[other] and i not in batch[other]]
-    rows = [i for i in free if shape[i] in batch_sizes and shape[i] % num_blocks == 0]
-    if not rows:
-        return None
-    num_free_left = eqn.invars[0].aval.ndim - len(contracting[0]) - len(batch[0])
-    before = len(batch[0]) + (num_free_left if other == 1 else 0)
-    return rows[0], before + free.index(rows[0])
+    known, shape = dim_map(eqn), eqn.invars[1 - param].aval.shape
+    free = [(dims[0][1], out) for out, dims in enumerate(known.kept) if len(dims) == 1 and dims[0][0] != param]
+    return next((at for at in free if shape[at[0]] in batch_sizes and shape[at[0]] % num_blocks == 0), None)
 
 
 def multiply(

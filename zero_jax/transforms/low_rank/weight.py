@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zero_jax.transforms.passthrough import reshape_groups
+from zero_jax.transforms.dim_map import reshape_groups
 
 STACK, IN, OUT = "s", "i", "o"
 

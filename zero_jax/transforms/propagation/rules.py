@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zero_jax.sharding.spec import Dims, dims_of, without
+from zero_jax.transforms.dim_map import CUMULATIVE, REDUCTIONS, DimMap, dim_map, reshape_blocks
 from zero_jax.transforms.propagation.kinds import ValueSharding
 
 Rule = Callable[[Any, Any, Sequence[ValueSharding]], list[ValueSharding]]
@@ -51,18 +52,10 @@ def _identity(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Valu
     return list(inputs[: len(eqn.outvars)])
 
 
-def _transpose(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+def _moved(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """The elements of the first operand along other dims."""
     del walk
-    return [dataclasses.replace(inputs[0], dims=tuple(inputs[0].dims[i] for i in eqn.params["permutation"]))]
-
-
-def _broadcast(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    del walk
-    dims: list[tuple[str, ...]] = [()] * len(eqn.outvars[0].aval.shape)
-    for i, to in enumerate(eqn.params["broadcast_dimensions"]):
-        if eqn.invars[0].aval.shape[i] == eqn.outvars[0].aval.shape[to]:
-            dims[to] = inputs[0].dims[i]
-    return [dataclasses.replace(inputs[0], dims=tuple(dims))]
+    return [dataclasses.replace(inputs[0], dims=dim_map(eqn).carry([inputs[0].dims]))]
 
 
 def _reshape(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -70,15 +63,12 @@ def _reshape(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
     sharding, aval = inputs[0], eqn.invars[0].aval
     before, after = aval.shape, eqn.outvars[0].aval.shape
     dims: list[tuple[str, ...]] = [()] * len(after)
-    for old, new in _factors(before, after):
-        cut = [i for i in old if sharding.dims[i]]
-        for i in cut:
-            axes = sharding.dims[i]
-            is_first = all(before[j] == 1 for j in old[: old.index(i)])
-            target = next((j for j in new if after[j] != 1), None)
-            if is_first and target is not None and after[target] % walk.size(axes) == 0:
-                dims[target] = axes
-                continue
+    blocks = reshape_blocks(before, after)
+    for i, axes in enumerate(sharding.dims):
+        to = blocks.get(i)
+        if axes and to is not None and after[to] % walk.size(axes) == 0:
+            dims[to] = axes
+        elif axes:
             if any(axis in walk.counted for axis in axes):
                 shards = f"the {walk.size(axes)} shards of dim {i}"
                 walk.give_up(f"reshaping {before} to {after} takes {shards} apart")
@@ -86,70 +76,35 @@ def _reshape(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[Value
     return [dataclasses.replace(sharding, dims=tuple(dims))]
 
 
-def _factors(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Groups the dims of two shapes of one size into the smallest runs of the same product."""
-    groups, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
-        old, new = ([i], [j]) if i < len(before) and j < len(after) else (list(range(i, len(before))), [])
-        if not new:
-            groups.append((old, list(range(j, len(after)))))
-            break
-        i, j, left, right = i + 1, j + 1, before[i], after[j]
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
-                old.append(i - 1)
-            else:
-                right, j = right * after[j], j + 1
-                new.append(j - 1)
-        groups.append((old, new))
-    return groups
-
-
-def _drop_dims(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    del walk
-    gone = {d % len(inputs[0].dims) for d in eqn.params["dimensions"]}
-    return [dataclasses.replace(inputs[0], dims=tuple(d for i, d in enumerate(inputs[0].dims) if i not in gone))]
-
-
-def _reduce_sum(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    sharding, axes = inputs[0], eqn.params["axes"]
-    summed = [a for i in axes for a in sharding.dims[i] if a in walk.counted]
-    dims = tuple(dim for i, dim in enumerate(sharding.dims) if i not in axes)
-    partial = (*sharding.partial, *(axis for axis in summed if axis not in sharding.partial))
-    itemsize = eqn.outvars[0].aval.dtype.itemsize if summed else sharding.itemsize
-    return [dataclasses.replace(sharding, dims=dims, partial=partial, itemsize=itemsize if partial else 0)]
-
-
-def _reduce(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    """Reductions that are no sums: what devices found is compared at once."""
-    axes, results = eqn.params.get("axes", ()), []
+def _reduced(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """A sum of a sharded dim is partial; of other reductions, what devices found is compared at once."""
+    x, known, results = inputs[0], dim_map(eqn), []
+    over = [axis for axis in known.reduced_axes([x.dims]) if axis in walk.counted and axis not in x.partial]
     for var in eqn.outvars:
-        sharding = inputs[0]
-        found = ValueSharding(dims=tuple(dim for i, dim in enumerate(sharding.dims) if i not in axes))
-        over = tuple(a for i in axes for a in sharding.dims[i] if a in walk.counted)
-        results.append(walk.settled(dataclasses.replace(found, partial=over), var.aval))
+        itemsize = var.aval.dtype.itemsize if over else x.itemsize
+        partial = (*x.partial, *over)
+        found = ValueSharding(dims=known.carry([x.dims]), partial=partial, itemsize=itemsize if partial else 0)
+        results.append(found if eqn.primitive.name == "reduce_sum" else walk.settled(found, var.aval))
     return results
 
 
-def _along(name: str) -> Rule:
-    """What works along one dim, which is gathered for it."""
+def _along(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
+    """What works along a dim, which is gathered for it."""
+    sharding, known = inputs[0], dim_map(eqn)
+    if lost := _lost(known, sharding.dims):
+        sharding = walk.gather(sharding, eqn.invars[0].aval, lost)
+    return [ValueSharding(dims=known.carry([sharding.dims]))] * len(eqn.outvars)
 
-    def rule(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-        sharding = inputs[0]
-        dim = eqn.params.get(name, len(sharding.dims) - 1)
-        if sharding.dims and sharding.dims[dim]:
-            sharding = walk.gather(sharding, eqn.invars[0].aval, sharding.dims[dim])
-        return [ValueSharding(dims=sharding.dims)] * len(eqn.outvars)
 
-    return rule
+def _lost(known: DimMap, dims: Dims) -> list[str]:
+    """Returns the axes of those dims of the first operand that are no dims of the result."""
+    return [axis for i, axes in enumerate(dims) if known.to((0, i)) is None for axis in axes]
 
 
 def _reversed(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """The shards of a dim that is reversed change places."""
     sharding, aval = inputs[0], eqn.invars[0].aval
-    moved = [axis for i in eqn.params["dimensions"] for axis in sharding.dims[i]]
-    walk.move("collective-permute", moved, walk.local_bytes(aval, sharding), aval)
+    walk.move("collective-permute", _lost(dim_map(eqn), sharding.dims), walk.local_bytes(aval, sharding), aval)
     return [ValueSharding(dims=sharding.dims)]
 
 
@@ -180,15 +135,7 @@ def _concatenate(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[V
 
 def _stack(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     dims = _agreed(walk, [(x, atom.aval) for x, atom in zip(inputs, eqn.invars, strict=True)])
-    axis = eqn.params["axis"]
-    return [ValueSharding(dims=(*dims[:axis], (), *dims[axis:]))]
-
-
-def _unstack(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
-    (sharding,), axis = inputs, eqn.params["axis"]
-    if sharding.dims[axis]:
-        sharding = walk.gather(sharding, eqn.invars[0].aval, sharding.dims[axis])
-    return [ValueSharding(dims=(*sharding.dims[:axis], *sharding.dims[axis + 1 :]))] * len(eqn.outvars)
+    return [ValueSharding(dims=dim_map(eqn).carry([dims] * len(inputs)))]
 
 
 def _dynamic_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -212,24 +159,15 @@ def _dynamic_update_slice(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) 
 
 def _dot(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """A matrix product: a sharded contracted dim makes a partial sum; an axis in two places is gathered in one."""
-    (contract, batch) = eqn.params["dimension_numbers"]
-    sides = list(inputs[:2])
+    known, sides = dim_map(eqn), list(inputs[:2])
     avals = [atom.aval for atom in eqn.invars[:2]]
-    free = [[i for i in range(len(sides[s].dims)) if i not in (*contract[s], *batch[s])] for s in (0, 1)]
     for axis in sorted(sides[0].axes & sides[1].axes):
-        at = [next(i for i, dim in enumerate(sides[s].dims) if axis in dim) for s in (0, 1)]
-        is_pair = any(tuple(at) == pair for pair in (*zip(*contract, strict=True), *zip(*batch, strict=True)))
-        if not is_pair:
+        at = tuple((s, next(i for i, dim in enumerate(sides[s].dims) if axis in dim)) for s in (0, 1))
+        if at not in (*known.kept, *known.reduced):
             smaller = min((0, 1), key=lambda s: walk.local_bytes(avals[s], sides[s]))
             sides[smaller] = walk.gather(sides[smaller], avals[smaller], (axis,))
-    shard = lambda pairs: [_union(sides[0].dims[i], sides[1].dims[j]) for i, j in zip(*pairs, strict=True)]  # noqa: E731
-    summed = tuple(dict.fromkeys(a for dim in shard(contract) for a in dim))
-    dims = (*shard(batch), *(sides[0].dims[i] for i in free[0]), *(sides[1].dims[i] for i in free[1]))
-    return [_partial(walk, dims, summed, eqn)]
-
-
-def _union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    return one if len(one) >= len(other) else other
+    dims = [side.dims for side in sides]
+    return [_partial(walk, known.carry(dims), known.reduced_axes(dims), eqn)]
 
 
 def _partial(walk: Any, dims: Dims, summed: Sequence[str], eqn: Any) -> ValueSharding:
@@ -257,7 +195,7 @@ def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[V
         dims[j] = inputs[0].dims[i]
     grouped = eqn.params["feature_group_count"] > 1
     dims[out[1]] = inputs[1].dims[rhs[0]] or (inputs[0].dims[lhs[1]] if grouped else ())
-    summed = () if grouped else _union(inputs[0].dims[lhs[1]], inputs[1].dims[rhs[1]])
+    summed = dim_map(eqn).reduced_axes([x.dims for x in inputs])
     if set(summed) & set(dims[out[1]]):
         walk.gather(inputs[0], eqn.invars[0].aval, summed)
         summed = ()
@@ -266,26 +204,11 @@ def _convolution(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[V
 
 def _gather(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
     """A lookup: in a table with sharded rows each device finds some, and the rest are zeros to be summed."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, index = inputs[0], inputs[1]
-    aval = eqn.invars[0].aval
-    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    if clash := (table.axes & index.axes) - {a for i in pairs for a in table.dims[i]}:
-        table = walk.gather(table, aval, sorted(clash))
-    rows = [i for i in range(len(sizes)) if sizes[i] != aval.shape[i] and i not in pairs]
-    summed = [a for i in rows for a in table.dims[i]]
-    kept = [i for i in range(len(sizes)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
-    batch = list(index.dims[:-1])
-    for i, j in pairs.items():
-        batch[j] = _union(batch[j], table.dims[i])
-    dims, windows, places = [], iter(kept), iter(batch)
-    for i in range(len(eqn.outvars[0].aval.shape)):
-        if i in numbers.offset_dims:
-            d = next(windows)
-            dims.append(() if d in rows else table.dims[d])
-        else:
-            dims.append(next(places))
-    return [_partial(walk, tuple(dims), summed, eqn)]
+    (table, index), known = inputs, dim_map(eqn)
+    own = {axis for i in eqn.params["dimension_numbers"].operand_batching_dims for axis in table.dims[i]}
+    if clash := (table.axes & index.axes) - own:
+        table = walk.gather(table, eqn.invars[0].aval, sorted(clash))
+    return [_partial(walk, known.carry([table.dims, index.dims]), _lost(known, table.dims), eqn)]
 
 
 def _scatter(walk: Any, eqn: Any, inputs: Sequence[ValueSharding]) -> list[ValueSharding]:
@@ -336,22 +259,14 @@ RULES: Mapping[str, Rule] = {
         name: _identity
         for name in ("name", "copy", "optimization_barrier", "zero_order", "device_put", "zero_join", "pvary")
     },
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(("transpose", "broadcast_in_dim", "squeeze"), _moved),
     "reshape": _reshape,
-    "squeeze": _drop_dims,
-    "reduce_sum": _reduce_sum,
-    **dict.fromkeys(
-        ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"), _reduce
-    ),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    "sort": _along("dimension"),
+    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(CUMULATIVE | {"sort", "top_k", "unstack"}, _along),
     "rev": _reversed,
-    "top_k": _along("axis"),
     **dict.fromkeys(("slice", "pad", "split"), _resized),
     "concatenate": _concatenate,
     "stack": _stack,
-    "unstack": _unstack,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot,

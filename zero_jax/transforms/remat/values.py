@@ -15,6 +15,7 @@ from zero_jax.sharding.chains import reshard_p
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.spec import Dims, carries, dims_of
 from zero_jax.transforms.attention.find import AttentionCores, find_cores
+from zero_jax.transforms.dim_map import dim_map
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import is_contraction, is_float, passthrough
 
@@ -99,7 +100,7 @@ def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: t
     if all(dims is None for dims in ins):
         return None
     if name == "dot_general":
-        dims = _product_dims(eqn, ins)
+        dims = dim_map(eqn).carry(ins)
     elif jaxprs.inner_jaxprs(eqn) or name in _AS_THEIR_INPUT:
         # An activation function, say: what has the shape of an input has its sharding.
         same = [dims for atom, dims in zip(eqn.invars, ins, strict=True) if dims and atom.aval.shape == shape]
@@ -107,15 +108,6 @@ def _model_dims(eqn: Any, var: Any, ins: list[Dims | None], mesh: Mesh, model: t
     else:
         dims = passthrough(eqn, ins, lambda dims, i: axis_size(mesh, dims[i]))
     return dims if dims is not None and len(dims) == len(shape) and carries(dims, model) else None
-
-
-def _product_dims(eqn: Any, ins: Sequence[Dims | None]) -> Dims:
-    (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
-    lhs, rhs = (dims or ((),) * atom.aval.ndim for dims, atom in zip(ins, eqn.invars, strict=True))
-    batch = [lhs[i] or rhs[j] for i, j in zip(batch_lhs, batch_rhs, strict=True)]
-    free = [dim for i, dim in enumerate(lhs) if i not in (*contract_lhs, *batch_lhs)]
-    free += [dim for i, dim in enumerate(rhs) if i not in (*contract_rhs, *batch_rhs)]
-    return (*batch, *free)
 
 
 def is_large(aval: Any) -> bool:

@@ -59,14 +59,6 @@ def check(holds: bool, why: str = "mixed") -> None:
         raise Refused(why)
 
 
-def without_dims(x: Relation, gone: Sequence[int]) -> Relation:
-    """Returns the relation of a value without some of its dims, none of them of examples."""
-    if x.dim is None:
-        return x
-    check(x.dim not in gone)
-    return x.at(x.dim - sum(i < x.dim for i in gone))
-
-
 def aval(atom: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an input or a result."""
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)

@@ -6,14 +6,14 @@ A primitive without a rule may mix examples. That a primitive keeps shapes says 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from zero_jax.transforms.passthrough import ELEMENTWISE, is_float
-from zero_jax.transforms.separable import lookups as relation_lookups
-from zero_jax.transforms.separable import reductions as relation_reductions
-from zero_jax.transforms.separable.pair import Pair, Rule, check, without_dims
+from zero_jax.transforms.dim_map import CUMULATIVE, ELEMENTWISE, REDUCTIONS, dim_map
+from zero_jax.transforms.passthrough import is_float
+from zero_jax.transforms.separable import lookups
+from zero_jax.transforms.separable.pair import Pair, Rule, check
 from zero_jax.transforms.separable.relations import (
     SAME,
     Kind,
@@ -26,6 +26,9 @@ from zero_jax.transforms.separable.relations import (
     multiplied,
     rows,
 )
+
+# From the relations of operands, all with their examples along one dim, to that of the results.
+Combine = Callable[[Sequence[Relation]], Relation]
 
 
 def _elementwise(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -91,7 +94,73 @@ def _select(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [dataclasses.replace(chosen, kind=Kind.ROWS, dim=which.dim)]
 
 
-# Shapes.
+# Dims.
+
+
+def carried(combine: Combine, *, sums: bool = False) -> Rule:
+    """Returns the rule of operations whose results have the examples of all operands along one dim.
+
+    Args:
+      combine: what they make of their operands, leaving aside where the examples are.
+      sums: whether dims that they reduce are summed over, linearly.
+    """
+
+    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+        made = combine([x if x.dim is None else x.at(0) for x in inputs])
+        dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
+        return [placed(made, pair, i, dims, sums=sums) if dims else made for i in range(len(pair.whole.outvars))]
+
+    return rule
+
+
+def placed(made: Relation, pair: Pair, result: int, dims: set[tuple[int, int]], *, sums: bool = False) -> Relation:
+    """Returns the relation of a result with examples along the dim that those of the operands are, or the sum of them.
+
+    Raises:
+      Refused: they are along no dim of the result, or along several.
+    """
+    known = dim_map(pair.whole, result)
+    check(known == dim_map(pair.part, result))
+    if sums and any(dims == {*group} for group in known.reduced):
+        return dataclasses.replace(made, kind=Kind.SUM, dim=None)
+    found = [i for i, group in enumerate(known.kept) if dims == {*group}]
+    check(len(found) == 1)
+    return made.at(*found)
+
+
+def _value(inputs: Sequence[Relation]) -> Relation:
+    return inputs[0]
+
+
+def _elements(inputs: Sequence[Relation]) -> Relation:
+    return inputs[0].of_elements()
+
+
+def _summed(inputs: Sequence[Relation]) -> Relation:
+    check(inputs[0].kind in (Kind.SAME, Kind.ROWS, Kind.SUM))
+    return inputs[0].of_elements()
+
+
+def _at_index(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    """A part from where scalars say, which are the same for all examples."""
+    x, *starts = inputs
+    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
+    return carried(_elements)(pair, [x])
+
+
+def _updated(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    x, update, *starts = inputs
+    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
+    return carried(all_joined)(pair, [x, update])
+
+
+def _product(inputs: Sequence[Relation]) -> Relation:
+    return multiplied(*inputs)
+
+
+def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    check(inputs[1].kind is Kind.SAME)
+    return carried(_product)(pair, inputs)
 
 
 def _broadcast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -120,37 +189,6 @@ def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [x.at(grows)]
 
 
-def _transpose(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x = inputs[0]
-    return [x if x.dim is None else x.at(list(pair.params["permutation"]).index(x.dim))]
-
-
-def _squeeze(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x = inputs[0]
-    return [without_dims(x, [i % len(pair.shapes(0)[0]) for i in pair.params["dimensions"]])]
-
-
-def _reversed(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    check(inputs[0].dim not in pair.params["dimensions"])
-    return [inputs[0].of_elements()]
-
-
-def _slice(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x = inputs[0]
-    if x.dim is not None:
-        sizes, (whole, part) = pair.params["limit_indices"], pair.shapes(0)
-        strides = pair.params["strides"] or [1] * len(sizes)
-        full = sizes[x.dim] == whole[x.dim] and pair.part.params["limit_indices"][x.dim] == part[x.dim]
-        check(full and pair.params["start_indices"][x.dim] == 0 and strides[x.dim] == 1)
-    return [x.of_elements()]
-
-
-def _pad(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, value = inputs
-    check(x.dim is None or pair.params["padding_config"][x.dim] == (0, 0, 0))
-    return [joined(x, value)]
-
-
 def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     along = pair.params["dimension"]
     check(all(x.dim != along for x in inputs))
@@ -158,45 +196,7 @@ def _concatenate(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         ones = all(pair.shapes(i)[0][along] == 1 for i in range(len(inputs)))
         check(ones and along == len(pair.results()[0]) - 1, "placed")
         return [Relation(kind=Kind.COLUMNS, columns=tuple(inputs))]
-    return [all_joined(inputs)]
-
-
-def _split(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    check(inputs[0].dim != pair.params["axis"])
-    return [inputs[0].of_elements()] * len(pair.whole.outvars)
-
-
-def _stack(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, axis = all_joined(inputs), pair.params["axis"]
-    return [x if x.dim is None else x.at(x.dim + (x.dim >= axis))]
-
-
-def _unstack(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    return [without_dims(inputs[0].of_elements(), [pair.params["axis"]])] * len(pair.whole.outvars)
-
-
-def _tile(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    (x,) = inputs
-    check(x.dim is None or pair.params["reps"][x.dim] == 1)
-    return [x.of_elements()]
-
-
-def _dynamic_slice(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    if x.dim is not None:
-        taken = pair.params["slice_sizes"][x.dim], pair.part.params["slice_sizes"][x.dim]
-        check(taken == tuple(shape[x.dim] for shape in pair.shapes(0)))
-    return [x.of_elements()]
-
-
-def _dynamic_update_slice(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    x, update, *starts = inputs
-    check(all(start.kind is Kind.SAME and start.is_plain for start in starts))
-    result = joined(x, update)
-    if result.dim is not None:
-        check(all(a[result.dim] == b[result.dim] for a, b in zip(pair.shapes(0), pair.shapes(1), strict=True)))
-    return [result]
+    return carried(all_joined)(pair, inputs)
 
 
 def _iota(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -234,7 +234,7 @@ SIZED = {
     "slice": {"limit_indices"},
     "dynamic_slice": {"slice_sizes"},
     "gather": {"slice_sizes"},
-    **{name: {"update_jaxpr"} for name in relation_lookups.SCATTERS},
+    **{name: {"update_jaxpr"} for name in lookups.SCATTERS},
 }
 # Values in another place, whatever the parameters say.
 PLACES = frozenset(
@@ -261,24 +261,31 @@ RULES: dict[str, Rule] = {
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "rev": _reversed,
-    "slice": _slice,
-    "pad": _pad,
     "concatenate": _concatenate,
-    "split": _split,
-    "stack": _stack,
-    "unstack": _unstack,
-    "tile": _tile,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
     "iota": _iota,
     **dict.fromkeys(
         "random_bits random_split random_fold_in random_wrap random_unwrap random_seed random_clone random_gamma "
         "rng_bit_generator".split(),
         _random,
     ),
-    **relation_reductions.RULES,
-    **relation_lookups.RULES,
+    **dict.fromkeys(("transpose", "squeeze"), carried(_value)),
+    **dict.fromkeys(("rev", "slice", "split", "tile", "unstack"), carried(_elements)),
+    "dynamic_slice": _at_index,
+    "dynamic_update_slice": _updated,
+    **dict.fromkeys(("pad", "stack"), carried(all_joined)),
+    "reduce_sum": carried(_summed, sums=True),
+    "cumsum": carried(_summed),
+    **dict.fromkeys(
+        (REDUCTIONS - {"reduce_sum"}) | (CUMULATIVE - {"cumsum"}) | {"reduce_xor", "reduce", "sort", "top_k"},
+        carried(applied),
+    ),
+    **dict.fromkeys(
+        "approx_top_k reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
+        "select_and_gather_add cholesky eigh eig svd qr geqrf lu schur hessenberg tridiagonal symmetric_product "
+        "householder_product tridiagonal_solve lu_pivots_to_permutation triangular_solve fft zero_attention".split(),
+        carried(applied),
+    ),
+    "dot_general": carried(_product, sums=True),
+    "conv_general_dilated": _convolution,
+    **lookups.RULES,
 }

@@ -113,9 +113,10 @@ def product(
     # The product is an ordinary one, by which remat policies know it.
     (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
     others = [x for i, x in enumerate(inputs) if i != place]
-    return attach_p.bind(
-        out, weight, inputs[place], *others, function=_Product(eqn, place, jax.typeof(out), *own or ())
-    )
+    function = _Product(eqn, place, jax.typeof(out))
+    if own is not None:
+        function = dataclasses.replace(function, mesh=own[0], batch_axes=own[1])
+    return attach_p.bind(out, weight, inputs[place], *others, function=function)
 
 
 # `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,

@@ -53,6 +53,16 @@ def test_the_gradient_of_the_kernel_of_a_convolution():
     np.testing.assert_allclose(got, 2 * want, rtol=1e-5)
 
 
+def test_the_gradient_of_a_kernel_in_groups():
+    dims, kernel, x = ("NWC", "WIO", "NWC"), jnp.ones((4, 1, 8)), jnp.sin(jnp.arange(4096.0)).reshape(16, 32, 8)
+    convolved = lambda kernel, x: lax.conv_general_dilated(  # noqa: E731
+        x, kernel, (1,), "SAME", dimension_numbers=dims, feature_group_count=8
+    )
+    loss_fn = lambda kernel, x: jnp.sum(jnp.square(convolved(kernel, x)))  # noqa: E731
+    want, got = grads(loss_fn, kernel, x, mesh="model2", spec=("data",))
+    np.testing.assert_allclose(got, 2 * want, rtol=1e-4)
+
+
 def test_the_gradient_of_kernels_that_are_mapped():
     kernel, x = jnp.ones((3, 3, 4, 4)), jnp.sin(jnp.arange(512.0)).reshape(8, 1, 4, 4, 4)
     dims = ("NHWC", "HWIO", "NHWC")

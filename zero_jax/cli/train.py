@@ -28,7 +28,7 @@ from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_m
 from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, ProcessPlace, join, patient_flags
+from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
@@ -178,7 +178,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def _refuse(options: argparse.Namespace, error: Exception, place: ProcessPlace, *, status: int = 2) -> int:
+def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
     print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
     return place.leave(status)
 

@@ -6,7 +6,7 @@ processes on one machine (`processes`), merges their logs, and starts them again
 """
 
 from zero_jax.cluster.elastic import report_start
-from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, ProcessPlace, join
+from zero_jax.cluster.joining import NUM_PROCESSES, NotJoined, Place, join
 from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
 from zero_jax.cluster.processes import patient_flags
@@ -18,7 +18,7 @@ __all__ = [
     "LaunchConfig",
     "NotJoined",
     "Preemption",
-    "ProcessPlace",
+    "Place",
     "Watchdog",
     "join",
     "launch",

@@ -48,7 +48,7 @@ class PortTaken(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProcessPlace:
+class Place:
     """The number of this process, and of all processes of the run.
 
     Attributes:
@@ -83,7 +83,7 @@ class ProcessPlace:
         return status
 
 
-def join() -> ProcessPlace:
+def join() -> Place:
     """Joins the processes of a run, if there are several; to be called before JAX is used otherwise.
 
     The environment is asked in this order: `ZERO_JAX_NUM_PROCESSES`, `ZERO_JAX_PROCESS_ID` and
@@ -102,7 +102,7 @@ def join() -> ProcessPlace:
     if jax.distributed.is_initialized():
         # `jax.process_index()` would start the devices, and what they are may still have to be settled.
         state = distributed.global_state
-        return ProcessPlace(
+        return Place(
             process_index=state.process_id,
             num_processes=state.num_processes,
             source="joined before",
@@ -111,7 +111,7 @@ def join() -> ProcessPlace:
     place = _of_launcher(os.environ)
     source = detect(os.environ) if place is None else place.source
     if source is None or (place is not None and place.num_processes == 1):
-        return place or ProcessPlace()
+        return place or Place()
     place = _connect(source, place)
     if place.num_processes > 1:
         _end_on_errors()
@@ -119,7 +119,7 @@ def join() -> ProcessPlace:
     return place
 
 
-def _of_launcher(environment: Mapping[str, str]) -> ProcessPlace | None:
+def _of_launcher(environment: Mapping[str, str]) -> Place | None:
     """Returns the place by the launcher's variables, or None where they are not set."""
     present = [name for name in _LAUNCHER if environment.get(name)]
     if not {NUM_PROCESSES, PROCESS_ID} & set(present):
@@ -135,10 +135,10 @@ def _of_launcher(environment: Mapping[str, str]) -> ProcessPlace | None:
         raise ValueError(
             f"{COORDINATOR}={address}: give the host and port (1 to 65535) of process 0, such as 10.0.0.1:8476"
         )
-    return ProcessPlace(process_index=int(index), num_processes=int(count), source="launcher", coordinator=address)
+    return Place(process_index=int(index), num_processes=int(count), source="launcher", coordinator=address)
 
 
-def _connect(source: str, place: ProcessPlace | None) -> ProcessPlace:
+def _connect(source: str, place: Place | None) -> Place:
     """Connects this process to the others, by a place or by JAX's detection of the cluster `source`."""
     cluster = CLUSTERS.get(source)
     names = sorted(_LAUNCHER) if cluster is None else cluster.variables
@@ -168,7 +168,7 @@ def _connect(source: str, place: ProcessPlace | None) -> ProcessPlace:
         raise NotJoined(f"the processes of {source} ({variables}) cannot be joined: {error}; {remedy}") from error
 
 
-def _detected(source: str, timeout_seconds: float) -> tuple[ProcessPlace, Sequence[int] | None]:
+def _detected(source: str, timeout_seconds: float) -> tuple[Place, Sequence[int] | None]:
     """Returns the place that JAX detects in a cluster, and the local devices that this process takes."""
     devices = method = None
     if source in ("SLURM", "Open MPI"):
@@ -183,10 +183,10 @@ def _detected(source: str, timeout_seconds: float) -> tuple[ProcessPlace, Sequen
         raise ValueError("JAX does not detect the address of process 0 and the number of processes")
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
         devices = None  # JAX reads them
-    return ProcessPlace(process_index=index, num_processes=count, source=source, coordinator=address), devices
+    return Place(process_index=index, num_processes=count, source=source, coordinator=address), devices
 
 
-def _check_port(place: ProcessPlace) -> None:
+def _check_port(place: Place) -> None:
     """Raises `PortTaken` for a port that process 0 cannot listen at, where some releases of JAX end the process."""
     if not place.is_first or place.coordinator is None:
         return
@@ -231,7 +231,7 @@ def _time_limit(seconds: float, variables: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _await_coordinator(place: ProcessPlace, deadline: float) -> None:
+def _await_coordinator(place: Place, deadline: float) -> None:
     """Waits until process 0 answers at its address."""
     if place.is_first or place.coordinator is None:
         return

@@ -60,6 +60,7 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
     def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
         one, unbounded = (jaxprs.literal(np.float32(x)) for x in (1, -np.inf))
         weight = PartWeight(one, one, unbounded)
+        closed = _without_duplicates(closed, num_params=len(jax.tree.leaves(args[0])))
         if loss_weight == "auto":
             closed, found = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
             weight = weight if found is None else found._replace(bound=found.bound or unbounded)
@@ -113,6 +114,35 @@ def _named(aux: PyTree, name: str) -> Any:
     )
 
 
+def _without_duplicates(closed: Any, *, num_params: int) -> Any:
+    """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
+    opened, _ = jaxprs.open_jaxpr(closed)
+    of_params, read = set(opened.invars[:num_params]), {x for x in opened.outvars if not jaxprs.is_literal(x)}
+    read.update(var for eqn in opened.eqns for var in jaxprs.variables(eqn))
+    known: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    eqns = []
+    for eqn in opened.eqns:
+        eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
+        if not of_params.isdisjoint(jaxprs.variables(eqn)):
+            of_params.update(eqn.outvars)
+        elif not eqn.effects and read.issuperset(eqn.outvars):
+            try:
+                first = known.setdefault((eqn.primitive, *map(_key, eqn.invars), *sorted(eqn.params.items())), eqn)
+            except TypeError:  # a parameter that has no hash
+                first = eqn
+            if first is not eqn:
+                same.update(zip(eqn.outvars, first.outvars, strict=True))
+                continue
+        eqns.append(eqn)
+    results = [x if jaxprs.is_literal(x) else same.get(x, x) for x in opened.outvars]
+    return jaxprs.with_results(closed, results, eqns=eqns) if same else closed
+
+
+def _key(atom: Any) -> Any:
+    return (str(atom.aval), np.asarray(atom.val).tobytes()) if jaxprs.is_literal(atom) else atom
+
+
 def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, PartWeight | None]:
     """Returns the divisor that the first result ends in, or None, and a jaxpr of which its atoms are."""
     for _ in range(2):
@@ -159,9 +189,12 @@ class _Quotients(Pass[_Quotient]):
                 divisor = PartWeight(count, eqn.invars[1], bound)
         elif name in _KEEP_WEIGHT:
             quotients = [x.divisor for x in operands if x.divisor is not None]
-            divisor = quotients[0] if len(quotients) == 1 and num_of_batch == 1 else None
-            if divisor is not None and divisor.bound is not None and name in ("add", "sub"):
-                divisor = divisor._replace(divisor=divisor.count)
+            if name in ("add", "sub") and len(quotients) == 2 and quotients[0] == quotients[1]:
+                divisor = quotients[0]
+            elif len(quotients) == 1 and num_of_batch == 1:
+                divisor = quotients[0]
+                if divisor.bound is not None and name in ("add", "sub"):
+                    divisor = divisor._replace(divisor=divisor.count)
         if name == "max" and num_of_batch == 1:
             batch_first = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
             bounded = batch_first[0][1], batch_first[1][1]

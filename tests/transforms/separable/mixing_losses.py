@@ -234,6 +234,12 @@ def masked(params, batch):
     return (error_of(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
 
+def two_terms(params, batch):
+    """Two losses of the same tokens, each divided by its own sum of the mask."""
+    mean = lambda x: (x * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)  # noqa: E731
+    return mean(error_of(params, batch)) - 0.3 * mean(jnp.tanh(out_of(params, batch)).sum(-1))
+
+
 def labelled(params, batch):
     scores = jax.nn.log_softmax(out_of(params, batch))
     return -jnp.take_along_axis(scores, batch["label"][:, None], -1).mean()
@@ -278,6 +284,10 @@ SEPARABLE = {
         (error_of(p, b) * b["mask"]).sum() / b["mask"].sum() + 0.1 * jnp.square(p["w"]).sum()
     ),
     "by a bounded count": lambda p, b: error_of(p, b).sum() / jnp.maximum((b["label"] == 0).sum(), 1),
+    "two by one sum": lambda p, b: (lambda n: b["mask"] @ error_of(p, b) / n + (error_of(p, b) * b["mask"]).sum() / n)(
+        b["mask"].sum()
+    ),
+    "two by equal sums": two_terms,
     "masked by where": lambda p, b: jnp.mean(error_of(p, b), where=b["mask"] > 0),
     "labelled": labelled,
     "looked up": lambda p, b: -jax.nn.log_softmax(out_of(p, b))[jnp.arange(len(b["x"])), b["label"]].mean(),

@@ -21,8 +21,9 @@ class OrdinaryRuns:
     JAX gives all of a nested `jit` that is inlined the line and names where it is called.
     """
 
-    def __init__(self, facts: Facts):
+    def __init__(self, facts: Facts, apart: Collection[int] = ()):
         self.eqns, self.last_read = facts.jaxpr.eqns, facts.last_read
+        self.apart = apart  # the ids of equations that are evaluated otherwise
 
     def at(self, start: int, env: dict[Any, Lazy | Value], ordering: Ordering) -> list[int]:
         """Returns the indices of the equations that can be evaluated together from one on; none if it cannot."""
@@ -33,7 +34,7 @@ class OrdinaryRuns:
             eqn = self.eqns[i]
             if i in ordering.evaluated:
                 continue
-            if (run and i in ordering.places) or not _is_ordinary(eqn, env, made):
+            if (run and i in ordering.places) or id(eqn) in self.apart or not _is_ordinary(eqn, env, made):
                 break
             here = eqn.ctx, name_stack(eqn), _COLUMN.sub(r"\1", source_line(eqn))
             if run and here != place:

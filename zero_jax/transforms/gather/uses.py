@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.quantized import Blocks, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
@@ -40,6 +40,12 @@ class Options:
     def product_dtype(self) -> Any:
         """The dtype to compute gradients of weights in, because XLA sums them where they are computed."""
         return None if self.mapped else self.reduce_dtype
+
+    @property
+    def own_examples(self) -> tuple[Mesh, tuple[str, ...]] | None:
+        """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
+        batch = tuple(self.axes.batch)
+        return (self.mesh, batch) if axis_size(self.mesh, batch) < self.mesh.size and not self.mapped else None
 
 
 def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:

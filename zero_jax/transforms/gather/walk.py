@@ -24,16 +24,8 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.deferred import (
-    Copies,
-    Lazy,
-    Roots,
-    Value,
-    as_it_is,
-    pending,
-    put_off,
-    relative,
-)
+from zero_jax.transforms.gather.convolutions import holds_convolution, is_partitioned_wrongly, refuse_convolution
+from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
 from zero_jax.transforms.gather.lookup import move_rows, move_table, plan_lookup
@@ -102,20 +94,23 @@ class GatherWalk:
         facts = Facts(jaxpr, ["param" if isinstance(v, Lazy) or v.pure else "value" for v in ins])
         deferred = {i for i, v in enumerate(ins) if isinstance(v, Lazy) and v.is_deferred}
         last = facts.last_use(deferred) if frame.ends_forward and deferred else None
-        within = dataclasses.replace(frame, ends_forward=False)
+        within, own = dataclasses.replace(frame, ends_forward=False), self.options.own_examples
+        apart = {id(eqn) for eqn in jaxpr.eqns if own and holds_convolution(eqn)}
 
         def evaluate(eqn: Any) -> None:
             values = [read(atom) for atom in eqn.invars]
             if any(isinstance(value, Copies) for value in values):
                 outs = self.copied(eqn, values, within)
-            elif any(isinstance(value, Lazy) for value in values):
+            elif any(isinstance(value, Lazy) for value in values) or (id(eqn) in apart and subcall(eqn)):
                 outs = self.handler(eqn)(eqn, values, frame if eqn is last else within)
             else:
                 pure = all(value.pure for value in values)  # type: ignore[union-attr]
-                outs = [Value(out, pure) for out in self.bind(eqn, [v.array for v in values])]  # type: ignore[union-attr]
+                arrays = [v.array for v in values]  # type: ignore[union-attr]
+                made = [product(eqn, arrays, 1, arrays[1], own)] if id(eqn) in apart else self.bind(eqn, arrays)
+                outs = [Value(out, pure) for out in made]
             env.update(zip(eqn.outvars, outs, strict=True))
 
-        ordering, ordinary = Ordering(facts, ins), OrdinaryRuns(facts)
+        ordering, ordinary = Ordering(facts, ins), OrdinaryRuns(facts, apart)
         for index, eqn in enumerate(jaxpr.eqns):
             ordering.enter(index, env, evaluate)
             if index in ordering.evaluated:
@@ -135,6 +130,8 @@ class GatherWalk:
         if (widened := put_off(eqn, values)) is not None:
             return [widened]
         inner = jaxprs.inner_jaxprs(eqn)
+        if self.options.own_examples:
+            refuse_convolution(eqn)
         dims_in = [value.dims if isinstance(value, Lazy) and value.is_deferred else None for value in values]
         shards = lambda dims, i: axis_size(self.options.mesh, dims[i])  # noqa: E731
         pure = all(isinstance(value, Lazy) or value.pure for value in values)
@@ -179,6 +176,11 @@ class GatherWalk:
         pin = id(eqn) in self.mixed or has_wrong_gradient(eqn)
         lazy = [(i, value) for i, value in enumerate(inputs) if isinstance(value, Lazy)]
         weights = [i for i, value in lazy if dtype is not None and needs_dtype(eqn, i, value.aval.dtype, dtype)]
+        own = self.options.own_examples
+        if own and any(i == 1 and is_partitioned_wrongly(eqn, value.dims) for i, value in lazy):
+            weights, dtype = [1], dtype or inputs[1].aval.dtype  # type: ignore[union-attr]
+        else:
+            own = None
 
         def region(*arrays: Any) -> list[Any]:
             pairs = split.assign(arrays)
@@ -188,7 +190,7 @@ class GatherWalk:
             (place,) = weights
             value, roots = pairs[place]
             weight = self.whole(value, *roots, dtype=dtype, pin=pin)
-            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight)])
+            return evaluate(made, lambda eqn, inputs: [product(eqn, inputs, place, weight, own)])
 
         return region, split
 

@@ -1,7 +1,8 @@
-"""Products whose weight's gradient has a dtype of its own, whatever the product is computed in.
+"""Products whose weight's gradient has a dtype of its own, whatever the product is computed in, or a place of its own.
 
 XLA sums a gradient across devices where the product that makes it stands, in that product's dtype: a cast after it
-comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same.
+comes too late. So the product itself is to give the dtype to sum in. It adds up in float32 inside all the same. Where
+XLA partitions the gradient of a convolution's kernel wrongly, each device computes that of its own examples.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.passthrough import is_contraction, is_float
 
@@ -33,11 +36,17 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Product:
-    """A product as a function of one of its inputs, the weight, which it is linear in."""
+    """A product as a function of one of its inputs, the weight, which it is linear in.
+
+    With a `mesh` it is a convolution of examples that are sharded over `batch_axes`, and each device computes the
+    gradient of its own.
+    """
 
     eqn: Any
     place: int
     aval: Any
+    mesh: Mesh | None = None
+    batch_axes: tuple[str, ...] = ()
 
     def __call__(self, weight: jax.Array, *others: jax.Array) -> jax.Array:
         dtype = self.eqn.invars[self.place].aval.dtype
@@ -46,6 +55,23 @@ class _Product:
 
     def gradient(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
         """Returns the gradient of the weight, with its products in the dtype of `aval`."""
+        if self.mesh is None:
+            return self.gradient_here(cotangent, others, aval)
+        numbers, size = self.eqn.params["dimension_numbers"], axis_size(self.mesh, self.batch_axes)
+        dims = numbers.out_spec[0], numbers.lhs_spec[0]
+        over = self.batch_axes
+        if self.eqn.params["batch_group_count"] > 1 or others[0].shape[dims[1]] % size:
+            over = ()
+
+        def own(cotangent: jax.Array, examples: jax.Array) -> jax.Array:
+            return lax.psum(self.gradient_here(cotangent, [examples], aval), over)
+
+        specs = tuple(PartitionSpec(*[None] * dim, over or None) for dim in dims)
+        mapped = jax.shard_map(own, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return mapped(cotangent, *others)
+
+    def gradient_here(self, cotangent: jax.Array, others: Sequence[jax.Array], aval: Any) -> jax.Array:
+        """Returns the gradient of the weight as it is computed from these arrays."""
         wide = self.eqn.invars[self.place].aval
         shape = jax.ShapeDtypeStruct(aval.shape, wide.dtype)
         transpose = jax.linear_transpose(lambda w: self(w, *others), shape)
@@ -68,7 +94,13 @@ def _no_wider(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype) if is_float(x) and x.dtype.itemsize > dtype.itemsize else x
 
 
-def product(eqn: Any, inputs: Sequence[jax.Array], place: int, weight: jax.Array) -> jax.Array:
+def product(
+    eqn: Any,
+    inputs: Sequence[jax.Array],
+    place: int,
+    weight: jax.Array,
+    own: tuple[Mesh, tuple[str, ...]] | None = None,
+) -> jax.Array:
     """Evaluates a product; the gradient of the factor at `place` goes to `weight`, and is computed in its dtype.
 
     Args:
@@ -76,11 +108,15 @@ def product(eqn: Any, inputs: Sequence[jax.Array], place: int, weight: jax.Array
       inputs: its inputs.
       place: the place of the weight among them.
       weight: the weight in another dtype, which is there for its gradient only.
+      own: mesh and batch axes, for a convolution of whose kernel each device computes the gradient of its own examples.
     """
     # The product is an ordinary one, by which remat policies know it.
     (out,) = bind(eqn, [lax.stop_gradient(x) for x in inputs])
     others = [x for i, x in enumerate(inputs) if i != place]
-    return attach_p.bind(out, weight, inputs[place], *others, function=_Product(eqn, place, jax.typeof(out)))
+    function = _Product(eqn, place, jax.typeof(out))
+    if own is not None:
+        function = dataclasses.replace(function, mesh=own[0], batch_axes=own[1])
+    return attach_p.bind(out, weight, inputs[place], *others, function=function)
 
 
 # `attach` is the identity on the result of a product, and has its derivatives: `out, weight, factor, *others -> out`,

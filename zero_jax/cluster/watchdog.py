@@ -24,7 +24,7 @@ ALLOWANCES: Mapping[str, float] = {"start": 10, "compile": 10, "save": 3, "resto
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """The last known state of a process, by its heartbeat file.
 
     Attributes:
@@ -167,7 +167,7 @@ class Watchdog:
 
     def _waits_for_another(self, phase: str) -> bool:
         """Returns whether another process is in a phase that may take longer than this one's, and still may."""
-        states: list[Place] = []
+        states: list[ProcessPlace] = []
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
         own, usual = ALLOWANCES.get(phase, 1), self._seconds
         others = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
@@ -220,16 +220,16 @@ class Watchdog:
                 _within(5, _to_stderr, message)
 
 
-def places(folder: str | pathlib.Path, num_processes: int) -> tuple[Place, ...]:
+def places(folder: str | pathlib.Path, num_processes: int) -> tuple[ProcessPlace, ...]:
     """Returns the last known state of each process of a run, by the heartbeat files in a folder."""
     return tuple(_place(pathlib.Path(folder) / f"process-{k}.json", k) for k in range(num_processes))
 
 
-def _place(path: pathlib.Path, process_index: int) -> Place:
+def _place(path: pathlib.Path, process_index: int) -> ProcessPlace:
     try:
         heartbeat, now = json.loads(path.read_text(encoding="utf-8")), time.time()
         silent = max(0.0, now - heartbeat["alive_time"])
-        return Place(
+        return ProcessPlace(
             process_index=process_index,
             phase=heartbeat["phase"],
             step=heartbeat["step"],
@@ -238,7 +238,7 @@ def _place(path: pathlib.Path, process_index: int) -> Place:
             is_silent=heartbeat["phase"] != "ended" and silent > 1 + 3 * heartbeat["every_seconds"],
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Place(process_index=process_index, phase=None)
+        return ProcessPlace(process_index=process_index, phase=None)
 
 
 def _stacks() -> str:

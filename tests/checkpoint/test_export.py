@@ -103,6 +103,16 @@ def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.parametrize("below", ["", "export"])
+def test_nothing_is_written_into_a_checkpoint(run, below):
+    folder, _ = run
+    (step,) = folder.glob("**/step_*")
+    before = sorted(step.rglob("*"))
+    with pytest.raises(ValueError, match=r"step_\d+ is a checkpoint, .*: choose a folder outside it"):
+        export(folder, step / below, force=True)
+    assert sorted(step.rglob("*")) == before
+
+
 def test_the_average_of_the_params(tmp_path):
     tx = optax.chain(TX, ema.params_ema(0.5))
     state = save(tmp_path, reference.init_params, tx)

@@ -104,7 +104,7 @@ def estimate_time(
     hardware = topology.hardware
     compute, links = _Compute(hardware), Links(mesh, topology, num_devices=program.num_devices)
     transfers, copies = hlo.network_transfers(program), hlo.host_transfers(program)
-    host_bytes = sum(copy.sent_bytes * copy.num_executions for copy in copies)
+    host_bytes = sum(copy.total_bytes for copy in copies)
     timeline = play(
         program,
         hlo.collectives(program),
@@ -115,7 +115,7 @@ def estimate_time(
         transfers=transfers,
         network_seconds=links.network_seconds,
         copies=copies,
-        host_seconds=lambda copy: copy.sent_bytes / hardware.host_bytes_per_second,
+        host_seconds=lambda copy: copy.num_bytes / hardware.host_bytes_per_second,
     )
     step = max(timeline.total_seconds, 1e-12)
     causal_flops = model_flops - attention_flops / 2

@@ -44,6 +44,10 @@ class Axes:
         """The axes of the batch that params are not sharded over at any stage: each device along them has a copy."""
         return self.replica + tuple(axis for axis in self.data if self.secondary and axis not in self.secondary)
 
+    def size_beside_batch(self, mesh: Mesh) -> int:
+        """Returns the number of devices with the same examples: along the axes that a batch is not sharded over."""
+        return mesh.size // axis_size(mesh, self.batch)
+
     def of_params(self, *, with_copies: bool = True) -> Axes:
         """Returns the roles as they are for the use of params: `data` is what they are gathered over."""
         return Axes(data=self.secondary or self.data, replica=self.copies if with_copies else (), model=self.model)

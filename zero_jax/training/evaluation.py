@@ -18,7 +18,7 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
-from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
@@ -176,7 +176,7 @@ def placed_loss(
             gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
         )
     # On such a mesh XLA partitions some convolutions wrongly, at every stage.
-    has_other_axes = axis_size(placement.mesh, placement.axes.batch) < placement.mesh.size
+    has_other_axes = placement.axes.size_beside_batch(placement.mesh) > 1
     if "master" in placement.groups or placement.precision.reduce is not None or has_other_axes:
         return scatter_grads(loss_fn, specs, axes=axes, **common)
     return loss_fn

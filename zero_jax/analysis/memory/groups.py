@@ -72,7 +72,7 @@ class Group:
 def data_and_model_sizes(placement: Placement) -> tuple[int, int]:
     """Returns the devices of the `data` axes, and those of the model's own."""
     mesh, axes = placement.mesh, placement.axes
-    return axis_size(mesh, axes.data), mesh.size // axis_size(mesh, axes.batch)
+    return axis_size(mesh, axes.data), axes.size_beside_batch(mesh)
 
 
 def is_inexact(x: Any) -> bool:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zero_jax.core.gather_names import gather_scope
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import Axes, axis_size
+from zero_jax.sharding.mesh import Axes
 from zero_jax.sharding.quantized import Blocks, Quantize, blocks_of
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import gather_shardings, scattering
@@ -44,8 +44,8 @@ class Options:
     @property
     def own_examples(self) -> tuple[Mesh, tuple[str, ...]] | None:
         """The mesh and the axes of the batch where the mesh has others: XLA partitions some convolutions wrongly."""
-        batch = tuple(self.axes.batch)
-        return (self.mesh, batch) if axis_size(self.mesh, batch) < self.mesh.size and not self.mapped else None
+        has_others = self.axes.size_beside_batch(self.mesh) > 1
+        return (self.mesh, self.axes.batch) if has_others and not self.mapped else None
 
 
 def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bool = False) -> Any:

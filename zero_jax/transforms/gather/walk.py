@@ -24,7 +24,6 @@ from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.quantized import PLAIN
 from zero_jax.sharding.spec import Dims, named
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.gather.convolutions import holds_convolution, is_partitioned_wrongly, refuse_convolution
 from zero_jax.transforms.gather.deferred import Copies, Lazy, Roots, Value, as_it_is, pending, put_off, relative
 from zero_jax.transforms.gather.dots import flat_product
 from zero_jax.transforms.gather.events import Notes
@@ -34,7 +33,13 @@ from zero_jax.transforms.gather.ordering import Ordering
 from zero_jax.transforms.gather.ordinary import OrdinaryRuns
 from zero_jax.transforms.gather.per_device import SAME_PARAM, copy_per_device, example_dims, multiply
 from zero_jax.transforms.gather.uses import Options, array_of, gathering, whole
-from zero_jax.transforms.gather.weight_grads import needs_dtype, product
+from zero_jax.transforms.gather.weight_grads import (
+    holds_convolution,
+    is_partitioned_wrongly,
+    needs_dtype,
+    product,
+    refuse_convolution,
+)
 from zero_jax.transforms.passthrough import has_wrong_gradient, is_contraction, is_local_reduction, passthrough
 
 # Longer recipes are not made again at each use: they are chains of nested calls.

@@ -19,9 +19,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.evaluation import evaluate
-from zero_jax.core.jaxprs import bind, open_jaxpr
+from zero_jax.core.jaxprs import bind, open_jaxpr, source_line
+from zero_jax.core.subcalls import equations_of, subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
+from zero_jax.sharding.spec import Dims
 from zero_jax.transforms.passthrough import is_contraction, is_float
 
 
@@ -32,6 +34,36 @@ def needs_dtype(eqn: Any, place: int, own: Any, dtype: Any) -> bool:
     dtypes = [eqn.invars[1 - place].aval.dtype, eqn.outvars[0].aval.dtype]
     real = all(jnp.issubdtype(each, jnp.floating) for each in (own, *dtypes))
     return real and {own, promoted(*dtypes)} != {jnp.dtype(dtype)}
+
+
+def is_partitioned_wrongly(eqn: Any, dims: Dims | None = None) -> bool:
+    """Tells whether XLA partitions the gradient of a convolution's kernel wrongly beside axes without examples.
+
+    Those in groups and depthwise ones have the multiple of it by the size of these axes, those of kernels that are
+    sharded along the window (`dims`) are wrong if the input is dilated (docs/xla_faults.md).
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    window = eqn.params["dimension_numbers"].rhs_spec[2:]
+    has_groups = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+    return has_groups or (dims is not None and any(dims[i] for i in window))
+
+
+def holds_convolution(eqn: Any) -> bool:
+    """Tells whether an equation is such a convolution, or runs one, other than in a `shard_map`."""
+    return any(map(is_partitioned_wrongly, equations_of(eqn, skip=["shard_map"])))
+
+
+def refuse_convolution(eqn: Any) -> None:
+    """Raises `ValueError` for such a convolution in an equation that is not looked into."""
+    if subcall(eqn) is not None and holds_convolution(eqn):
+        found = next(filter(is_partitioned_wrongly, equations_of(eqn, skip=["shard_map"])))
+        kernel = list(found.invars[1].aval.shape)
+        raise ValueError(
+            f"a convolution in groups, of a kernel {kernel}, is within {eqn.primitive.name} at {source_line(eqn)}: XLA "
+            "computes a wrong gradient of its kernel on a mesh with axes that the batch is not sharded over "
+            "(docs/xla_faults.md): take a mesh without `model` axes, or call the convolution in jax.shard_map"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

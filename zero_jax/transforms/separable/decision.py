@@ -95,7 +95,7 @@ def separability(
     convolves = local and "conv_general_dilated" in names
     if local and shards_over(trace, axes.batch):
         not_local = f"the model itself shards values over {', '.join(axes.batch)}"
-    elif convolves and (num_devices < mesh.size or names & {"sharding_constraint", "shard_map"}):
+    elif convolves and (axes.size_beside_batch(mesh) > 1 or names & {"sharding_constraint", "shard_map"}):
         not_local = "XLA partitions each device's own convolutions wrongly where a mesh or a model has other axes"
     elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
         not_local = "it draws random numbers, which are those of the whole batch"

@@ -1,6 +1,7 @@
-"""Trains a small GPT on the standard library's text with quantized collectives, and draws the losses beside bf16's.
+"""Trains a GPT on the standard library's text with quantized collectives, and draws the losses beside bf16's.
 
 python scripts/quantized_curves.py --steps 1000 --out docs/pictures
+python scripts/quantized_curves.py --steps 1000 --model gpt-mini --seq-len 128 --batch-size 8 --out build
 python scripts/quantized_curves.py --steps 1000 --replicas --out docs/pictures
 
 All runs have the same data, seed and optimizer, at stage 3 on 8 simulated devices. With `--outliers`, some features of
@@ -42,7 +43,10 @@ REPLICAS = {
     "grads int4": _BETWEEN,
     "grads int4, error feedback": dataclasses.replace(_BETWEEN, error_feedback=True),
 }
-MODEL = gpt.GPTConfig(vocab_size=256, seq_len=64, num_layers=2, d_model=128, num_heads=4)
+MODELS = {
+    "small": gpt.GPTConfig(num_layers=2, d_model=128, num_heads=4),
+    **gpt.PRESETS,
+}
 COLORS = ("#000000", "#0072B2", "#E69F00")
 
 
@@ -52,35 +56,38 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))), np.uint8)
 
 
-def batch(data: np.ndarray, step: int, size: int) -> dict[str, np.ndarray]:
+def batch(data: np.ndarray, step: int, size: int, seq_len: int) -> dict[str, np.ndarray]:
     """Returns the batch of a step: `[size, seq_len]` tokens and the ones after them."""
-    starts = np.random.default_rng(step).integers(0, len(data) - MODEL.seq_len - 1, size)
-    rows = np.stack([data[start : start + MODEL.seq_len + 1] for start in starts]).astype(np.int32)
+    starts = np.random.default_rng(step).integers(0, len(data) - seq_len - 1, size)
+    rows = np.stack([data[start : start + seq_len + 1] for start in starts]).astype(np.int32)
     return {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
 
 
-def init(key: jax.Array, *, outliers: bool) -> dict:
+def init(key: jax.Array, *, model: gpt.GPTConfig, outliers: bool) -> dict:
     """Returns params; with outliers, every 32nd feature of the residual stream is 30 times as large."""
-    params = gpt.init(MODEL, key)
+    params = gpt.init(model, key)
     if outliers:
         params["embed"] = params["embed"].at[:, ::32].multiply(30.0)
     return params
 
 
-def train(
-    quantize: zero.Quantize | None, *, steps: int, batch_size: int, outliers: bool, replicas: bool
-) -> list[float]:
+def train(quantize: zero.Quantize | None, options: argparse.Namespace) -> list[float]:
     """Returns the loss of each step."""
-    mesh = zero.make_mesh(replica=4, data=2) if replicas else zero.make_mesh(data=8)
+    steps = options.steps
+    model = dataclasses.replace(MODELS[options.model], vocab_size=256, seq_len=options.seq_len)
+    mesh = zero.make_mesh(replica=4, data=2) if options.replicas else zero.make_mesh(data=8)
     config = zero.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0, quantize=quantize)
-    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, min(50, steps // 4), steps))
-    make = functools.partial(init, outliers=outliers)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, min(50, steps // 4), steps)
+    tx = optax.adamw(schedule)
+    make = functools.partial(init, model=model, outliers=options.outliers)
     state = zero.init_state(make, tx, jax.random.key(0), mesh=mesh, config=config)
-    step = zero.make_train_step(gpt.loss_fn(MODEL), tx, mesh=mesh, config=config)
+    step = zero.make_train_step(gpt.loss_fn(model), tx, mesh=mesh, config=config)
     data, losses = text(), []
     for index in range(steps):
-        state, metrics = step(state, batch(data, index, batch_size))
+        state, metrics = step(state, batch(data, index, options.batch_size, model.seq_len))
         losses.append(float(metrics.loss))
+        if (index + 1) % 50 == 0:
+            print(f"  step {index + 1}: loss {np.mean(losses[-50:]):.4f}", flush=True)
     return losses
 
 
@@ -88,26 +95,33 @@ def main() -> None:
     """Trains, writes the losses and draws them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--outliers", action="store_true")
     parser.add_argument("--replicas", action="store_true")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
+    file = "_".join(
+        ["quantized"]
+        + [options.model.replace("-", "_")] * (options.model != "small")
+        + ["replicas"] * options.replicas
+        + ["outliers"] * options.outliers
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[float]] = {}
     for name, quantize in (REPLICAS if options.replicas else RUNS).items():
         start = time.monotonic()
-        settings = {key: value for key, value in vars(options).items() if key != "out"}
-        curves[name] = train(quantize, **settings)
+        curves[name] = train(quantize, options)
+        (options.out / f"{file}.json").write_text(json.dumps(curves))
         last = float(np.mean(curves[name][-100:]))
         ratio = last / float(np.mean(curves["bf16"][-100:]))
         seconds = time.monotonic() - start
         print(
             f"{name}: mean loss of the last 100 steps {last:.4f}, {ratio:.4f} of bf16's ({seconds:.0f} s)", flush=True
         )
-    name = "quantized" + "_replicas" * options.replicas + "_outliers" * options.outliers
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.json").write_text(json.dumps(curves))
-    figure = new_figure(options.out / f"{name}.png", width=6, height=3.2)
+    figure = new_figure(options.out / f"{file}.png", width=6, height=3.2)
     panel = figure.add_subplot()
     for (label, losses), color in zip(curves.items(), COLORS, strict=True):
         window = max(1, options.steps // 50)
@@ -118,7 +132,7 @@ def main() -> None:
     panel.set_ylim(top=curves["bf16"][0])
     panel.legend(frameon=False)
     tidy(panel)
-    save_figure(figure, options.out / f"{name}.png")
+    save_figure(figure, options.out / f"{file}.png")
 
 
 if __name__ == "__main__":

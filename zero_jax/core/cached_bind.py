@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from zero_jax.core.jaxprs import (
     bind,
     bind_primitive,
+    inline_jit,
     inner_jaxprs,
     is_literal,
     is_traced,
@@ -65,7 +64,7 @@ class CachedBind:
         try:
             function = self.jitted.get(run.key)
             if function is None:
-                function = self.jitted[run.key] = jax.jit(run.call, inline=True)
+                function = self.jitted[run.key] = inline_jit(run.call)
         except TypeError:  # a parameter that has no hash
             function = run.call
         with source_context(eqns[0]):

@@ -27,6 +27,10 @@ if jax.__version_info__ < (0, 10):
 Jaxpr = Any
 JaxprEqn = Any
 
+# Makes a function that is traced once for arguments of the same shapes, of which the caller's jaxpr has the equations:
+# `inline=True` does that until JAX 0.11, and inlines when lowering from JAX 0.12 on.
+inline_jit = functools.partial(jax.jit, inline=getattr(getattr(jax, "Inline", None), "JAX_EARLY", True))
+
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns an open jaxpr and its constants, from an open or a closed one (JAX 0.12 merged the two types)."""

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from zero_jax.core.field_checks import check_value
+from zero_jax.core.jaxprs import inline_jit
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, num_shards
 
@@ -63,7 +64,7 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
     return {cut: lax.with_sharding_constraint(x, named(mesh, cut)) for cut, x in squares.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("dims", "mesh"), inline=True)  # traced once for all leaves of a shape
+@functools.partial(inline_jit, static_argnames=("dims", "mesh"))
 def _squares_of_shards(x: jax.Array, *, dims: Dims, mesh: Mesh) -> jax.Array:
     """Returns the sum of squares of each shard of an array, `[shards of a dim, ...]`."""
     shape, entries, local = [], [], []

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.attention import mesh_context
+from zero_jax.core.jaxprs import inline_jit
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, leading_dims, map_named
 from zero_jax.sharding.mesh import Axes, axis_size
@@ -360,17 +361,17 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 # Inlined functions of a leaf: JAX traces them once for all leaves of a shape.
 
 
-@functools.partial(jax.jit, inline=True)
+@inline_jit
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
     return (x / nonzero(total)).astype(x.dtype)
 
 
-@functools.partial(jax.jit, inline=True)
+@inline_jit
 def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
     return _weigh(weight / total, x.astype(wide(x.dtype))).astype(x.dtype)
 
 
-@functools.partial(jax.jit, inline=True)
+@inline_jit
 def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
     return total + _weigh(weight, x.astype(total.dtype)).astype(total.dtype)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from zero_jax.core.jaxprs import inline_jit
 from zero_jax.core.tree import PyTree
 from zero_jax.training.noise_scale import squared
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.state.train_state import trainable
 
 
-@functools.partial(jax.jit, inline=True)  # traced once for all leaves of a shape
+@inline_jit
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     return squared(x).sum()
 

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zero_jax.core.jaxprs import conditional, is_on_host, open_jaxpr, used_inputs, with_results
+from zero_jax.core.jaxprs import conditional, inline_jit, is_on_host, open_jaxpr, used_inputs, with_results
 from zero_jax.core.tree import PyTree, leaf_names, strongly_typed
 from zero_jax.sharding.precision import promoted
 from zero_jax.training.optimizer.offload import HOST
@@ -126,7 +126,7 @@ def update_if(
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(inline_jit, static_argnums=0)
 def _traced_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
 ) -> tuple[tuple[PyTree, PyTree], PyTree, list[None]]:

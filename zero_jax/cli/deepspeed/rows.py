@@ -1,4 +1,4 @@
-"""What became of each key of a DeepSpeed config: rows, and the config file that they make together."""
+"""The result of a translation: a row for each key of a DeepSpeed config, and the config file of all rows."""
 
 from __future__ import annotations
 

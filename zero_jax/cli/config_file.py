@@ -73,8 +73,8 @@ def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"the config file {path} is nested too deeply: write sections of values") from error
     except ValueError as error:  # an integer of too many digits raises no TOMLDecodeError
-        toml_file = pathlib.Path(path).with_suffix(".toml")
-        hint = f"; did you mean {toml_file}?" if toml_file != pathlib.Path(path) and toml_file.is_file() else ""
+        other = pathlib.Path(path).with_suffix(".toml")
+        hint = f"; did you mean {other}?" if other != pathlib.Path(path) and other.is_file() else ""
         raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}{hint}") from error
 
 

@@ -66,9 +66,9 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
         if file != pathlib.PurePath(file).name or not (path / file).exists():
-            contents = [entry.name for entry in path.glob("*.safetensors")]
+            there = [entry.name for entry in path.glob("*.safetensors")]
             raise ValueError(
-                f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, contents)}copy or "
+                f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, there)}copy or "
                 "download it"
             )
         of_file = read_header(path / file)

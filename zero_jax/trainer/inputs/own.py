@@ -144,7 +144,7 @@ class OwnInput:
             )
 
     def _compare_first_batch(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Warns if the first batch differs from that of the checkpoint, for equal batch size and processes."""
+        """Says so if the first batch, of as many examples and processes, is another one than before."""
         before = saved.get("fingerprints")  # None: written before there were any
         sizes = saved.get("num_processes"), saved.get("batch_size")
         if sizes != (jax.process_count(), self.batch_size) or before in (None, list(self.fingerprints)):

@@ -159,14 +159,14 @@ def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Seque
     """
     root = program.computations[program.entry][program.roots[program.entry]]
     returned = collections.Counter((array.dtype, array.dims) for array in arrays(parse_shape(root.shape)))
-    both = list(zip(leaves, donated, strict=True))
-    returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in both if is_donated)
-    twice = []
-    for leaf, is_donated in both:
+    leaves_and_donated = list(zip(leaves, donated, strict=True))
+    returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)
+    copied = []
+    for leaf, is_donated in leaves_and_donated:
         if leaf.group in STATE_GROUPS and not is_donated and returned[leaf.dtype, leaf.dims] > 0:
             returned[leaf.dtype, leaf.dims] -= 1
-            twice.append(leaf)
-    return tuple(sorted(twice, key=lambda leaf: -leaf.num_bytes))
+            copied.append(leaf)
+    return tuple(sorted(copied, key=lambda leaf: -leaf.num_bytes))
 
 
 def _shards(line: str, rank: int) -> tuple[int, ...] | None:

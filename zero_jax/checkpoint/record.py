@@ -171,8 +171,8 @@ def read_record(path: epath.Path) -> Record:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        named = str(content.get("format"))[:60] if isinstance(content, dict) else None
-        raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
+        saved_format = str(content.get("format"))[:60] if isinstance(content, dict) else None
+        raise CheckpointError(f"{file} is of format {saved_format!r}, and this release of zero_jax reads {FORMAT!r}")
     checksum = content.pop("checksum", None)
     if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")

@@ -164,11 +164,11 @@ class _Restore:
             if jax.process_index() == 0:
                 check_files(record)
         sharded = self.sharded_shapes(record)
-        wanted = saved_leaves(sharded)
+        target = saved_leaves(sharded)
         if self.params_only:
-            wanted = {name: x for name, x in wanted.items() if _group(name) in _OF_THE_MODEL}
-        missing = {name: x for name, x in wanted.items() if _group(name) in _OPTIONAL and name not in record.leaves}
-        present = {name: x for name, x in wanted.items() if name not in missing}
+            target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
+        missing = {name: x for name, x in target.items() if _group(name) in _OPTIONAL and name not in record.leaves}
+        present = {name: x for name, x in target.items() if name not in missing}
         resized = self.other_devices(record, present, saved_leaves(sharded))
         try:
             _check_leaves(record, {**present, **resized}, params_only=self.params_only)
@@ -181,7 +181,7 @@ class _Restore:
         leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in resized}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
-            variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
+            variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
@@ -194,7 +194,7 @@ class _Restore:
             )
             zeros = lambda x: jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()  # noqa: E731
             leaves |= {name: zeros(x) for name, x in new_errors.items()}
-        ordered = [leaves[name] for name in wanted]
+        ordered = [leaves[name] for name in target]
         return record, self.to_stage(_rebuild(sharded, ordered), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
@@ -217,11 +217,11 @@ class _Restore:
         return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
 
     def other_devices(
-        self, record: Record, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
+        self, record: Record, target: Mapping[str, Any], leaves: Mapping[str, Any]
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the saved shapes of gradient errors of another number of devices, sharded as their params."""
         saved_shapes, changes = {}, []
-        for name, x in wanted.items():
+        for name, x in target.items():
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
                 spec = leaves[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
@@ -252,34 +252,34 @@ class _Restore:
         fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
         return {f"loss_scale/{name}": put_global(np.asarray(x), replicated) for name, x in fields.items()}
 
-    def warn_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
+    def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
-        if any(_group(name) == "loss_scale" for name in record.leaves.keys() - wanted.keys()):
+        if any(_group(name) == "loss_scale" for name in record.leaves.keys() - target.keys()):
             self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
-        dropped = [name for name in record.leaves.keys() - wanted.keys() if _group(name) == _GRAD_ERRORS]
+        dropped = [name for name in record.leaves.keys() - target.keys() if _group(name) == _GRAD_ERRORS]
         if dropped:
             self.warn(
                 f"errors of {len(dropped)} quantized gradients were dropped: the config has no error feedback there"
             )
         casts = collections.Counter(
             (record.leaves[name].dtype, dtype_name(x))
-            for name, x in wanted.items()
+            for name, x in target.items()
             if record.leaves[name].dtype != dtype_name(x)
         )
         for (old, new), count in casts.items():
             self.warn(f"{count} leaves were saved as {old} and are {new} now")
 
 
-def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
+def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
-    groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
+    groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
     saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
-    absent = [name for name in wanted if name not in record.leaves]
-    extra = [name for name in saved if name not in wanted]
-    lines = [_absent_line(name, wanted[name], [x for x in extra if saved[x].shape == wanted[name].shape] or extra)
+    absent = [name for name in target if name not in record.leaves]
+    extra = [name for name in saved if name not in target]
+    lines = [_absent_line(name, target[name], [x for x in extra if saved[x].shape == target[name].shape] or extra)
              for name in absent]  # fmt: skip
     lines += [f"{name}: the checkpoint has it, the state has not" for name in extra]
-    for name, x in wanted.items():
+    for name, x in target.items():
         leaf = record.leaves.get(name)
         if leaf and leaf.shape != tuple(x.shape):
             lines.append(f"{name}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")

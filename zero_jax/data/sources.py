@@ -152,9 +152,9 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     """Makes a source of the files that are not empty and, for text, not binary."""
     paths = sorted(paths)
     named_format = "jsonl" if format == "chat" else format
-    named = [path for path in paths if _format_of(path) == named_format] if format != "text" else []
-    used = [path for path in named or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
-    if not used:
+    with_suffix = [path for path in paths if _format_of(path) == named_format] if format != "text" else []
+    non_empty = [path for path in with_suffix or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
+    if not non_empty:
         raise ValueError(
             f"{name} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
             "text file or of a folder of them"
@@ -164,8 +164,8 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     return Source(
         name=name,
         format=format,
-        files=tuple(source_file(path, root=root) for path in used),
-        num_left_out=len(paths) - len(used),
+        files=tuple(source_file(path, root=root) for path in non_empty),
+        num_left_out=len(paths) - len(non_empty),
     )
 
 

@@ -156,8 +156,8 @@ def plan_auto(
     reports: dict[Candidate, PlanReport] = {}
 
     def compile(setting: Candidate) -> Outcome:
-        named = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
+        setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}")
+        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), setting_options)
         seconds = report.time.step_seconds if report.time else None
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)

@@ -286,7 +286,7 @@ def _compile_best(
 ) -> tuple[list[Ranked], list[Ranked]]:
     """Compiles up to `max_compiles` of the entries, the fastest first; returns the compiled and the skipped entries."""
     waiting, compiled, skipped = list(entries), [], []
-    named = naming(entries)
+    name_of = naming(entries)
     needs_control = True
     while waiting and len(compiled) < max_compiles:
         waiting = _corrected(waiting, compiled)
@@ -297,7 +297,7 @@ def _compile_best(
         chosen = smallest or plain or waiting[0]
         waiting.remove(chosen)
         role = ", the plain setting, as a control" if chosen is plain else ""
-        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {named(chosen.setting)}{role}")
+        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
         done = _compiled(chosen, compile, memory)
         compiled.append(done)
         needs_control = needs_control and bool(done.reason)

@@ -121,16 +121,16 @@ def match(
     check_paths(shapes, names)
     leaves: dict[str, LeafTensors] = {}
     problems: list[str] = []
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path, shape in shapes.items():
         expected_shape = tensor_shape(path, shape, names[path])
         names_of_leaf = {index: names[path].of(index) for index in indices(shape, names[path])}
-        wanted |= {name: (path, expected_shape) for name in names_of_leaf.values()}
+        expected |= {name: (path, expected_shape) for name in names_of_leaf.values()}
         stored = {index: tensors[name] for index, name in names_of_leaf.items() if name in tensors}
         leaves[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=stored)
-    surplus = [name for name in tensors if name not in wanted and name not in may_be_left]
+    surplus = [name for name in tensors if name not in expected and name not in may_be_left]
     surplus = [name for name in surplus if not name.endswith(_UNUSED)]
-    for name, (path, expected_shape) in wanted.items():
+    for name, (path, expected_shape) in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
             hint = did_you_mean(name, surplus, "; is it {!r}?")

@@ -217,8 +217,8 @@ def write_folder(
         for name, each in files.items():
             stored |= create(partial / name, each, metadata={})
         for path, each in plan.items():
-            here = {index: stored[tensor.name] for index, tensor in each.items()}
-            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=here)
+            of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
+            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=of_leaf)
             for index, values in pieces[path]():
                 leaf.write(index, values)
         if len(files) > 1:

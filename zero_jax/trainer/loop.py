@@ -318,12 +318,12 @@ class _Training:
     def _dispatch(self, profiler: Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
-        asked = time.perf_counter()
+        start = time.perf_counter()
         try:
             batch = next(self.batches)
         except BatchesEnded:
             return None
-        waited_seconds = time.perf_counter() - asked
+        waited_seconds = time.perf_counter() - start
         self._beat("step", self.step + 1)
         batch = self.run.input.place(batch)  # may wait for the devices
         with profiler.step(self.step + 1):

@@ -31,11 +31,11 @@ def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
     """Returns the PRNG-key parameter of a loss function: a third required one, or one named `..key` or `..rng`."""
     parameters = [p for p in _parameters(loss_fn) if p.name != MODEL_STATE]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
+    keyword_only = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
     for parameter in positional[2:3]:
         if parameter.default is inspect.Parameter.empty or parameter.name.endswith(("key", "rng")):
             return parameter
-    return named[0] if named else None
+    return keyword_only[0] if keyword_only else None
 
 
 def model_state_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
@@ -95,12 +95,12 @@ class LossFunction:
         has_state, variables = isinstance(variables, Variables), as_variables(variables)
         self._check_state(has_state)
         keys = () if self.key is None or self.key_by_name else (key,)
-        named = {self.key.name: key} if self.key is not None and self.key_by_name else {}
+        kwargs = {self.key.name: key} if self.key is not None and self.key_by_name else {}
         if has_state:
             # Nodes of its own: NNX writes to the variables that it is given, of this very trace alone.
-            named[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
+            kwargs[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
         with self.context():
-            out = self.function(variables.params, batch, *keys, **named)
+            out = self.function(variables.params, batch, *keys, **kwargs)
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             if isinstance(out, tuple) and len(out) != 2:

@@ -165,11 +165,11 @@ def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     is_one_host = len({d.process_index for d in devices}) == 1
-    wanted = wanted_options(device, config, os.environ, is_one_host=is_one_host)
-    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
+    requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
+    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in requested))
     for name in unknown:
         _warn(name, device.device_kind)
-    return StepOptions(options=tuple(option for option in wanted if option.name not in unknown), unknown=unknown)
+    return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
 
 
 def wanted_options(

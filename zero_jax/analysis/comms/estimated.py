@@ -281,8 +281,8 @@ class _LeafTraffic:
 
     def gathered_axes(self, before: Dims, after: Dims) -> tuple[str, ...]:
         """Returns the `data` axes that are in one spec but not in another, in the mesh's order."""
-        gone = set(self.on_data(before)) - set(self.on_data(after))
-        return tuple(axis for axis in self.mesh.axis_names if axis in gone)
+        removed = set(self.on_data(before)) - set(self.on_data(after))
+        return tuple(axis for axis in self.mesh.axis_names if axis in removed)
 
     def gathers(self, dims: Dims, over: Sequence[str]) -> Iterator[Move]:
         """Yields the elements that a device sends in each stage of a gather from `dims`; shards grow on the way."""
@@ -314,10 +314,10 @@ class _LeafTraffic:
             states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
             steps = [self.gathered_axes(after, before) for before, after in itertools.pairwise(states)]
         for step in steps:
-            named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
-            size = axis_size(mesh, named)
+            step_axes = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
+            size = axis_size(mesh, step_axes)
             if size > 1:
-                scatters.append((named, elements * (size - 1) / size))
+                scatters.append((step_axes, elements * (size - 1) / size))
                 elements /= size
         unscattered = (axis for axis in axes.batch if axis in over and axis not in self.on_data(dims))
         return scatters, elements, tuple(axis for axis in unscattered if mesh.shape[axis] > 1)

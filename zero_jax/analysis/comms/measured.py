@@ -113,8 +113,8 @@ def measure(
     program = parse(compiled)
     leaves = [leaf for leaf in argument_leaves(program, compiled) if leaf.group in STATE_GROUPS]
     if param_shapes is not None:
-        named = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
-        leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in named]
+        names_and_params = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
+        leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in names_and_params]
     mesh = _mesh_of(compiled) if mesh is None else mesh
     rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):

@@ -85,8 +85,8 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
     trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    named = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
-    named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
+    groups = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
+    groups["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
     # K counts what grows with the model: neither an optimizer's scalars, nor arrays without gradients.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
     _, model = data_and_model_sizes(placement)
@@ -97,7 +97,7 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
             leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
             ways=axis_size(mesh, over(name)) * (1 if name == "other" else model),
         )
-        for name, (tree, placed) in named.items()
+        for name, (tree, placed) in groups.items()
     }
 
 
@@ -117,10 +117,10 @@ def secondary_bytes(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dic
 
 
 def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
-    named = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return tuple(
         _leaf(path, x, sharding, counted=counted(x), on_host=sharding.memory_kind == "pinned_host")
-        for path, x, sharding in named
+        for path, x, sharding in leaves
     )
 
 
@@ -148,9 +148,9 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     is_sharded = "grads" in placement.groups or (not summed and "master" in placement.groups)
     over = placement.axes.data if is_sharded else ()
     shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, over=over)
-    named = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
+    params = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
-    for path, x, sharding in named:
+    for path, x, sharding in params:
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)

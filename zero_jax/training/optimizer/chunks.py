@@ -92,15 +92,15 @@ class Loop:
             elif any(needs_host[var] for var in jaxprs.variables(eqn)):
                 return None
         # From the results back: what a chunk needs, down to inputs and to what is computed before.
-        wanted, needed_eqns = dict.fromkeys(jaxpr.outvars), []
+        needed, needed_eqns = dict.fromkeys(jaxpr.outvars), []
         for eqn in reversed(eqns):
-            if any(var in wanted for var in eqn.outvars):
+            if any(var in needed for var in eqn.outvars):
                 needed_eqns.append(eqn)
-                wanted.update(dict.fromkeys(jaxprs.variables(eqn)))
+                needed.update(dict.fromkeys(jaxprs.variables(eqn)))
         computed = {var for eqn in needed_eqns for var in eqn.outvars}
-        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in wanted and var not in computed]
+        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in needed and var not in computed]
         before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
-        inputs = [var for var in wanted if var not in computed]
+        inputs = [var for var in needed if var not in computed]
         chunked = jaxpr.replace(constvars=[], invars=inputs, eqns=needed_eqns[::-1])
         return cls(shape=shape, jaxpr=chunked, before=before, whole=whole)
 

@@ -10,15 +10,3 @@ from zero_jax.analysis import comms, figures, memory, paper
 from zero_jax.analysis.contents import StateSummary, summary
 from zero_jax.analysis.loss_trace import LossTrace, trace_loss
 from zero_jax.analysis.paper import PAPER_CONFIGS
-
-__all__ = [
-    "PAPER_CONFIGS",
-    "LossTrace",
-    "StateSummary",
-    "comms",
-    "figures",
-    "memory",
-    "paper",
-    "summary",
-    "trace_loss",
-]

@@ -17,7 +17,7 @@ _PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "optimizer state": (("master", "opt_state"), "#009E73"),
     "residuals": (("residuals",), "#CC79A7"),
 }
-_REST = ("other temporaries", "#999999")
+_OTHER = ("other temporaries", "#999999")
 _SUFFIXES = (".png", ".svg", ".pdf")
 _BAR_WIDTH = 0.4
 
@@ -116,9 +116,9 @@ def _draw_panel(panel: Any, bars: Sequence[MemoryBar]) -> dict[str, str]:
 
 def _stack(groups: Mapping[str, float]) -> dict[str, tuple[float, str]]:
     """Returns the parts of a bar, in GB, with their colours, from the bottom up."""
-    known = {name for names, _ in _PARTS.values() for name in names}
+    part_groups = {name for names, _ in _PARTS.values() for name in names}
     sums = {part: (sum(groups.get(name, 0) for name in names), color) for part, (names, color) in _PARTS.items()}
-    sums[_REST[0]] = (sum(size for name, size in groups.items() if name not in known), _REST[1])
+    sums[_OTHER[0]] = (sum(size for name, size in groups.items() if name not in part_groups), _OTHER[1])
     return {part: (size / 1e9, color) for part, (size, color) in sums.items() if size}
 
 
@@ -126,7 +126,7 @@ def _memory_legend(bars: Sequence[MemoryBar], shown: Mapping[str, str], capacity
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    order = [*_PARTS, _REST[0]]
+    order = [*_PARTS, _OTHER[0]]
     handles: list[Any] = [Patch(color=shown[part], label=part) for part in order if part in shown]
     gray: dict[str, Any] = {"facecolor": "#666666", "edgecolor": "white"}
     handles.append(Patch(**gray, alpha=0.45, hatch="///", label="formula"))

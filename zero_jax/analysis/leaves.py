@@ -60,6 +60,11 @@ class ArgumentLeaf:
         return "/".join(parts[parts.index(self.group) + 1 :]) if self.group in parts else self.path
 
 
+def dims_key(dims: Sequence[int]) -> tuple[int, ...]:
+    """Returns sorted dims without those of size 1: XLA transposes and reshapes params and gradients."""
+    return tuple(sorted(dim for dim in dims if dim > 1))
+
+
 def path_of(name: str) -> str:
     """Returns the name of an argument as a path: `state.params['embed']` becomes state/params/embed."""
     return "/".join(quoted or plain for quoted, plain in _KEY.findall(name))
@@ -71,7 +76,7 @@ def group_of(path: str) -> str:
 
 
 def host_memory_kind(sharding: Any) -> str | None:
-    """Returns the kind of host memory that a sharding is in; None for devices' own, which on CPUs is of the host."""
+    """Returns the kind of host memory of a sharding; None for its devices' default memory, also on CPUs."""
     kind = getattr(sharding, "memory_kind", None)
     if kind is None or "host" not in kind:
         return None
@@ -133,11 +138,13 @@ def unsharded_warning(leaves: Iterable[ArgumentLeaf], unsharded: Iterable[Argume
     """Returns a warning if unsharded leaves take more than half of the bytes of the sharded groups."""
     unsharded = list(unsharded)
     groups = {leaf.group for leaf in unsharded}
-    total, taken = (sum(leaf.num_bytes for leaf in some if leaf.group in groups) for some in (leaves, unsharded))
-    if taken <= total / 2:
+    total, unsharded_bytes = (
+        sum(leaf.num_bytes for leaf in some if leaf.group in groups) for some in (leaves, unsharded)
+    )
+    if unsharded_bytes <= total / 2:
         return None
     return (
-        f"{len(unsharded)} unsharded leaves take {format_bytes(taken)} of the {format_bytes(total)} of "
+        f"{len(unsharded)} unsharded leaves take {format_bytes(unsharded_bytes)} of the {format_bytes(total)} of "
         f"{', '.join(group for group in STATE_GROUPS if group in groups)} on a device, the largest {unsharded[0].path} "
         f"({format_bytes(unsharded[0].num_bytes)}): lower min_shard_size, give an override with another dim, "
         "or choose sizes that the number of devices divides"
@@ -152,18 +159,18 @@ def not_donated(program: Program, leaves: Sequence[ArgumentLeaf], donated: Seque
     """
     root = program.computations[program.entry][program.roots[program.entry]]
     returned = collections.Counter((array.dtype, array.dims) for array in arrays(parse_shape(root.shape)))
-    both = list(zip(leaves, donated, strict=True))
-    returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in both if is_donated)
-    twice = []
-    for leaf, is_donated in both:
+    leaves_and_donated = list(zip(leaves, donated, strict=True))
+    returned -= collections.Counter((leaf.dtype, leaf.dims) for leaf, is_donated in leaves_and_donated if is_donated)
+    copied = []
+    for leaf, is_donated in leaves_and_donated:
         if leaf.group in STATE_GROUPS and not is_donated and returned[leaf.dtype, leaf.dims] > 0:
             returned[leaf.dtype, leaf.dims] -= 1
-            twice.append(leaf)
-    return tuple(sorted(twice, key=lambda leaf: -leaf.num_bytes))
+            copied.append(leaf)
+    return tuple(sorted(copied, key=lambda leaf: -leaf.num_bytes))
 
 
 def _shards(line: str, rank: int) -> tuple[int, ...] | None:
-    """The number of shards of each dim by a `sharding=` of the text, or None."""
+    """Returns the number of shards of each dim by a `sharding=` of the text, or None."""
     if re.search(r"sharding=\{(replicated|maximal)", line):
         return (1,) * rank
     match = re.search(r"sharding=\{devices=\[([\d,]+)\]", line)
@@ -171,21 +178,21 @@ def _shards(line: str, rank: int) -> tuple[int, ...] | None:
 
 
 def _global_dims(compiled: Any, parameters: list[tuple[str, str]]) -> Mapping[str, tuple[int, ...]]:
-    """The dims of global arguments by name, from what JAX knows of the program."""
+    """Returns the dims of global arguments by name, from `compiled.args_info`."""
     if not hasattr(compiled, "args_info"):
         return {}
-    listed = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-    infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in listed]
-    dims, place = {}, 0
+    with_paths = jax.tree_util.tree_leaves_with_path(compiled.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    infos = [(jax.tree_util.keystr(path[2:]), info) for path, info in with_paths]
+    dims, index = {}, 0
     for name, shape in parameters:  # some of the arguments, in order, each with the name of the function's argument
         (array,) = arrays(parse_shape(shape))
-        while place < len(infos) and not (name.endswith(infos[place][0]) and _can_be(array.dims, infos[place][1])):
-            place += 1
-        if place == len(infos):
+        while index < len(infos) and not (name.endswith(infos[index][0]) and _can_be(array.dims, infos[index][1])):
+            index += 1
+        if index == len(infos):
             break
-        if not _is_key(infos[place][1]):
-            dims[name] = tuple(infos[place][1].shape)
-        place += 1
+        if not _is_key(infos[index][1]):
+            dims[name] = tuple(infos[index][1].shape)
+        index += 1
     return dims
 
 

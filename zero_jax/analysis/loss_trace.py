@@ -53,7 +53,7 @@ class ResidualBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossTrace:
-    """What the loss and its gradient need in a step, by their jaxpr; prints as a line.
+    """Memory, traffic and operations of the loss and its gradient, by their jaxpr; prints as a line.
 
     Attributes:
       moves: the collectives over the axes that are neither `data` nor `replica`, of a step.
@@ -108,7 +108,7 @@ def trace_loss(
     normalized = normalize_loss(loss_fn, mesh, placement.axes)
     fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=placement.axes)
     loss = rematerialize(fused, config.remat, mesh=mesh, axes=placement.axes, specs=specs)
-    # Params in host memory are traced as if they were on the devices, where the loss has them.
+    # Params in host memory are traced as if they were on the devices, as the loss function fetches them.
     variables = jax.eval_shape(placement.cast, shapes_of(params))
     k = config.num_microbatches
     check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")

@@ -41,7 +41,7 @@ _MODELS: Mapping[str, tuple[int, int]] = {
     "1T": (128, 25600),
 }
 
-# The configurations of Table 3, in the paper's words.
+# The configurations of Table 3, in the paper's names.
 CONFIGS: Mapping[str, tuple[str, ...]] = {
     "C1": ("P_os", "C_B", "M_D"),
     "C2": ("P_os", "C_B", "M_D", "P_a"),
@@ -50,12 +50,11 @@ CONFIGS: Mapping[str, tuple[str, ...]] = {
     "C5": ("P_os+g", "C_B", "M_D", "P_a+cpu"),
 }
 
-
 # The paper gives no size for its buffers.
 _BUFFER_BYTES = 64 << 20
 
-# What each of the paper's words switches on. M_D needs no switch: every step donates its state, and XLA lays out a
-# program's memory before it runs.
+# The fields of each of the paper's names. M_D needs none: every step donates its state, and XLA lays out a program's
+# memory before it runs.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "P_os": {"stage": 1},
     "P_os+g": {"stage": 2},
@@ -67,10 +66,10 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _config(words: tuple[str, ...]) -> ZeroConfig:
+def _config(names: tuple[str, ...]) -> ZeroConfig:
     fields: dict[str, Any] = {"precision": "bf16", "remat": "full"}
-    for word in words:
-        fields |= _FIELDS[word]
+    for name in names:
+        fields |= _FIELDS[name]
     return ZeroConfig(**fields)
 
 
@@ -157,8 +156,7 @@ class PaperTables:
 
 def tables() -> PaperTables:
     """Returns Figure 1, Tables 1 to 3, the traffic, the examples of residuals and the models, from the formulas."""
-    made = (figure1(), table1(), table2(), table3(), communication(), residuals(), models())
-    return PaperTables(tables=made)
+    return PaperTables(tables=(figure1(), table1(), table2(), table3(), communication(), residuals(), models()))
 
 
 def figure1() -> PaperTable:

@@ -10,13 +10,3 @@ from zero_jax.attention.function import attention_choice, dot_product_attention
 from zero_jax.attention.fused import AttentionWork, attention_work
 from zero_jax.attention.placement import mesh_context
 from zero_jax.attention.primitive import RESIDUALS
-
-__all__ = [
-    "RESIDUALS",
-    "AttentionWork",
-    "Choice",
-    "attention_choice",
-    "attention_work",
-    "dot_product_attention",
-    "mesh_context",
-]

@@ -16,7 +16,7 @@ import numpy as np
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import RECORD_FILE, Record, SavedLeaf
-from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, cast_values, create, split_by_size, write_index
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -177,15 +177,15 @@ def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor
     saved: SavedLeaf = record.leaves[leaf]
     source = saved.stored_dtype if saved.is_key else saved.dtype
     cast = dtype is not None and jnp.issubdtype(jnp.dtype(source), jnp.floating)
-    wanted = dtype if cast and dtype else source
-    if wanted not in DTYPES:
+    target = dtype if cast and dtype else source
+    if target not in DTYPES:
         raise ValueError(
-            f"leaf {leaf!r} has dtype {wanted}, which safetensors files do not have: "
+            f"leaf {leaf!r} has dtype {target}, which safetensors files do not have: "
             "give --dtype for floats, or export without that leaf"
         )
     name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"
     shape = saved.stored_shape if saved.is_key else saved.shape
-    return _Tensor(name=name, leaf=leaf, shape=shape, source=source, dtype=wanted)
+    return _Tensor(name=name, leaf=leaf, shape=shape, source=source, dtype=target)
 
 
 def _ema_leaf(record: Record, param: str) -> str:
@@ -212,14 +212,9 @@ def _write(path: pathlib.Path, record: Record, tensors: list[_Tensor]) -> None:
 
 def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Reads slices of a leaf, cast to the dtype of the file."""
-    dtype = jnp.dtype(tensor.dtype)
     for index, part in read_slices(record, tensor.leaf, make_context(0), _SLICE_BYTES):
         stored = part.view(jnp.dtype(tensor.source)) if part.dtype != jnp.dtype(tensor.source) else part
-        with np.errstate(over="ignore"):
-            cast = stored.astype(dtype, copy=False)
-        if cast is not stored and np.isinf(cast).any() and not np.isinf(stored).any():
-            raise ValueError(f"leaf {tensor.leaf!r} has values too large for {tensor.dtype}: export as bfloat16")
-        yield index, cast
+        yield index, cast_values(stored, tensor.dtype, leaf=tensor.leaf, remedy="export as bfloat16")
 
 
 def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -232,7 +227,7 @@ def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _publish(partial: pathlib.Path, folder: pathlib.Path, names: list[str], old: list[pathlib.Path]) -> None:
-    """Moves the finished files to the folder: by one rename where the folder is new, else file by file."""
+    """Moves the finished files to the folder: by one rename if the folder is new, else file by file."""
     if not folder.exists():
         partial.rename(folder)
         return

@@ -2,11 +2,11 @@
 
 The fingerprint is the sum, modulo 2^32, of a hash of each 32-bit word of an array and the word's index. For a given
 index the hash (the finalizer of MurmurHash3) is one-to-one: a change of one word always changes the fingerprint, any
-other change with a probability of 1 - 2^-32. Sums modulo 2^32 come out the same in any order: devices sum their own
-shards, however the array is cut, and a host sums slices.
+other change with a probability of 1 - 2^-32. The order of the sum does not matter: devices sum their own shards,
+however the array is sharded, and a host sums slices.
 
-Checksums of files (zarr3's `crc32c` codec, which orbax 0.12 does not set for values) would see damage on the disk, but
-not between the devices and the files, nor a chunk of another save; and checkpoints that have none must stay readable.
+Checksums of files (zarr3's `crc32c` codec, which orbax 0.12 does not set for values) detect damage on the disk, but not
+between the devices and the files, nor a chunk of another save. And checkpoints without them must stay readable.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def host_fingerprint(x: np.ndarray, index: Sequence[slice] | None = None, shape:
     words = np.ascontiguousarray(x).reshape(-1).view(f"<u{word_bytes}").astype(np.uint32).reshape(*x.shape, num_words)
     positions, stride = np.arange(num_words, dtype=np.uint32), num_words
     for dim in reversed(range(x.ndim)):
-        along = (np.arange(x.shape[dim], dtype=np.uint64) + np.uint64(starts[dim])) * np.uint64(stride % 2**32)
-        positions = positions + along.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
+        offsets = (np.arange(x.shape[dim], dtype=np.uint64) + np.uint64(starts[dim])) * np.uint64(stride % 2**32)
+        positions = positions + offsets.astype(np.uint32).reshape(-1, *[1] * (x.ndim - dim))
         stride *= shape[dim]
     return int(_hash(words + positions * np.uint32(_INDEX_FACTOR)).sum(dtype=np.uint64)) % 2**32
 

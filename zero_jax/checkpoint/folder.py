@@ -1,7 +1,7 @@
 """Writes, replaces and deletes the checkpoints in a folder, atomically; files of other programs are never touched.
 
 A save writes a marker file and then everything else into `step_00000200.zero_jax-tmp`, and renames that folder to
-`step_00000200` when it is complete; a checkpoint of that step which is there changes names with it, at once. A deletion
+`step_00000200` when it is complete; an older checkpoint of that step is exchanged with it atomically. A deletion
 renames the folder first, and removes the marker last. So the name and the marker together identify what a crash leaves
 behind. Buckets have no rename: there a save writes in place, first the marker and last `commit_success.txt`.
 """
@@ -223,7 +223,7 @@ def _foreign(path: epath.Path) -> list[str]:
 
 
 def _remove(path: epath.Path) -> None:
-    """Removes a folder that has our files alone: first what makes it a checkpoint, last the marker."""
+    """Removes a folder that has only our files: first the file that commits it, last the marker."""
     (path / COMMITTED).unlink(missing_ok=True)
     for entry in path.iterdir():
         if entry.name == MARK:
@@ -247,7 +247,7 @@ def _exists(path: epath.Path) -> bool:
 
 
 def _exchange(partial: epath.Path, final: epath.Path) -> bool:
-    """Exchanges the names of two folders, with no instant without either; returns False where the system cannot."""
+    """Exchanges the names of two folders atomically; returns False if the system cannot."""
     rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux, on local file systems
     names = os.fsencode(partial), os.fsencode(final)
     return rename is not None and rename(_ANY_FOLDER, names[0], _ANY_FOLDER, names[1], _RENAME_EXCHANGE) == 0

@@ -47,17 +47,17 @@ def check_files(record: Record) -> None:
 
 
 def check_index(record: Record) -> None:
-    """Raises a `CheckpointError` where the leaves in the files differ from the record in names, shapes or dtypes.
+    """Raises a `CheckpointError` if the leaves in the files differ from the record in names, shapes or dtypes.
 
     Values are not read.
     """
     stored = {name for name, leaf in record.leaves.items() if 0 not in leaf.stored_shape}
     in_files = _ocdbt_names(record.path / STATE, "/.zarray")
     if in_files is not None and in_files != stored:
-        odd = sorted(in_files ^ stored)
+        differing = sorted(in_files ^ stored)
         raise record.error(
-            f"{record.path} is damaged: of {', '.join(map(repr, odd[:5]))}{', ...' if odd[5:] else ''} there are "
-            "values or a record, not both"
+            f"{record.path} is damaged: of {', '.join(map(repr, differing[:5]))}{', ...' if differing[5:] else ''} "
+            "there are values or a record, not both"
         )
     context = make_context(0)
     for name in stored:
@@ -108,15 +108,15 @@ def cut_slices(
 
     They come in the order of their first elements; the last dims are cut last.
     """
-    part = list(chunk or (1,) * len(shape))
+    sizes = list(chunk or (1,) * len(shape))
     for dim in reversed(range(len(shape))):
-        part_bytes = itemsize * int(np.prod(part, dtype=np.int64))
-        part[dim] = max(1, min(shape[dim], part[dim] * max(1, limit_bytes // part_bytes)))
-        if part[dim] < shape[dim]:
+        part_bytes = itemsize * int(np.prod(sizes, dtype=np.int64))
+        sizes[dim] = max(1, min(shape[dim], sizes[dim] * max(1, limit_bytes // part_bytes)))
+        if sizes[dim] < shape[dim]:
             break
-    for starts in itertools.product(*(range(0, size, step) for size, step in zip(shape, part, strict=True))):
+    for starts in itertools.product(*(range(0, size, step) for size, step in zip(shape, sizes, strict=True))):
         yield tuple(
-            slice(start, min(start + step, size)) for start, step, size in zip(starts, part, shape, strict=True)
+            slice(start, min(start + step, size)) for start, step, size in zip(starts, sizes, shape, strict=True)
         )
 
 
@@ -200,7 +200,9 @@ def _read_ahead(record: Record, shardings: Mapping[str, NamedSharding]) -> Itera
     """Yields the leaves in their stored form, while the next ones are read."""
     context, pending, pending_bytes = make_context(), collections.deque(), 0
     for name, sharding in shardings.items():
-        reads = _ShardReads(record, name, _stored_sharding(sharding, record.leaves[name]), context)
+        # The words of PRNG keys, the stored form, are replicated.
+        spec = PartitionSpec() if record.leaves[name].is_key else sharding.spec
+        reads = _ShardReads(record, name, NamedSharding(sharding.mesh, spec), context)
         pending_bytes += reads.nbytes
         pending.append((name, reads))
         while pending_bytes > _PENDING_BYTES and len(pending) > 1:
@@ -236,12 +238,6 @@ class _ShardReads:
         return jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
 
 
-def _stored_sharding(sharding: NamedSharding, leaf: SavedLeaf) -> NamedSharding:
-    """Returns the sharding of a leaf's stored form: the words of PRNG keys are replicated."""
-    spec = PartitionSpec() if leaf.is_key else sharding.spec
-    return NamedSharding(sharding.mesh, spec)
-
-
 def _decode(x: Array, leaf: SavedLeaf, sharding: NamedSharding) -> Array:
     return jax.jit(decode, static_argnums=1, out_shardings=sharding)(x, leaf) if leaf.dtype != leaf.stored_dtype else x
 
@@ -273,7 +269,7 @@ def _ocdbt_names(folder: epath.Path, suffix: str) -> set[str] | None:
 
 
 def _files_of(store: tensorstore.KvStore, location: str, prefix: bytes, before: bytes = b"") -> set[str]:
-    """Walks a B-tree of OCDBT; returns the files with values of a prefix, the node's own for inlined values."""
+    """Walks a B-tree of OCDBT; returns the files with values of a prefix (that of the node for inlined values)."""
     files: set[str] = set()
     node = tensorstore.ocdbt.dump(store, location).result()
     for entry in node["entries"]:

@@ -115,12 +115,12 @@ class Record:
     folder_id: str = dataclasses.field(repr=False, compare=False)
 
     def error(self, message: str) -> CheckpointError:
-        """Returns the error with the message for something that cannot be read, unless its folder has been deleted."""
+        """Returns the error for a part that cannot be read: `CheckpointRemoved` if the folder has been deleted."""
         return CheckpointError(message) if folder_id(self.path) == self.folder_id else CheckpointRemoved(self.path)
 
 
 def folder_id(path: epath.Path) -> str:
-    """Returns what tells a step's folder from others that have its name later; '' where there is none."""
+    """Returns an id that distinguishes a step's folder from later ones of that name; '' if there is no folder."""
     try:
         if is_bucket(path):
             return str((path / COMMITTED).stat().mtime) if (path / COMMITTED).exists() else ""
@@ -171,8 +171,8 @@ def read_record(path: epath.Path) -> Record:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        named = str(content.get("format"))[:60] if isinstance(content, dict) else None
-        raise CheckpointError(f"{file} is of format {named!r}, and this release of zero_jax reads {FORMAT!r}")
+        saved_format = str(content.get("format"))[:60] if isinstance(content, dict) else None
+        raise CheckpointError(f"{file} is of format {saved_format!r}, and this release of zero_jax reads {FORMAT!r}")
     checksum = content.pop("checksum", None)
     if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
@@ -230,8 +230,8 @@ def _leaf_from_json(record: Any) -> SavedLeaf:
         fingerprint=whole_number(fields["fingerprint"], below=2**32),
     )
     if leaf.is_key:
-        rest = leaf.stored_shape[len(leaf.shape) :]
-        fits = leaf.stored_dtype == "uint32" and leaf.stored_shape == (*leaf.shape, *rest) and len(rest) == 1
+        key_dims = leaf.stored_shape[len(leaf.shape) :]
+        fits = leaf.stored_dtype == "uint32" and leaf.stored_shape == (*leaf.shape, *key_dims) and len(key_dims) == 1
     else:
         stored = "uint8" if _is_number(leaf.dtype) and is_bits(leaf.dtype) else leaf.dtype
         fits = _is_number(leaf.dtype) and (leaf.stored_shape, leaf.stored_dtype) == (leaf.shape, stored)

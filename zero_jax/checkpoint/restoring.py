@@ -1,7 +1,7 @@
 """Restores a checkpoint on any mesh, at any stage, in any precision.
 
-A restore reads the saved form with the shardings of stage 3, so that every device reads its shards alone; verifies
-fingerprints on the devices; and then casts and gathers what the stage keeps in low precision or replicated.
+A restore reads the saved form with the shardings of stage 3, so that every device reads only its shards. It verifies
+fingerprints on the devices, and then casts and gathers the leaves that the stage keeps in low precision or replicated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 _SHOWN = 6
 _OF_THE_MODEL = ("params", MODEL_STATE)
 _GRAD_ERRORS = "grad_errors"
-_OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # what a checkpoint may have or not
+_OPTIONAL = ("loss_scale", _GRAD_ERRORS)  # groups that a checkpoint may lack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,37 +164,37 @@ class _Restore:
             if jax.process_index() == 0:
                 check_files(record)
         sharded = self.sharded_shapes(record)
-        wanted = saved_leaves(sharded)
+        target = saved_leaves(sharded)
         if self.params_only:
-            wanted = {name: x for name, x in wanted.items() if _group(name) in _OF_THE_MODEL}
-        missing = {name: x for name, x in wanted.items() if _group(name) in _OPTIONAL and name not in record.leaves}
-        present = {name: x for name, x in wanted.items() if name not in missing}
-        spread = self.other_devices(record, present, saved_leaves(sharded))
+            target = {name: x for name, x in target.items() if _group(name) in _OF_THE_MODEL}
+        missing = {name: x for name, x in target.items() if _group(name) in _OPTIONAL and name not in record.leaves}
+        present = {name: x for name, x in target.items() if name not in missing}
+        resized = self.other_devices(record, present, saved_leaves(sharded))
         try:
-            _check_leaves(record, {**present, **spread}, params_only=self.params_only)
+            _check_leaves(record, {**present, **resized}, params_only=self.params_only)
         except ValueError:
             with Agreement(failed_elsewhere):
                 check_index(record)  # of another model, or damaged?
             raise
-        arrays = read_arrays(record, {name: x.sharding for name, x in {**present, **spread}.items()}, mesh=self.mesh)
-        leaves = {name: _spread(arrays.pop(name), x) for name, x in present.items() if name in spread}
-        leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in spread}
+        arrays = read_arrays(record, {name: x.sharding for name, x in {**present, **resized}.items()}, mesh=self.mesh)
+        leaves = {name: _spread(arrays.pop(name), x) for name, x in present.items() if name in resized}
+        leaves |= {name: _cast(arrays.pop(name), x) for name, x in present.items() if name not in resized}
         if self.params_only:
             tree = {"params": sharded.params, MODEL_STATE: sharded.model_state}
-            variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in wanted])
+            variables = jax.tree.unflatten(jax.tree.structure(tree), [leaves[name] for name in target])
             key = jax.random.key(0) if self.key is None else self.key
             return record, init_state(Variables(**variables), self.tx, key, mesh=self.mesh, config=self.config)
         self.warn_of_casts(record, present)
         if any(_group(name) == "loss_scale" for name in missing):
             leaves |= self.fresh_loss_scale()
-        if fresh := {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}:
+        if new_errors := {name: x for name, x in missing.items() if _group(name) == _GRAD_ERRORS}:
             self.warn(
-                f"the checkpoint has no errors of {len(fresh)} quantized gradients (error feedback): they begin with "
-                "zeros"
+                f"the checkpoint has no errors of {len(new_errors)} quantized gradients (error feedback): they begin "
+                "with zeros"
             )
             zeros = lambda x: jax.jit(lambda: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)()  # noqa: E731
-            leaves |= {name: zeros(x) for name, x in fresh.items()}
-        ordered = [leaves[name] for name in wanted]
+            leaves |= {name: zeros(x) for name, x in new_errors.items()}
+        ordered = [leaves[name] for name in target]
         return record, self.to_stage(_rebuild(sharded, ordered), record)
 
     def shapes(self, config: ZeroConfig, key: Any) -> TrainState:
@@ -204,11 +204,11 @@ class _Restore:
         return abstract_state(init_fn, self.tx, key, mesh=self.mesh, config=config)
 
     def sharded_shapes(self, record: Record) -> TrainState:
-        """Returns the shapes of the saved form with stage 3's shardings: full-precision params, nothing derived."""
+        """Returns the shapes of the saved form (full-precision params, nothing derived) with stage 3's shardings."""
         key, config = _key_shape(record.leaves.get("key")), dataclasses.replace(self.config, stage=3)
         if not (quantize := self.config.resolved_quantize()) or not quantize.error_feedback:
             return self.shapes(config, key)
-        # Errors of gradients are those of the stage asked for, which another one may not have.
+        # Errors of gradients depend on the stage: take those of the target stage.
         config = dataclasses.replace(
             config,
             quantize=dataclasses.replace(quantize, error_feedback=False),
@@ -217,30 +217,30 @@ class _Restore:
         return dataclasses.replace(self.shapes(config, key), grad_errors=self.shapes(self.config, key).grad_errors)
 
     def other_devices(
-        self, record: Record, wanted: Mapping[str, Any], leaves: Mapping[str, Any]
+        self, record: Record, target: Mapping[str, Any], leaves: Mapping[str, Any]
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns how errors of gradients that another number of devices saved are read: sharded as their params."""
-        found, numbers = {}, []
-        for name, x in wanted.items():
+        """Returns the saved shapes of gradient errors of another number of devices, sharded as their params."""
+        saved_shapes, changes = {}, []
+        for name, x in target.items():
             shape = record.leaves[name].shape if name in record.leaves else x.shape
             if _group(name) == _GRAD_ERRORS and shape[:1] != x.shape[:1] and shape[1:] == x.shape[1:]:
                 spec = leaves[name.replace(_GRAD_ERRORS, "params", 1)].sharding.spec
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *spec))
-                found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-                numbers.append((shape[0], x.shape[0]))
-        for (old, new), count in collections.Counter(numbers).items():
+                saved_shapes[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+                changes.append((shape[0], x.shape[0]))
+        for (old, new), count in collections.Counter(changes).items():
             self.warn(
                 f"errors of {count} quantized gradients are those of {old} devices, not {new}: each has an equal share "
                 "of their sum"
             )
-        return found
+        return saved_shapes
 
     def to_stage(self, sharded: TrainState, record: Record) -> TrainState:
-        """Makes the state of the stage asked for: low-precision copies, and that stage's shardings."""
+        """Makes the state of the target stage: low-precision copies, and that stage's shardings."""
         target = self.shapes(self.config, _key_shape(record.leaves.get("key")))
         masters = sharded.params
-        rest = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
-        placed = jax.tree.map(_move, rest, dataclasses.replace(target, params=None))
+        without_params = dataclasses.replace(sharded, params=None, master=None if target.master is None else masters)
+        placed = jax.tree.map(_move, without_params, dataclasses.replace(target, params=None))
         return dataclasses.replace(placed, params=jax.tree.map(_move, masters, target.params))
 
     def fresh_loss_scale(self) -> dict[str, Array]:
@@ -252,34 +252,34 @@ class _Restore:
         fields = {field.name: getattr(scale, field.name) for field in dataclasses.fields(scale)}
         return {f"loss_scale/{name}": put_global(np.asarray(x), replicated) for name, x in fields.items()}
 
-    def warn_of_casts(self, record: Record, wanted: Mapping[str, Any]) -> None:
+    def warn_of_casts(self, record: Record, target: Mapping[str, Any]) -> None:
         """Warns of saved leaves that are not needed, and of leaves whose dtype changed."""
-        if any(_group(name) == "loss_scale" for name in record.leaves.keys() - wanted.keys()):
+        if any(_group(name) == "loss_scale" for name in record.leaves.keys() - target.keys()):
             self.warn(f"the loss scale was dropped: precision {self.config.precision!r} has none")
-        dropped = [name for name in record.leaves.keys() - wanted.keys() if _group(name) == _GRAD_ERRORS]
+        dropped = [name for name in record.leaves.keys() - target.keys() if _group(name) == _GRAD_ERRORS]
         if dropped:
             self.warn(
                 f"errors of {len(dropped)} quantized gradients were dropped: the config has no error feedback there"
             )
         casts = collections.Counter(
             (record.leaves[name].dtype, dtype_name(x))
-            for name, x in wanted.items()
+            for name, x in target.items()
             if record.leaves[name].dtype != dtype_name(x)
         )
         for (old, new), count in casts.items():
             self.warn(f"{count} leaves were saved as {old} and are {new} now")
 
 
-def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: bool) -> None:
+def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: bool) -> None:
     """Raises for a checkpoint of another model or optimizer; one error lists all differences."""
-    groups = {"params", *map(_group, wanted)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
+    groups = {"params", *map(_group, target)} if params_only else set(map(_group, record.leaves)) - {*_OPTIONAL}
     saved = {name: leaf for name, leaf in record.leaves.items() if _group(name) in groups}
-    absent = [name for name in wanted if name not in record.leaves]
-    extra = [name for name in saved if name not in wanted]
-    lines = [_absent_line(name, wanted[name], [x for x in extra if saved[x].shape == wanted[name].shape] or extra)
+    absent = [name for name in target if name not in record.leaves]
+    extra = [name for name in saved if name not in target]
+    lines = [_absent_line(name, target[name], [x for x in extra if saved[x].shape == target[name].shape] or extra)
              for name in absent]  # fmt: skip
     lines += [f"{name}: the checkpoint has it, the state has not" for name in extra]
-    for name, x in wanted.items():
+    for name, x in target.items():
         leaf = record.leaves.get(name)
         if leaf and leaf.shape != tuple(x.shape):
             lines.append(f"{name}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
@@ -295,8 +295,8 @@ def _check_leaves(record: Record, wanted: Mapping[str, Any], *, params_only: boo
         "of its params and other model_state is made by init_state(zero.Variables(params=..., model_state=...), ...)",
     }
     differ = {_group(line) for line in lines}
-    other = "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
-    remedy = next((remedy for group, remedy in remedies.items() if group in differ), other)
+    default = "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
+    remedy = next((remedy for group, remedy in remedies.items() if group in differ), default)
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 
 
@@ -328,7 +328,7 @@ def _move(x: Array, like: Any) -> Array:
 
 
 def _spread(x: Array, like: Any) -> Array:
-    """Returns errors of gradients for another number of devices: an equal share of their sum for each."""
+    """Resizes errors of gradients to another number of devices: each gets an equal share of their sum."""
 
     def share(x: Array) -> Array:
         return jnp.broadcast_to(x.sum(0, keepdims=True) / like.shape[0], like.shape)
@@ -341,14 +341,14 @@ def _astype(x: Array, dtype: Any) -> Array:
 
 
 def _like(x: Any) -> Array:
-    """Returns an array of a shape and dtype; called for its shape alone."""
+    """Returns an array of a shape and dtype; it is only traced."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), x.shape)
     return jnp.zeros(x.shape, x.dtype)
 
 
 def _key_shape(leaf: SavedLeaf | None) -> Any:
-    """Returns the shape of a key of the kind that was saved."""
+    """Returns the shape and dtype of the saved PRNG key."""
     if leaf is None or leaf.is_key:
         impl = leaf.dtype[4:-1] if leaf else None
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl))

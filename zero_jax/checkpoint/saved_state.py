@@ -1,8 +1,8 @@
 """Encodes a train state for saving: the same leaves for every stage, mesh and precision.
 
-These are the full-precision params, the optimizer's state, the model state, the key, the loss scale and the counters,
-by name, but not what is derived from them (low-precision copies). Errors of quantized gradients alone are those of the
-mesh. A leaf whose dtype files do not have is saved as its bits.
+They are, by name, the full-precision params, the optimizer's state, the model state, the key, the loss scale and the
+counters; low-precision copies are not saved. Only errors of quantized gradients depend on the mesh. A leaf with a dtype
+that the files do not support is saved as its bits.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
     leaves = saved_leaves(state)
     for name, x in leaves.items():
         if not isinstance(x, jax.Array) or x.is_deleted():
-            gone = "was donated to a step" if isinstance(x, jax.Array) else f"is a {type(x).__name__}, no jax.Array"
-            raise ValueError(f"leaf {name!r} of the state {gone}: save the state that the last step returned")
+            problem = "was donated to a step" if isinstance(x, jax.Array) else f"is a {type(x).__name__}, no jax.Array"
+            raise ValueError(f"leaf {name!r} of the state {problem}: save the state that the last step returned")
     arrays = {name: encode_leaf(x) for name, x in leaves.items()}
-    numbers = fingerprints(list(arrays.values()), mesh=mesh)
+    checksums = fingerprints(list(arrays.values()), mesh=mesh)
     described = {
         name: SavedLeaf(
             shape=tuple(x.shape),
@@ -95,7 +95,7 @@ def encode_state(state: TrainState, *, mesh: Mesh) -> Encoded:
             stored_dtype=jnp.dtype(arrays[name].dtype).name,
             fingerprint=number,
         )
-        for (name, x), number in zip(leaves.items(), numbers, strict=True)
+        for (name, x), number in zip(leaves.items(), checksums, strict=True)
     }
     return Encoded(arrays={name: x for name, x in arrays.items() if x.size}, leaves=described)
 

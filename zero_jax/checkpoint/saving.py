@@ -181,7 +181,7 @@ class Checkpointer:
             if not allow_nonfinite:
                 raise NonfiniteState(step, nonfinite)
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}
-        place = self._folder.writing(step) / STATE
+        folder = self._folder.writing(step) / STATE
         try:
             with Agreement(lambda processes: OtherProcessFailed(f"process {processes} failed")):
                 record = record_to_json(step=step, loss=loss, leaves=encoded.leaves, extra=extra or {})
@@ -189,11 +189,11 @@ class Checkpointer:
                     self._folder.make()
                     self._lock.take()
                     self._folder.begin(step)
-                    place.mkdir()
+                    folder.mkdir()
         except Exception as error:
             self._failed(step, error)
         else:
-            job = (step, loss, record, ArrayWrites(encoded.arrays, place))
+            job = (step, loss, record, ArrayWrites(encoded.arrays, folder))
             self._thread = threading.Thread(target=self._finish, args=job, name=f"checkpoint of step {step}")
             self._thread.start()
         finally:
@@ -254,8 +254,8 @@ class Checkpointer:
             return
         try:
             self._lock.take()
-            own = self._folder.own_steps()
-            for old in set(own) - self._steps_to_keep(own) - {step}:
+            steps = self._folder.own_steps()
+            for old in set(steps) - self._steps_to_keep(steps) - {step}:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:
             self._log(f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {_explain(error)}")

@@ -15,7 +15,7 @@ from etils import epath
 from jax import Array
 from orbax.checkpoint.future import Future
 
-# A chunk is read completely: another mesh should not have to read much more than its shards.
+# Chunks are read completely, so they are small: another mesh should not read much more than its shards.
 _CHUNK_BYTES = 1 << 24
 _LEAST_CHUNK_BYTES = 1 << 13
 _UNDER_WAY: weakref.WeakSet[ArrayWrites] = weakref.WeakSet()
@@ -71,7 +71,7 @@ class _Arrays(ocp.type_handlers.ArrayHandler):
 def _handler() -> ocp.PyTreeCheckpointHandler:
     """Returns a handler that writes all arrays in one transaction, so that a failed write abandons no other.
 
-    Orbax does without a transaction where it limits the bytes in flight, as it does by default.
+    By default orbax limits the bytes in flight, and then uses no transaction.
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
     unlimited = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=None, type_handler_registry=registry)
@@ -112,6 +112,6 @@ def _wait_for_all() -> None:
             writes.wait()
 
 
-# Orbax gives its last file to a pool of threads. At the end of the process `concurrent.futures` closes all pools, in a
-# function that is registered here too; of these the last registered is called first, and threads are joined after them.
+# Orbax writes its last file in a pool of threads, and `concurrent.futures` closes all pools in an exit function of
+# `threading`. The last registered function runs first, so this one waits before the pools close.
 threading._register_atexit(_wait_for_all)  # pyright: ignore[reportAttributeAccessIssue]

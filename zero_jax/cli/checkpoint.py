@@ -124,12 +124,12 @@ def _export(options: argparse.Namespace) -> int:
             raise ValueError(f"--dtype {config.dtype}: with --merged give one of {names}, or leave it out")
     elif options.to_hf is not None:
         refuse(options, ("--force", "--no-force"), reason="--to-hf writes over nothing: give a new folder")
-    what = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
+    settings = {"step": config.step, "dtype": config.dtype, "ema": config.ema}
     limit, params = parse_size(config.max_shard_size), _merged(options, config) if config.merged else None
     if options.to_hf is not None:
-        result = export_hf(options.path, options.to_hf, **what, max_file_bytes=limit, params=params)
+        result = export_hf(options.path, options.to_hf, **settings, max_file_bytes=limit, params=params)
     elif params is None:
-        result = export(options.path, options.out, **what, max_shard_bytes=limit, force=config.force)
+        result = export(options.path, options.out, **settings, max_shard_bytes=limit, force=config.force)
     else:
         tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
         result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)

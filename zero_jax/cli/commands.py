@@ -14,8 +14,8 @@ import zero_jax
 from zero_jax.cli.options import Parser, with_config_file
 from zero_jax.core.extras import MissingPackage
 
-# The module of each command, what follows its name, and its help. A module has a function for each of its commands
-# that adds the options, and is imported when they are asked for: `zero-jax --help` imports none.
+# The module of each command, its usage, and its help. The module has a function that adds the command's options, and is
+# imported when that command is parsed: `zero-jax --help` imports none.
 _COMMANDS = {
     "train": ("train", "[OPTION ...]", "train a transformer on text, or a model of your own on anything"),
     "plot": ("train", "RUN ... [OPTION ...]", "draw runs over one another"),
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Opens the streams that are closed (`>&-`) on nothing, and writes what a terminal's encoding lacks as escapes."""
+    """Opens closed streams (`>&-`) on the null device, and escapes characters that a terminal's encoding lacks."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         stream: Any = getattr(sys, name)
         if stream is None:
@@ -71,7 +71,7 @@ def _prepare_streams() -> None:
 
 
 def _silence() -> None:
-    """Discards what is left in the buffer of stdout, which Python would write again at exit."""
+    """Discards the buffer of stdout, which Python would try to write again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

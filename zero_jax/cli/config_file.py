@@ -43,12 +43,12 @@ def read_file(
     return values
 
 
-def _check_known(what: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{what} {name!r} is unknown: {did_you_mean(name, known)}Known are {', '.join(known)}")
+def _check_known(label: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise ValueError(f"{label} {name!r} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
 
 
-def _checked(what: str, value: Any, kind: OptionKind, destination: str) -> Any:
+def _checked(label: str, value: Any, kind: OptionKind, destination: str) -> Any:
     if kind.is_optional and value == "none":
         return None
     if kind.base is dict and isinstance(value, dict):
@@ -58,11 +58,11 @@ def _checked(what: str, value: Any, kind: OptionKind, destination: str) -> Any:
         if kind.base is float and type(value) is int:
             value = float(value)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{label}: {error}") from error
     if type(value) is not kind.base or (kind.choices and value not in kind.choices):
-        wanted = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
+        expected = f"one of {', '.join(kind.choices)}" if kind.choices else f"a value of type {kind.base.__name__}"
         text = repr(value)
-        raise ValueError(f"{what} = {text if len(text) <= 100 else f'{text[:100]}...'}: give {wanted}")
+        raise ValueError(f"{label} = {text if len(text) <= 100 else f'{text[:100]}...'}: give {expected}")
     return value
 
 

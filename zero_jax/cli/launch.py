@@ -58,16 +58,16 @@ def _refused_numbers(parser: argparse.ArgumentParser, arguments: Sequence[str], 
     run = read_config(options)
     if run.resume != "auto":
         raise ValueError("--min-processes starts `train` again, which begins anew each time: add `--resume auto` to it")
-    own = read_own_model(options)
+    own_model = read_own_model(options)
 
     def divides(num_processes: int) -> bool:
         num_before = (num_processes - 1) * config.devices_per_process
         num_devices = run.devices or num_before + config.devices_per_process
-        num_examples = None if own else run.batch_size
-        shards, rest = divmod(num_devices, run.model_axis)
+        num_examples = None if own_model else run.batch_size
+        shards, remainder = divmod(num_devices, run.model_axis)
         return (
             num_before < num_devices <= num_before + config.devices_per_process  # none without a device
-            and not rest
+            and not remainder
             and not shards % run.replica
             and (num_examples is None or not num_examples % (shards * run.zero.num_microbatches))
         )

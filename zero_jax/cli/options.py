@@ -77,15 +77,15 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses unknown options here, where the command's own options are known."""
         self.with_options()
-        parsed, rest = super().parse_known_args(args, namespace)
-        words = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
-        own = {action.dest for action in self._actions if words & set(action.option_strings)}
-        setattr(parsed, _EXPLICIT, explicit(parsed) | own)
-        if rest:
-            known = [name for action in self._actions for name in action.option_strings]
-            hint = did_you_mean(rest[0].split("=")[0], known, "did you mean {}? ")
-            self.error(f"unknown argument {rest[0]!r}: {hint}`{self.prog} --help` lists the options")
-        return parsed, rest
+        parsed, unknown = super().parse_known_args(args, namespace)
+        names = {word.split("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        dests = {action.dest for action in self._actions if names & set(action.option_strings)}
+        setattr(parsed, _EXPLICIT, explicit(parsed) | dests)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            hint = did_you_mean(unknown[0].split("=")[0], options, "did you mean {}? ")
+            self.error(f"unknown argument {unknown[0]!r}: {hint}`{self.prog} --help` lists the options")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints the error without the usage, and ends the program."""
@@ -307,15 +307,15 @@ def _check_text(value: str) -> None:
 def _check_path(value: str, place: PathPlace) -> None:
     if not value.strip():
         raise ValueError(f"{value!r} names nothing: give a path")
-    scheme, separator, rest = value.partition("://")
+    scheme, separator, location = value.partition("://")
     if not separator:
         return
     if place == "local":
         raise ValueError(f"{value!r} is a URL: give a path of this machine")
-    known = " and ".join(f"{name}://" for name in _SCHEMES)
+    schemes = " and ".join(f"{name}://" for name in _SCHEMES)
     if scheme not in _SCHEMES:
-        raise ValueError(f"{value!r}: the scheme {scheme}:// is unknown: give a folder, or a URL of {known}")
-    if not rest.strip("/"):
+        raise ValueError(f"{value!r}: the scheme {scheme}:// is unknown: give a folder, or a URL of {schemes}")
+    if not location.strip("/"):
         raise ValueError(f"{value!r} names no bucket: give a URL such as {scheme}://bucket/folder")
     packages = _SCHEMES[scheme]
     if not any(map(importlib.util.find_spec, packages)):

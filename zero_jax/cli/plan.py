@@ -183,7 +183,7 @@ def _auto(options: argparse.Namespace, request: Request) -> int:
 
 
 def _model_sizes(request: Request) -> tuple[tuple[int, ...] | None, Any]:
-    """Returns the sizes of the axis `model` that the model's specs divide by, None for all, and the specs."""
+    """Returns the sizes of the axis `model` that the model's specs divide over (None: all), and the specs."""
     admitted: dict[int, Any] = {1: None}
     for size in model_sizes(request.config.topology)[1:]:
         try:
@@ -218,7 +218,7 @@ def _write_config(
 
 
 def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str, Any]:
-    """Returns the section `model` of a config: of a preset all of its shape."""
+    """Returns the section `model` of a config, with the full shape of a preset."""
     if options.from_hf is not None:
         return model_section(options)
     shape = dataclasses.asdict(config)
@@ -227,9 +227,9 @@ def _written_model(options: argparse.Namespace, config: ModelConfig) -> dict[str
 
 def _memory(options: argparse.Namespace) -> int:
     if options.paper:
-        others = explicit(options) - {"paper", "json"}
-        if others:
-            names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in others)
+        options_set = explicit(options) - {"paper", "json"}
+        if options_set:
+            names = sorted("--model" if name == "preset" else option_of(name.split(".")[-1]) for name in options_set)
             raise ValueError(f"{' and '.join(names)}: --paper prints the paper's own tables: leave it out")
         tables = paper.tables()
         _show(options, str(tables), tables.to_json())

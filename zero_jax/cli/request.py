@@ -127,7 +127,7 @@ def read_request(options: argparse.Namespace) -> Request:
 
 
 def _check_batch_fits(batch: PyTree, batch_size: int, hardware: Hardware, num_parts: int) -> None:
-    """Raises `ValueError` for a batch that alone exceeds the memory, which a compiler may take hours to find out."""
+    """Raises `ValueError` for a batch that alone exceeds the memory; a compiler may run for hours before it fails."""
     per_device_bytes, usable_bytes = tree_bytes(batch) / num_parts, hardware.usable_bytes
     if per_device_bytes > usable_bytes:
         raise ValueError(

@@ -91,8 +91,8 @@ def sections() -> dict[str, type]:
     """Returns the config class of each section of a config file."""
     defaults = TrainConfig()
     parts = {part: type(getattr(defaults, part)) for part in _PARTS}
-    own = {"own_model": OwnModelConfig, "lora": LoraConfig}
-    return {"model": GPTConfig, "activations": ActivationConfig, **own, **parts, "run": TrainConfig}
+    own_sections = {"own_model": OwnModelConfig, "lora": LoraConfig}
+    return {"model": GPTConfig, "activations": ActivationConfig, **own_sections, **parts, "run": TrainConfig}
 
 
 def read_config(options: argparse.Namespace) -> TrainConfig:
@@ -165,7 +165,7 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _failed_saves_in_a_line() -> Iterator[None]:
-    """Keeps orbax from logging the traceback of a failed save, of which a `Checkpointer` logs a line."""
+    """Filters out orbax's traceback of a failed save, for which the `Checkpointer` logs a line."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
@@ -184,7 +184,7 @@ def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, stat
 
 
 def _says_what_to_do(error: Exception) -> bool:
-    """Returns whether an error is of the system or of zero_jax, and shown without a traceback; others may be bugs."""
+    """Returns whether an error is shown without a traceback: one of the system or of zero_jax. Others may be bugs."""
     if isinstance(error, OSError):
         return True
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -215,7 +215,7 @@ def _save_options(run: Run, options: argparse.Namespace) -> None:
 def _choose_platform(num_devices: int | None) -> None:
     """Sets the platform before JAX initializes its backends, and the number of simulated devices of a CPU.
 
-    Otherwise JAX looks for a TPU or GPU where libtpu or a GPU plugin is installed for its compiler alone.
+    Otherwise JAX looks for a TPU or GPU if libtpu or a GPU plugin is installed, even if only for its compiler.
 
     Raises:
       ValueError: more devices than a CPU can simulate.

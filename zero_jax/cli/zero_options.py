@@ -1,4 +1,4 @@
-"""The options of `ZeroConfig`, and `--paper-config`, which stands for several of them by the paper's name."""
+"""The options of `ZeroConfig`, and `--paper-config`, which sets several of them by the paper's name."""
 
 from __future__ import annotations
 

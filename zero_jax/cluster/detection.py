@@ -1,7 +1,7 @@
 """Detects the cluster that started this process, and its GPUs, from environment variables and device files.
 
-JAX detects addresses, counts and process numbers (`jax.distributed`), but not well whether there is a cluster: it asks
-the metadata server of TPU hosts, warns in every pod of Kubernetes, and takes a single SLURM task for several.
+JAX detects addresses, counts and process numbers (`jax.distributed`), but not reliably whether there is a cluster: it
+queries the metadata server of TPU hosts, warns in every pod of Kubernetes, and takes a single SLURM task for several.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many processes a launch starts again after it has lost some, and whether it starts any.
+"""Decides whether a launch restarts after it has lost processes, and with how many.
 
 A lost process is left out for a while: real machines take a while to come back, and on one machine fewer processes need
-less memory. Then its place is tried again.
+less memory. Then it is started again.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Elastic:
         return size
 
     def _lose(self, ended: Round, status: int) -> None:
-        """Leaves lost processes out for a while; one that is lost again as soon as it is back, for longer."""
-        if status in (SAVED, HUNG):  # which does not say whose fault it is: all are started again
+        """Leaves lost processes out for a while, and for twice as long if they are lost again soon after a restart."""
+        if status in (SAVED, HUNG):  # the status does not show which process failed: all are started again
             return
         is_early = self._has_grown and ended.seconds < self._wait_seconds
         self._wait_seconds = min(2 * self._wait_seconds, _LONGEST_WAIT_SECONDS) if is_early else self._rejoin_seconds
@@ -125,11 +125,11 @@ class Elastic:
     def _choose(self) -> int | None:
         now = time.monotonic()
         self._back_at = [back_at for back_at in self._back_at if back_at > now]
-        num_here = self._num_processes - len(self._back_at)
+        num_available = self._num_processes - len(self._back_at)
         sizes = [size for size in range(self._num_processes, self._min_processes - 1, -1) if size not in self._refused]
-        here = next((size for size in sizes if size <= num_here), None)
-        if here is not None or not sizes:
-            return here
+        size_now = next((size for size in sizes if size <= num_available), None)
+        if size_now is not None or not sizes:
+            return size_now
         size = sizes[-1]  # too few are left: the first lost ones are tried again at once
-        self._back_at = sorted(self._back_at)[size - num_here :]
+        self._back_at = sorted(self._back_at)[size - num_available :]
         return size

@@ -33,7 +33,7 @@ NUM_PROCESSES = "ZERO_JAX_NUM_PROCESSES"
 PROCESS_ID = "ZERO_JAX_PROCESS_ID"
 _LAUNCHER = (NUM_PROCESSES, PROCESS_ID, COORDINATOR)
 _START_SECONDS = 300.0  # that the other processes may take to start
-_EXIT_SECONDS = 3600.0  # that what is left to do at the exit may take, in other libraries
+_EXIT_SECONDS = 3600.0  # that exit handlers of other libraries may take
 _HEARTBEAT_SECONDS = 30  # without a sign of life after which a process counts as dead
 # Statuses that all processes of a run end with together: done, stopped because of the loss, saved and stopped.
 _TOGETHER = frozenset({0, 3, SAVED})
@@ -100,7 +100,7 @@ def join() -> Place:
       NotJoined: process 0 does not answer at its address.
     """
     if jax.distributed.is_initialized():
-        # `jax.process_index()` would start the devices, and what they are may still have to be settled.
+        # `jax.process_index()` would initialize the devices, whose platform may not be configured yet.
         state = distributed.global_state
         return Place(
             process_index=state.process_id,
@@ -193,15 +193,15 @@ def _check_port(place: Place) -> None:
     address = place.coordinator
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{address.rpartition(':')[2]}")
     host, _, port = bound.rpartition(":")
-    own = "127.0.0.1" if host in ("[::]", "::", "0.0.0.0", "") else host.strip("[]")
+    local_host = "127.0.0.1" if host in ("[::]", "::", "0.0.0.0", "") else host.strip("[]")
     try:
         with contextlib.suppress(OSError):
-            socket.create_connection((own, int(port)), timeout=1).close()
+            socket.create_connection((local_host, int(port)), timeout=1).close()
             raise PortTaken(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        with socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in local_host else socket.AF_INET) as probe:
             # Like gRPC, so that a port that `processes._reserved_port` holds is free for process 0.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            probe.bind((own, int(port)))
+            probe.bind((local_host, int(port)))
     except (OSError, OverflowError, ValueError) as error:
         raise PortTaken(
             f"process 0 cannot listen at {bound} ({error.args[-1]}), the port of {COORDINATOR}={address}: give another "

@@ -93,8 +93,8 @@ class LaunchResult(Round):
         elif first.last_lines:
             lines.append("the last lines of its stderr:")
             lines += [f"  {line}" for line in first.last_lines]
-        others = [f"process {ending.process_index} {ending}" for ending in self.endings if ending is not first]
-        lines += ["then " + ", ".join(others)] if others else []
+        later = [f"process {ending.process_index} {ending}" for ending in self.endings if ending is not first]
+        lines += ["then " + ", ".join(later)] if later else []
         lines += [f"not started again: {self.reason}"] if self.reason else []
         return "\n".join(lines)
 
@@ -156,7 +156,7 @@ def launch(
 
 
 def _take_step(path: pathlib.Path) -> int | None:
-    """Returns the step that process 0 reported, and removes it; None where it reported none."""
+    """Returns the step that process 0 reported, and removes the report; None without one."""
     try:
         text = path.read_text(encoding="utf-8")
         path.unlink()

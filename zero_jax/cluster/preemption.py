@@ -52,8 +52,8 @@ class Preemption:
                 "leave it on"
             )
         if threading.current_thread() is not threading.main_thread():
-            rest = "; those to the other processes are handled" if self._is_shared else ""
-            self._log(f"signals cannot be handled outside the main thread: SIGTERM will not save the run{rest}")
+            hint = "; those to the other processes are handled" if self._is_shared else ""
+            self._log(f"signals cannot be handled outside the main thread: SIGTERM will not save the run{hint}")
             return self
         for name in _NAMES:
             number = getattr(signal, name, None)

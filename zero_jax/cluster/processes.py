@@ -1,4 +1,4 @@
-"""The processes of a launch between two restarts: started together, watched, and ended together.
+"""Runs the processes of a launch between two restarts: starts, watches and ends them together.
 
 The processes and their children share a process group with a guard process, which reads from a pipe of the launcher:
 when the launcher ends in any way, `kill -9` included, the pipe closes, and the guard kills the group.
@@ -138,7 +138,9 @@ def run_round(
     with _reserved_port() as port, _guarded_group() as group:
         processes = _Processes(grace_seconds=grace_seconds, save_seconds=save_seconds, events=events, merger=merger)
         for index in range(num_processes):
-            variables = _environment(environment, index, num_processes, devices_per_process, port)
+            variables = _environment(
+                environment, index=index, count=num_processes, num_devices=devices_per_process, port=port
+            )
             try:
                 processes.start(command, index, variables, group)
             except ValueError as error:
@@ -188,7 +190,7 @@ class _Processes:
         threading.Thread(target=self._wait, args=(index, process, readers[1], last), daemon=True).start()
 
     def add_not_started(self, index: int, why: str) -> None:
-        """Counts a process that could not be started as one that failed."""
+        """Counts a process that could not be started as failed."""
         self._num_expected += 1
         self._events.put(Ending(process_index=index, returncode=1, seconds=0.0, was_asked=False, last_lines=(why,)))
 
@@ -204,8 +206,8 @@ class _Processes:
         """Waits for the end of a process and queues it with its time, so that the first failure is known."""
         returncode = process.wait()
         now = time.monotonic()
-        by = self._killed_at if returncode == -signal.SIGKILL else self._signalled_at
-        was_asked = by is not None and now > by
+        signalled_at = self._killed_at if returncode == -signal.SIGKILL else self._signalled_at
+        was_asked = signalled_at is not None and now > signalled_at
         reader.join(timeout=1)  # its last lines; a child of it may keep the pipe open
         self._events.put(
             Ending(
@@ -295,12 +297,12 @@ def _guarded_group() -> Iterator[int]:
 
 
 def patient_flags(flags: str) -> str:
-    """Returns `XLA_FLAGS` under which simulated devices wait for one another for an hour, unless they say how long."""
+    """Returns `XLA_FLAGS` with a timeout of an hour for collectives of simulated devices, unless they have one."""
     is_file = flags.strip() and not flags.strip().startswith("-")
     return flags if is_file or _PATIENCE in flags else f"{flags} {_PATIENCE}=3600".strip()
 
 
-def _environment(base: Mapping[str, str], index: int, count: int, num_devices: int, port: int) -> dict[str, str]:
+def _environment(base: Mapping[str, str], *, index: int, count: int, num_devices: int, port: int) -> dict[str, str]:
     """Returns the environment of a process.
 
     JAX reads the number of processes and their own from SLURM's variables only. With these set,

@@ -91,7 +91,7 @@ class Watchdog:
         self._process_index, self._num_processes = process_index, num_processes
         self._interval = min(max(seconds / 10, 0.02), 10.0)
         self._stop = threading.Event()
-        # Two threads, because a file system that hangs, and the run with it, must not stop the one that watches.
+        # Two threads: a file system that hangs must not block the thread that watches.
         loops = {"watchdog": self._watch, "watchdog-heartbeat": self._write_heartbeats}
         self._threads = [
             threading.Thread(target=self._catching, args=(loop,), name=name, daemon=True)
@@ -169,9 +169,9 @@ class Watchdog:
         """Returns whether another process is in a phase that may take longer than this one's, and still may."""
         states: list[ProcessPlace] = []
         _within(5, lambda: states.extend(places(self._folder, self._num_processes)))
-        own, usual = ALLOWANCES.get(phase, 1), self._seconds
-        others = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
-        return any(allowance > own and place.age_seconds <= usual * allowance for allowance, place in others)
+        own_allowance, usual = ALLOWANCES.get(phase, 1), self._seconds
+        alive = [(ALLOWANCES.get(place.phase or "", 1), place) for place in states if not place.is_silent]
+        return any(allowance > own_allowance and place.age_seconds <= usual * allowance for allowance, place in alive)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
@@ -254,7 +254,7 @@ def _stacks() -> str:
 
 
 def _within(seconds: float, call: Callable[..., Any], *arguments: Any) -> None:
-    """Makes a call that may block (a pipe without a reader) or fail, and waits for at most `seconds`."""
+    """Makes a call that may block (a pipe without a reader) or fail, and waits at most `seconds`."""
 
     def run() -> None:
         try:

@@ -237,8 +237,8 @@ def validation_batches(
       ValueError: the batch does not divide over the devices.
     """
     share = _share(sharding, batch_size=batch_size, seq_len=seq_len, separate_documents=separate_documents)
-    available, asked = num_rows(dataset.validation, seq_len=seq_len), num_batches * batch_size
-    rows = np.linspace(0, available - 1, min(available, asked)).astype(np.int64)
+    available, requested = num_rows(dataset.validation, seq_len=seq_len), num_batches * batch_size
+    rows = np.linspace(0, available - 1, min(available, requested)).astype(np.int64)
     padding = np.full(-len(rows) % batch_size, _NO_ROW)
     rows = np.concatenate([rows, padding]).reshape(-1, batch_size)
     return ValidationBatches(part=dataset.validation, rows=rows, seq_len=seq_len, share=share)

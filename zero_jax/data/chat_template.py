@@ -44,28 +44,28 @@ class ChatTemplate:
     tokens: Mapping[str, str]
 
     def turns(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, where: str) -> list[Turn]:
-        """Returns the text of a conversation, in parts: an answer begins after what a model is asked to answer with.
+        """Returns the text of a conversation in parts: an answer begins after the generation prompt.
 
         `where` is the place of the conversation, for errors; `tools` are the functions that the model may call.
 
         Raises:
           ValueError: the template fails, or renders the beginning of the conversation otherwise than all of it.
         """
-        whole, end, turns = self._render(messages, tools, where), 0, []
+        rendered, end, turns = self._render(messages, tools, where), 0, []
         for i, message in enumerate(messages):
             if message["role"] != ANSWER:
                 continue
-            asked = self._render(messages[:i], tools, where, add_generation_prompt=True)
+            prompt = self._render(messages[:i], tools, where, add_generation_prompt=True)
             answered = self._render(messages[: i + 1], tools, where)
-            if not (whole.startswith(answered) and answered.startswith(asked) and len(asked) >= end):
+            if not (rendered.startswith(answered) and answered.startswith(prompt) and len(prompt) >= end):
                 raise ValueError(
                     f"{where}: the chat template of {self.path} renders the conversation up to message {i + 1} "
                     "otherwise when more follows, so that its answer has no place in the text: give conversations with "
                     f"one answer, at their end, {self._remedy}"
                 )
-            turns += [Turn(whole[end : len(asked)], is_answer=False), Turn(answered[len(asked) :], is_answer=True)]
+            turns += [Turn(rendered[end : len(prompt)], is_answer=False), Turn(answered[len(prompt) :], is_answer=True)]
             end = len(answered)
-        return [*turns, Turn(whole[end:], is_answer=False)]
+        return [*turns, Turn(rendered[end:], is_answer=False)]
 
     @property
     def _remedy(self) -> str:
@@ -94,7 +94,7 @@ class ChatTemplate:
             from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
 
         class Generation(Extension):
-            """Renders `{% generation %}` blocks, in which transformers sees answers, as if they were none."""
+            """Renders the contents of `{% generation %}` blocks, by which transformers marks answers."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -134,8 +134,8 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
     if (folder / _FILE).is_file():
         path, source = folder / _FILE, read_text(folder / _FILE, **_READ)
     elif isinstance(source, list):  # several by name
-        named = [mapping(each) for each in source]
-        source = next((each.get("template") for each in named if each.get("name") == "default"), None)
+        templates = [mapping(t) for t in source]
+        source = next((t.get("template") for t in templates if t.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):

@@ -1,9 +1,9 @@
-"""Conversations and instructions from JSON Lines: only answers are targets, and rows are packed with whole ones.
+"""Conversations and instructions from JSON Lines: only answers are targets, and no conversation is split over rows.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. Messages become
-what the tokenizer's chat template makes of them. Without one, a message becomes `<|role|>`, a line break, its content
-and a line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document instead. A
-prompt and its completion stand without markers.
+A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. Messages are
+rendered by the tokenizer's chat template. Without one, a message becomes `<|role|>`, a line break, its content and a
+line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document instead. A prompt
+and its completion have no markers.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class ConversationPart:
         inputs, targets, segments = (np.zeros(shape, np.int32) for _ in range(3))
         weights = np.zeros(shape, np.float32)
         for i, row in enumerate(rows.tolist()):
-            place = 0
-            chosen = self.rows[row] if row >= 0 else ()
-            for segment, conversation in enumerate(chosen):
+            position = 0
+            conversations = self.rows[row] if row >= 0 else ()
+            for segment, conversation in enumerate(conversations):
                 first, last = self.offsets[conversation], self.offsets[conversation + 1]
                 last = min(last, first + seq_len + 1)
-                span = slice(place, place + last - first - 1)
+                span = slice(position, position + last - first - 1)
                 inputs[i, span] = self.tokens[first : last - 1]
                 targets[i, span] = self.tokens[first + 1 : last]
                 weights[i, span] = self.is_answer[first + 1 : last]
                 segments[i, span] = segment
-                place = span.stop
-            segments[i, place:] = len(chosen)
+                position = span.stop
+            segments[i, position:] = len(conversations)
         return {"inputs": inputs, "targets": targets, "weights": weights, "segments": segments}
 
 
@@ -126,8 +126,8 @@ def load_conversations(
     for vector in (*tokens, *answers, chosen):
         digest.update(len(vector).to_bytes(8, "little") + np.ascontiguousarray(vector, "<u4").tobytes())
     parts = [
-        _part([tokens[i] for i in which], [answers[i] for i in which], seq_len)
-        for which in (np.flatnonzero(~chosen), np.flatnonzero(chosen))
+        _part([tokens[i] for i in indices], [answers[i] for i in indices], seq_len)
+        for indices in (np.flatnonzero(~chosen), np.flatnonzero(chosen))
     ]
     return Conversations(
         train=parts[0],
@@ -189,12 +189,12 @@ def _marked(role: str, content: str) -> list[Turn]:
 
 
 def _check_no_special_token(messages: Sequence[Mapping[str, Any]], tokenizer: JsonTokenizer, where: str) -> None:
-    """Raises `ValueError` for text that would become a special token, as those that a template writes."""
+    """Raises `ValueError` for text that would be tokenized as a special token of the template."""
     for number, message in enumerate(messages, 1):
-        found = next((text for text in tokenizer.special_texts if text in message["content"]), None)
-        if found is not None:
+        special = next((text for text in tokenizer.special_texts if text in message["content"]), None)
+        if special is not None:
             raise ValueError(
-                f"{where}: message {number} has the text {found!r}, which the tokenizer {tokenizer.name} takes for a "
+                f"{where}: message {number} has the text {special!r}, which the tokenizer {tokenizer.name} takes for a "
                 "special token of the chat template: write it in another way, or remove the line"
             )
 
@@ -228,9 +228,9 @@ def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.nd
     """Tokenizes a rendered conversation as one text; a token that begins before an answer and ends in it is learned."""
     texts = list(itertools.accumulate(turn.text for turn in turns))
     *before, tokens = tokenizer.encode_rendered(texts)
-    # Where a part ends among the tokens: up to there the text before it has the same ones.
-    same = [np.flatnonzero(x[: len(tokens)] != tokens[: len(x)]) for x in before]
-    ends = [*(int(odd[0]) if odd.size else len(x) for odd, x in zip(same, before, strict=True)), len(tokens)]
+    # A part ends at the token up to which the shorter text has the same tokens.
+    differences = [np.flatnonzero(x[: len(tokens)] != tokens[: len(x)]) for x in before]
+    ends = [*(int(d[0]) if d.size else len(x) for d, x in zip(differences, before, strict=True)), len(tokens)]
     is_answer = np.zeros(len(tokens), bool)
     for turn, first, last in zip(turns, [0, *ends], ends, strict=False):
         is_answer[first:last] = turn.is_answer
@@ -267,17 +267,17 @@ def pack(lengths: np.ndarray, *, room: int) -> tuple[tuple[int, ...], ...]:
       The numbers of the lengths in each row.
     """
     rows: list[list[int]] = []
-    left: dict[int, int] = {}  # of open rows, oldest first
+    room_left: dict[int, int] = {}  # of open rows, oldest first
     for i, length in enumerate(lengths.tolist()):
-        fits = [(rest, row) for row, rest in left.items() if rest >= length]
+        fits = [(row_room, row) for row, row_room in room_left.items() if row_room >= length]
         row = min(fits)[1] if fits else len(rows)
         if not fits:
             rows.append([])
-            left[row] = room
+            room_left[row] = room
         rows[row].append(i)
-        left[row] -= length
-        if left[row] == 0:
-            del left[row]
-        for oldest in list(itertools.islice(left, max(0, len(left) - _MAX_OPEN_ROWS))):
-            del left[oldest]
+        room_left[row] -= length
+        if room_left[row] == 0:
+            del room_left[row]
+        for oldest in list(itertools.islice(room_left, max(0, len(room_left) - _MAX_OPEN_ROWS))):
+            del room_left[oldest]
     return tuple(map(tuple, rows))

@@ -131,8 +131,8 @@ def load_dataset(
     num_left_out = 0
     if config.data != "stdlib" and config.format in ("auto", "tokens") and is_token_folder(folder):
         name, tokens = str(folder), verify_if_small(open_folder(folder))
-        own = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else "bytes"
-        tokenizer = tokenizer or load_tokenizer(own if config.tokenizer == "auto" else config.tokenizer)
+        saved_tokenizer = folder / TOKENIZER_FILE if (folder / TOKENIZER_FILE).is_file() else "bytes"
+        tokenizer = tokenizer or load_tokenizer(saved_tokenizer if config.tokenizer == "auto" else config.tokenizer)
         _check_tokenizer(tokens, tokenizer, folder)
     else:
         source = find_source(config.data, format=config.format)
@@ -165,25 +165,25 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
     template = None
     if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
         template = find_chat_template(pathlib.Path(config.tokenizer).expanduser().parent)
-    found = load_conversations(
+    conversations = load_conversations(
         source, tokenizer, template=template, seq_len=seq_len, validation_fraction=config.validation_fraction
     )
-    num_targets = int(found.train.is_answer.sum())
-    notes = [f"{num_targets:,} tokens of answers to learn, in {found.train.num_rows:,} rows"]
+    num_targets = int(conversations.train.is_answer.sum())
+    notes = [f"{num_targets:,} tokens of answers to learn, in {conversations.train.num_rows:,} rows"]
     if template is not None and isinstance(tokenizer, JsonTokenizer):
         # A template's special tokens are no text, and may be beyond it.
-        highest = max(int(part.tokens.max()) for part in (found.train, found.validation))
+        highest = max(int(part.tokens.max()) for part in (conversations.train, conversations.validation))
         tokenizer = dataclasses.replace(tokenizer, vocab_size=max(tokenizer.vocab_size, highest + 1))
         notes.append(f"messages as by the chat template of {template.path}")
-    if found.num_cut:
-        notes.append(f"{found.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
+    if conversations.num_cut:
+        notes.append(f"{conversations.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
     return Dataset(
         name=source.name,
         tokenizer=tokenizer,
-        num_documents=found.num_conversations,
-        train=found.train,
-        validation=found.validation,
-        fingerprint=found.fingerprint,
+        num_documents=conversations.num_conversations,
+        train=conversations.train,
+        validation=conversations.validation,
+        fingerprint=conversations.fingerprint,
         notes=tuple(notes),
     )
 
@@ -220,7 +220,7 @@ def _notes(tokens: Tokens, num_left_out: int) -> tuple[str, ...]:
         "empty documents left out": tokens.meta.num_empty,
         "places that were no valid Unicode replaced": tokens.meta.num_replaced,
     }
-    notes = [f"{count:,} {what}" for what, count in counts.items() if count]
+    notes = [f"{count:,} {text}" for text, count in counts.items() if count]
     if isinstance(tokens.tokens, TokenFile) and tokens.tokens.checksums is None:
         notes.append("written without checksums, so that damage is not noticed (`zero-jax tokenize` writes them)")
     return tuple(notes)

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
-# The end of a word before a space, where tokenizers begin a new token, so that a cut there changes no token.
+# The end of a word before a space: tokenizers begin a new token there, so that a cut changes no token.
 _SEAM = re.compile(rb"[A-Za-z0-9](?=[ \n])")
 
 
@@ -51,7 +51,7 @@ def read_text(source: Source, *, text_field: str = "text") -> Iterator[Piece]:
 
 
 def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) -> Iterator[_T]:
-    """Yields what is read of the files of a source, which must not change meanwhile."""
+    """Reads the files of a source one after another; raises `ValueError` if one changes meanwhile."""
     for file in source.files:
         try:
             yield from read(file)
@@ -63,14 +63,14 @@ def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) ->
 def _read_file(file: SourceFile, _: str) -> Iterator[Piece]:
     """Reads a text file in blocks that end between words."""
     with file.path.open("rb") as stream:
-        rest = stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
+        buffer = stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
         while block := stream.read(_BLOCK_BYTES):
-            rest += block
-            cut = _last_seam(rest)
+            buffer += block
+            cut = _last_seam(buffer)
             if cut:
-                yield _decode(rest[:cut], ends=False)
-                rest = rest[cut:]
-        yield _decode(rest)
+                yield _decode(buffer[:cut], ends=False)
+                buffer = buffer[cut:]
+        yield _decode(buffer)
 
 
 def _last_seam(block: bytes) -> int:

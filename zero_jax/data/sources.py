@@ -136,7 +136,7 @@ def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -
     if "text" in kinds and len(paths) > 1:
         kinds.pop("tokens", None)  # among text, what ends in .bin is anything
     if len(kinds) > 1:
-        counts = ", ".join(f"{len(some)} of {kind} ({some[0].name})" for kind, some in sorted(kinds.items()))
+        counts = ", ".join(f"{len(files)} of {kind} ({files[0].name})" for kind, files in sorted(kinds.items()))
         raise ValueError(f"{root} holds files of several formats: {counts}. Say which to read with --format")
     return next(iter(kinds)) if kinds else "text"
 
@@ -151,10 +151,10 @@ def _format_of(path: pathlib.Path) -> Format:
 def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format: Format) -> Source:
     """Makes a source of the files that are not empty and, for text, not binary."""
     paths = sorted(paths)
-    by_name = "jsonl" if format == "chat" else format
-    named = [path for path in paths if _format_of(path) == by_name] if format != "text" else []
-    counted = [path for path in named or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
-    if not counted:
+    named_format = "jsonl" if format == "chat" else format
+    with_suffix = [path for path in paths if _format_of(path) == named_format] if format != "text" else []
+    non_empty = [path for path in with_suffix or paths if (_is_text(path) if format == "text" else path.stat().st_size)]
+    if not non_empty:
         raise ValueError(
             f"{name} holds no text (files that are empty, hidden, or have a NUL byte do not count): give the path of a "
             "text file or of a folder of them"
@@ -164,8 +164,8 @@ def _source(name: str, root: pathlib.Path, paths: Iterable[pathlib.Path], format
     return Source(
         name=name,
         format=format,
-        files=tuple(source_file(path, root=root) for path in counted),
-        num_left_out=len(paths) - len(counted),
+        files=tuple(source_file(path, root=root) for path in non_empty),
+        num_left_out=len(paths) - len(non_empty),
     )
 
 

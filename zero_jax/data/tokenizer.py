@@ -107,7 +107,7 @@ class JsonTokenizer:
         return [np.array(text.ids, np.uint32) for text in encoded]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the tokens of each text that a chat template made, in which special tokens are what they say."""
+        """Returns the tokens of texts that a chat template rendered, with special tokens parsed."""
         encoded = self._with_special_tokens.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.uint32) for text in encoded]
 
@@ -166,7 +166,7 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
 
 
 def _tokens_of_text(library: Any) -> set[int]:
-    """Returns the tokens that text can become: special ones are no text, and may be beyond a model's."""
+    """Returns the tokens of plain text, without special ones, which may exceed a model's vocabulary."""
     added = {token for token, entry in library.get_added_tokens_decoder().items() if not entry.special}
     return added | set(library.get_vocab(with_added_tokens=False).values())
 

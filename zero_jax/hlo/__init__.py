@@ -17,32 +17,3 @@ from zero_jax.hlo.op_names import Phases, gathered_path, phase_of
 from zero_jax.hlo.program import KINDS, Instruction, Program, parse
 from zero_jax.hlo.schedule import own_links, play
 from zero_jax.hlo.traffic import Collective, collectives, sent_bytes
-
-__all__ = [
-    "KINDS",
-    "Buffer",
-    "Collective",
-    "Heap",
-    "HeapLayout",
-    "Instruction",
-    "NetworkTransfer",
-    "Phases",
-    "Program",
-    "Work",
-    "arrays",
-    "collectives",
-    "cycles",
-    "gathered_path",
-    "host_transfers",
-    "layout_options",
-    "network_transfers",
-    "own_links",
-    "parse",
-    "parse_shape",
-    "peak",
-    "phase_of",
-    "play",
-    "read_layout",
-    "roofline",
-    "sent_bytes",
-]

@@ -13,23 +13,3 @@ from zero_jax.planning.plans import LayoutPlans, compile_layouts, compile_plan, 
 from zero_jax.planning.process import COMPILE_ONLY, CompileOptions
 from zero_jax.planning.report import PlanReport
 from zero_jax.planning.user_modules import resolve
-
-__all__ = [
-    "COMPILE_ONLY",
-    "AutoPlan",
-    "CompileOptions",
-    "CompilerCrash",
-    "Job",
-    "LayoutPlans",
-    "ModelError",
-    "PlanReport",
-    "batch_of",
-    "compile_layouts",
-    "compile_plan",
-    "explain",
-    "model_sizes",
-    "plan",
-    "plan_auto",
-    "plan_layouts",
-    "resolve",
-]

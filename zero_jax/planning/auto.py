@@ -130,8 +130,8 @@ def plan_auto(
         attentions = ("own", "fused") if can_fuse else (config.attention,)
     overlaps = tuple(overlaps or ((True, False) if config.overlap and estimator.has_overlap else (config.overlap,)))
     same = estimator.same_policies(max(sizes), attentions)
-    for name, other in same.items():
-        options.log(f"remat={name} is left out: it is {other} for this model")
+    for name, earlier in same.items():
+        options.log(f"remat={name} is left out: it is {earlier} for this model")
     offload = config.resolved_offload()
     space = Space(
         num_devices=estimator.num_devices,
@@ -156,8 +156,8 @@ def plan_auto(
     reports: dict[Candidate, PlanReport] = {}
 
     def compile(setting: Candidate) -> Outcome:
-        named = dataclasses.replace(options, name=f"{options.name}, {setting}")
-        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), named)
+        setting_options = dataclasses.replace(options, name=f"{options.name}, {setting}")
+        report = reports[setting] = compile_plan(apply_setting(setting, job, policies), setting_options)
         seconds = report.time.step_seconds if report.time else None
         sizes = {"bytes": report.needed_bytes, "host_bytes": report.host_bytes}
         return Outcome(fits=report.fits, seconds=seconds, error=report.refusal, **sizes)
@@ -201,15 +201,15 @@ def remat_policies(
 
 
 def _plain(settings: Sequence[Candidate], remat: str) -> Callable[[Candidate], bool]:
-    """Returns the function that recognizes a plain setting: the fewest axes, this remat, the first of the others."""
+    """Returns the predicate of plain settings: the fewest axes, this remat, the first of all other choices."""
     axes = lambda setting: (setting.model, setting.replica, setting.secondary)  # noqa: E731
-    others = lambda setting: (setting.remat, setting.attention, setting.overlap, setting.quantize)  # noqa: E731
-    least, plain = min(map(axes, settings)), (remat, *others(settings[0])[1:])
-    return lambda setting: axes(setting) == least and others(setting) == plain
+    choices = lambda setting: (setting.remat, setting.attention, setting.overlap, setting.quantize)  # noqa: E731
+    least, plain = min(map(axes, settings)), (remat, *choices(settings[0])[1:])
+    return lambda setting: axes(setting) == least and choices(setting) == plain
 
 
 def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
-    """Returns whether `offload` does not contradict a setting, and keeps more in host memory than a lesser one."""
+    """Returns whether a setting supports its `offload`, and keeps more in host memory than with a smaller one."""
     has_copy = has_master and ("params" not in sharded_groups(setting.stage) or setting.secondary)
     can_move = {"state": has_copy, "all": "params" in sharded_groups(setting.stage) and not setting.secondary}
     return can_move.get(str(setting.offload), True)

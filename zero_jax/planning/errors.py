@@ -9,7 +9,7 @@ import traceback
 import jax
 
 _PACKAGE = f"{pathlib.Path(__file__).parent.parent}/"
-_OTHERS = frozenset({"jax", "jaxlib"}) | sys.stdlib_module_names
+_LIBRARIES = frozenset({"jax", "jaxlib"}) | sys.stdlib_module_names
 _MAX_LINES = 6
 
 
@@ -47,14 +47,14 @@ def _user_lines(error: Exception) -> tuple[bool, list[str]]:
     If another package (such as Flax) raised it, the line there is the last.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_ours, own, last = False, [], ""
+    is_ours, user_lines, last = False, [], ""
     for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=True):
         # A module of zero_jax that runs as a script has another name; methods of a dataclass have no file.
         package = frame.f_globals.get("__name__", "").split(".")[0]
         is_ours = package == "zero_jax" or summary.filename.startswith(_PACKAGE)
-        if is_ours or package in _OTHERS:
+        if is_ours or package in _LIBRARIES:
             continue
         line = last = f"{summary.filename}:{summary.lineno} in {summary.name}: {summary.line}"
         if "site-packages" not in summary.filename:
-            own.append(line)
-    return is_ours, [*own[-_MAX_LINES:], *([last] if last and last not in own else [])]
+            user_lines.append(line)
+    return is_ours, [*user_lines[-_MAX_LINES:], *([last] if last and last not in user_lines else [])]

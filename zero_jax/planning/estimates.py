@@ -95,7 +95,7 @@ class Estimator:
         self.rooflines = {overlap: Roofline(parsed, overlaps=overlap and self.has_overlap) for overlap in (True, False)}
         self.batch_size = job.batch_size
         self.offload = job.config.resolved_offload() or Offload()
-        # What is in host memory is counted by `host_bytes`, what is sent quantized by `sent_shares`.
+        # Host memory is counted by `host_bytes`, quantized traffic by `sent_shares`.
         plain = {"stage": 0, "num_microbatches": 1, "secondary": False, **_UNQUANTIZED, **_ON_DEVICES}
         self.config = dataclasses.replace(job.config, **plain)
         self.precision = resolve_precision(self.config.precision)
@@ -138,7 +138,7 @@ class Estimator:
         return num_sharded < num_params
 
     def has_attention_to_fuse(self) -> bool:
-        """Returns whether the model computes attention by itself that the hardware has a fused kernel for."""
+        """Returns whether the model has unfused attention for which the hardware has a fused kernel."""
         mesh, config = self.mesh(1), dataclasses.replace(self.config, attention="own")
         for policy in self.policies.values():
             job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
@@ -158,7 +158,7 @@ class Estimator:
         return ""
 
     def same_policies(self, model: int, attentions: Sequence[str]) -> dict[str, str]:
-        """Returns the policies whose memory and traffic equal those of an earlier one, each with that one's name."""
+        """Returns the policies that equal an earlier one in memory and traffic, with the name of that one."""
         figures: dict[str, tuple[float, ...]] = {}
         same: dict[str, str] = {}
         for name in self.policies:
@@ -166,16 +166,16 @@ class Estimator:
                 traces = [self.trace(name, model, attention) for attention in attentions]
             except ValueError:
                 continue
-            own = tuple(float(figure) for traced in traces for figure in _figures(traced))  # too large for numpy
-            equal = [other for other in figures if np.allclose(own, figures[other], rtol=_SAME_TOLERANCE, atol=0)]
+            current = tuple(float(x) for traced in traces for x in _figures(traced))  # integers are too large for numpy
+            equal = [x for x in figures if np.allclose(current, figures[x], rtol=_SAME_TOLERANCE, atol=0)]
             if equal:
                 same[name] = equal[0]
             else:
-                figures[name] = own
+                figures[name] = current
         return same
 
     def trace_of(self, setting: Candidate) -> LossTrace:
-        """Returns the trace of the loss that serves a setting."""
+        """Returns the trace of the loss for a setting."""
         return self.trace(setting.remat, setting.model, setting.attention)
 
     def estimate(self, setting: Candidate) -> Estimated:
@@ -184,29 +184,29 @@ class Estimator:
         Raises:
           ValueError: the model cannot be trained with this setting.
         """
-        state, grads, others = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
-        note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {others / 1e9:.1f}"
+        state, grads, other = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
+        note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}"
         parts = self.num_parts(setting) * setting.num_microbatches
         host_bytes = self.host_bytes(setting) + self.trace_of(setting).residuals.host_bytes / parts
-        return Estimated(bytes=state + grads + others, seconds=self.seconds(setting), note=note, host_bytes=host_bytes)
+        return Estimated(bytes=state + grads + other, seconds=self.seconds(setting), note=note, host_bytes=host_bytes)
 
     def num_parts(self, setting: Candidate) -> float:
-        """Returns the traced batch over the examples of a device."""
+        """Returns the ratio of the traced batch to the examples of a device."""
         return setting.replica * setting.data * self.batch_size / setting.batch_size
 
     def state_bytes(self, setting: Candidate) -> float:
         """Returns bytes per device of the train state."""
         groups, (sizes, num_params) = sharded_groups(setting.stage), self.sizes(setting.model)
         optimizer = sizes.optimizer_bytes / (setting.data if "opt_state" in groups else 1)
-        # Where master params are sharded as the params would be, there is no low-precision copy of them.
+        # If params and master params are sharded alike, there is no low-precision copy.
         are_masters = self.precision.has_master and "params" in groups and not setting.secondary
         param_bytes = 0.0 if are_masters else sizes.param_bytes
         num_shards = self.num_param_shards(setting)
         model_state = sizes.by_group.get("model_state", 0.0) / num_shards
         window_bytes = 2 * self.offload.window_bytes if setting.offload else 0
         errors = self.sent_bytes(_alike(setting))[3] if setting.quantize else 0.0
-        own = num_params * (optimizer + param_bytes / num_shards) + model_state + errors
-        return own - self.host_bytes(setting) + window_bytes
+        total = num_params * (optimizer + param_bytes / num_shards) + model_state + errors
+        return total - self.host_bytes(setting) + window_bytes
 
     def num_param_shards(self, setting: Candidate) -> int:
         """Returns the devices that params are sharded over."""
@@ -218,14 +218,14 @@ class Estimator:
     def host_bytes(self, setting: Candidate) -> float:
         """Returns bytes of the train state in host memory for each device."""
         is_sharded = "opt_state" in sharded_groups(setting.stage)
-        stage = 2 if setting.secondary else setting.stage  # of the groups that are kept: the params are a copy
+        stage = 2 if setting.secondary else setting.stage  # the secondary shard is a copy, and stays on the device
         return self.offloaded(setting.model, stage, setting.offload) / (setting.data if is_sharded else 1)
 
-    def _offloaded(self, model: int, stage: int, what: Any) -> float:
+    def _offloaded(self, model: int, stage: int, offloaded: Any) -> float:
         """Returns the bytes in host memory for each of `model` devices."""
-        if what is None:
+        if offloaded is None:
             return 0.0
-        offload = dataclasses.replace(self.offload, what=what)
+        offload = dataclasses.replace(self.offload, what=offloaded)
         mesh, config = self.mesh(model), dataclasses.replace(self.config, stage=stage, offload=offload)
         state = abstract_state(self.job.init_fn, self.job.tx, mesh=mesh, config=config)
         return memory.estimate(state, mesh=mesh, config=config, tx=self.job.tx).host_bytes
@@ -289,7 +289,7 @@ class Estimator:
         return k * num_params * share * sizes.grad_bytes
 
     def scatters_grads(self, setting: Candidate) -> bool:
-        """Returns whether gradients are sharded as soon as they are made, not only when all are summed."""
+        """Returns whether gradients are reduce-scattered one by one, not only when all are summed."""
         groups = sharded_groups(setting.stage)
         return "grads" in groups or ("opt_state" in groups and setting.num_microbatches == 1)
 
@@ -302,7 +302,7 @@ class Estimator:
         return num_params * gathers * sizes.param_bytes, (k if "grads" in groups else 1) * reduced
 
     def sent_shares(self, setting: Candidate) -> tuple[float, float, float]:
-        """Returns what is sent of the bytes without quantization: in gathers, reductions, and between copies."""
+        """Returns the ratios of quantized to unquantized bytes: of gathers, of reductions, and between copies."""
         if not setting.quantize:
             return 1.0, 1.0, 1.0
         alike = _alike(setting)
@@ -311,9 +311,9 @@ class Estimator:
         return gathers, reduced, copies
 
     def _sent_bytes(self, setting: Candidate) -> tuple[float, float, float, float]:
-        """Returns the bytes that a device sends by formula: in gathers, reductions, and between copies.
+        """Returns the bytes that a device sends by formula: in gathers, in reductions, and between copies.
 
-        The last ones are those of the errors of quantized gradients that it keeps.
+        The fourth value are the bytes of `grad_errors` on a device.
         """
         mesh = self.links(replica=setting.replica, model=setting.model).mesh
         config = dataclasses.replace(setting_config(self.job.config, setting), **_ON_DEVICES)
@@ -329,10 +329,10 @@ class Estimator:
         return sent["all-gather"], sent["reduction"], sent["copies"], float(sum(errors))
 
     def coded_bytes(self, setting: Candidate) -> float:
-        """Returns the bytes per device that are read and written to make codes and to decode them.
+        """Returns the bytes per device that encoding and decoding read and write.
 
-        Of params, those of a gather are decoded, of a shard made. Gradients are read for the scales and for the codes,
-        and summed in float32, which is written and read.
+        The params of a shard are encoded, those of a gather decoded. Gradients are read twice, for scales and codes;
+        their float32 sums are written and read.
         """
         (params, grads), (gathers, reduced, _) = self.moved_bytes(setting), self.sent_shares(setting)
         decoded = params * (gathers + 1) if gathers < 1 else 0.0
@@ -361,23 +361,23 @@ class Estimator:
         return _SUM_BYTES if setting.num_microbatches > 1 else self.sizes(setting.model)[0].grad_bytes
 
     def model_seconds(self, setting: Candidate) -> float:
-        """Returns the seconds of the collectives over `model`, which nothing hides: each block waits for its sums."""
+        """Returns the seconds of the collectives over `model`; none is hidden, as each block waits for its sums."""
         traced = self.trace_of(setting)
         parts = self.num_parts(setting)
         links, seconds = self.links(replica=setting.replica, model=setting.model), 0.0
         for move in traced.moves:
-            each = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
-            seconds += setting.num_microbatches * move.times * each
+            move_seconds = links.send_seconds(move.sent_bytes / (parts * setting.num_microbatches), move.axes)
+            seconds += setting.num_microbatches * move.times * move_seconds
         return seconds
 
 
 def _alike(setting: Candidate) -> Candidate:
-    """Returns the setting whose state and gradients are sharded and sent alike."""
+    """Returns a canonical setting with the same shardings and traffic of state and gradients."""
     return dataclasses.replace(setting, remat="", attention="own", overlap=True, offload=None)
 
 
 def _figures(traced: LossTrace) -> tuple[float, ...]:
-    """Returns what tells remat policies apart."""
+    """Returns the figures by which remat policies are compared."""
     sent_bytes = sum(move.sent_bytes * move.times for move in traced.moves)
     residuals = traced.residuals
     return sent_bytes, traced.flops, residuals.device_bytes, residuals.host_bytes, traced.peak_bytes

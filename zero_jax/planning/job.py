@@ -49,7 +49,7 @@ _STATS = (
     "host_alias_size_in_bytes",
     "host_temp_size_in_bytes",
 )
-# What is saved: a program, or why there is none.
+# The keys of an entry: of a program, or of a program that was refused.
 _SAVED = ({"text", "stats"}, {"message", "needed_bytes"})
 _SUFFIX = ".program"
 _MARK = f"zero_jax program {SCHEMA}\n".encode()  # what an entry begins with
@@ -99,10 +99,10 @@ class Job:
     def options(self, mesh: Mesh) -> StepOptions:
         """Returns the compiler options of the step: those of the config, and the job's own."""
         options = step_options(mesh, self.config)
-        own = self.compiler_options or {}
-        rest = [option for option in options.options if option.name not in own]
-        rest += [CompilerOption(name=name, value=x, purpose="given to the plan") for name, x in own.items()]
-        return dataclasses.replace(options, options=tuple(rest))
+        job_options = self.compiler_options or {}
+        combined = [option for option in options.options if option.name not in job_options]
+        combined += [CompilerOption(name=name, value=x, purpose="given to the plan") for name, x in job_options.items()]
+        return dataclasses.replace(options, options=tuple(combined))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def compile_job(
 
 
 def _layout(folder: str) -> dict[str, int]:
-    """Returns the figures of the heap that the compiler wrote; a user's own dump options send them elsewhere."""
+    """Returns the figures of the heap that the compiler dumped; empty if the user's options redirect the dump."""
     try:
         layout = read_layout(folder)
     except ValueError:
@@ -220,25 +220,25 @@ def _needed_bytes(message: str) -> int | None:
 
 
 def _save(path: pathlib.Path, saved: Mapping[str, Any]) -> str:
-    """Keeps a result, and removes those that were not used for longest where the cache outgrows its bound.
+    """Writes a result to the cache, and evicts the least recently used ones beyond its bound.
 
     Returns:
-      Why it could not be written, or ''. What was compiled is worth reporting all the same.
+      Why it could not be written, or ''; the caller still reports the program.
     """
     try:
         write_entry(path, gzip.compress(json.dumps(saved).encode(), compresslevel=3), mark=_MARK)
     except OSError as error:
         return f"{path.parent}: {error.strerror or error}"
-    evict_oldest(path.parent, is_own=_is_own, keep=path)
+    evict_oldest(path.parent, is_own=_is_program, keep=path)
     return ""
 
 
-def _is_own(path: pathlib.Path) -> bool:
+def _is_program(path: pathlib.Path) -> bool:
     return path.suffix == _SUFFIX and has_mark(path, _MARK[: _MARK.rindex(b" ")])  # of any version
 
 
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads a result; returns None if it cannot be read, or is not what was written."""
+    """Reads a result; returns None if it cannot be read or is damaged."""
     content = read_entry(path, mark=_MARK)
     if content is None:
         return None

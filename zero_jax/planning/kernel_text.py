@@ -1,4 +1,4 @@
-"""The text of compiled programs with all that the reading of kernels needs: constants, and bodies decoded."""
+"""The text of compiled programs with large constants, and of Pallas kernels, decoded from bytecode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def program_text(compiled: Any) -> str:
 
 
 def _shortened(match: re.Match) -> str:
-    """Leaves out a constant that no kernel takes its blocks from."""
+    """Elides a constant that cannot be a kernel's block mask."""
     longest = _MAX_CHARACTERS if _INTEGERS.fullmatch(match["dtype"]) else _SHORT
     return match[0] if len(match["value"]) <= longest else match[0].replace(match["value"], "{...}")
 

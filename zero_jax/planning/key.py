@@ -60,7 +60,7 @@ def digest(inputs: Mapping[str, Any]) -> str:
 def compile_inputs(lowered: Any, job: Any, mesh: Any) -> dict[str, Any]:
     """Returns everything that a compiled program depends on, by name.
 
-    Of the job is what the text of the lowered step does not contain.
+    From the job it takes only what the text of the lowered step does not contain.
     """
     topology = parse(job.topology)
     platform = topology.hardware.platform
@@ -83,17 +83,17 @@ def program_names(debug_text: str) -> str:
 
     The callers of the step are left out: they differ from process to process.
     """
-    places = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", debug_text, re.MULTILINE))
+    locations = dict(re.findall(r"^#(loc\d*) = loc\((.*)\)$", debug_text, re.MULTILINE))
 
     def innermost(text: str) -> str:
         while match := re.match(r"callsite\(#(loc\d*) at ", text):
-            text = places.get(match[1], "")
+            text = locations.get(match[1], "")
         name, _, reference = text.rpartition("(#")
-        return f"{name} {innermost(places.get(reference[:-1], ''))}" if name else text
+        return f"{name} {innermost(locations.get(reference[:-1], ''))}" if name else text
 
-    known = {name: innermost(text) for name, text in places.items()}
+    innermost_names = {name: innermost(text) for name, text in locations.items()}
     used = re.findall(r"loc\(#(loc\d*)\)", debug_text)
-    return hashlib.sha256(repr([known.get(name, "") for name in used]).encode()).hexdigest()
+    return hashlib.sha256(repr([innermost_names.get(name, "") for name in used]).encode()).hexdigest()
 
 
 def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
@@ -107,11 +107,13 @@ def variables(environment: Mapping[str, str]) -> list[tuple[str, Any]]:
 
 def flags(text: str) -> list[str]:
     """Returns the flags of `XLA_FLAGS`, a text or the name of a file, without those that do not change the program."""
-    words = flag_words(text)
-    names = [word.partition("=")[0] for word in words]
+    all_flags = flag_words(text)
+    names = [word.partition("=")[0] for word in all_flags]
     dumps = ["--xla_dump"] if any(map(_DUMP_FLAGS.fullmatch, names)) else []
-    rest = zip(words, names, strict=True)
-    return [w for w, name in rest if not (IRRELEVANT_FLAGS.fullmatch(name) or _DUMP_FLAGS.fullmatch(name))] + dumps
+    named_flags = zip(all_flags, names, strict=True)
+    return [
+        flag for flag, name in named_flags if not (IRRELEVANT_FLAGS.fullmatch(name) or _DUMP_FLAGS.fullmatch(name))
+    ] + dumps
 
 
 def program_settings() -> dict[str, Any]:
@@ -148,12 +150,12 @@ def _tool_paths(platform: str, environment: Mapping[str, str]) -> Iterator[pathl
 
 
 def _toolkits(environment: Mapping[str, str]) -> Iterable[pathlib.Path]:
-    """The folders in which XLA:GPU looks for NVIDIA's tools."""
+    """Returns the folders in which XLA:GPU looks for NVIDIA's tools."""
     prefix = "--xla_gpu_cuda_data_dir="
     named = [flag.removeprefix(prefix) for flag in flags(environment.get("XLA_FLAGS", "")) if flag.startswith(prefix)]
     ptxas = shutil.which("ptxas", path=environment.get("PATH"))
-    here = [str(pathlib.Path(ptxas).resolve().parent.parent)] if ptxas else []
-    return [pathlib.Path(folder) for folder in (*named, *here, environment.get("CUDA_HOME") or "/usr/local/cuda")]
+    on_path = [str(pathlib.Path(ptxas).resolve().parent.parent)] if ptxas else []
+    return [pathlib.Path(folder) for folder in (*named, *on_path, environment.get("CUDA_HOME") or "/usr/local/cuda")]
 
 
 def _fingerprint(path: pathlib.Path) -> tuple[str, int, int] | None:

@@ -19,7 +19,7 @@ from zero_jax.sharding.spec import dims_of
 from zero_jax.sharding.topology import Hardware, Topology, parse
 from zero_jax.sharding.torus import gather_shardings, split_axes
 
-# What a hop of a ring takes however little it sends, and an exchange between hosts over the network.
+# The latency of a hop of a ring, and of an exchange between hosts over the network.
 _HOP_SECONDS = 1e-6
 _NETWORK_LATENCY_SECONDS = 2e-5
 _MAX_MODEL = 16
@@ -52,7 +52,7 @@ class Links:
         return collective.sent_bytes * factor / bandwidth + hops * _HOP_SECONDS
 
     def crossings(self, hops: int) -> float:
-        """Returns how many links a byte of an all-to-all crosses: on a ring most of it passes through others."""
+        """Returns how many links a byte of an all-to-all crosses: on a ring most bytes pass through other devices."""
         return max(1.0, hops / 4) if self.topology.hardware.platform == "tpu" else 1.0
 
     def taken(self, collective: Collective) -> frozenset[Hashable]:
@@ -85,7 +85,7 @@ class Links:
         devices = [self.devices[i] for i in group]
         domains = collections.Counter(_domain(device, hardware) for device in devices)
         if len(domains) > 1:
-            return _across(min(domains.values()), kind, hardware), len(devices)
+            return _network_bandwidth(min(domains.values()), kind, hardware), len(devices)
         if hardware.platform == "cuda":
             return hardware.link_bytes_per_second, 2
         coords = np.array([device.coords for device in devices])
@@ -95,8 +95,8 @@ class Links:
             return 4 * hardware.link_bytes_per_second, 1
         if kind == "collective-permute":  # one neighbour, one direction
             return hardware.link_bytes_per_second, 1
-        ways = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in varying)
-        return ways * hardware.link_bytes_per_second, int(max(extents))
+        num_directions = sum(2 if self.is_ring(dim, int(extents[dim])) else 1 for dim in varying)
+        return num_directions * hardware.link_bytes_per_second, int(max(extents))
 
     def is_ring(self, dim: int, extent: int) -> bool:
         """Returns whether a torus dim closes on itself."""
@@ -122,9 +122,9 @@ class MeshLinks:
 
     def _rate(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[float, int]:
         """Returns the bytes a second at which a device sends over some axes together, and the hops of their ring."""
-        places = [mesh.axis_names.index(axis) for axis in axes]
-        numbers = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), places, range(len(places)))
-        group = numbers.reshape(axis_size(mesh, axes), -1)[:, 0]
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        indices = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), dims, range(len(dims)))
+        group = indices.reshape(axis_size(mesh, axes), -1)[:, 0]
         return self.links.bandwidth(tuple(map(int, group)), kind="all-gather")
 
     def _steps(self, axes: tuple[str, ...]) -> list[tuple[Mesh, tuple[str, ...]]]:
@@ -169,11 +169,11 @@ def model_sizes(name: str) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= _MAX_MODEL))
 
 
-def _across(num_inside: int, kind: str, hardware: Hardware) -> float:
-    """Returns the bytes a second of a group with so many devices in each slice or host.
+def _network_bandwidth(num_inside: int, kind: str, hardware: Hardware) -> float:
+    """Returns the bytes a second of a group with `num_inside` devices in each slice or host.
 
-    A ring crosses the network once a host, so that as many rings as it has devices in there each use the share of one.
-    In an all-to-all, and of a permute, all that goes to other hosts goes through a device's own share.
+    A ring crosses the network once a host, and each of the `num_inside` devices of a host can carry one ring. In an
+    all-to-all or a permute each device sends all bytes for other hosts through its own share of the network.
     """
     if kind in ("all-gather", "all-reduce", "reduce-scatter"):
         return min(num_inside * hardware.network_bytes_per_second, hardware.link_bytes_per_second)

@@ -105,7 +105,7 @@ def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """What a process reads, and what it writes."""
+    """The files that a process reads and writes."""
 
     job: pathlib.Path
     result: pathlib.Path

@@ -198,7 +198,7 @@ class Ranking:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        compiled, named = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
+        compiled, name_of = [entry for entry in self.ranked if entry.outcome], naming((*self.ranked, *self.rejected))
         if self.ranked:
             shown = self.ranked[:_MAX_LINES]
             rows = [("rank", "setting", "GB", "host GB", "s/step", "estimated", "by")]
@@ -208,7 +208,7 @@ class Ranking:
                 by = "compiler" if entry.outcome else "estimate" + (", corrected" if entry.corrected_seconds else "")
                 estimated = f"{entry.estimated.seconds:.4g}" if entry.estimated else ""
                 sizes = f"{entry.bytes / 1e9:.1f}", f"{entry.host_bytes / 1e9:.1f}"
-                rows.append((f"{rank}", named(entry.setting), *sizes, _shown(entry), estimated, by))
+                rows.append((f"{rank}", name_of(entry.setting), *sizes, _shown(entry), estimated, by))
             if not any(entry.host_bytes for entry in shown):
                 rows = [(*row[:3], *row[4:]) for row in rows]
             lines += ["", aligned(rows, right=set(range(len(rows[0]) - 1)) - {1})]
@@ -223,8 +223,8 @@ class Ranking:
 
     def _headline(self) -> str:
         if self.best:
-            named = naming((*self.ranked, *self.rejected))(self.best)
-            return f"best: {named}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
+            name = naming((*self.ranked, *self.rejected))(self.best)
+            return f"best: {name}{'' if self.num_compiled else ' (by estimate, not compiled)'}"
         if self.ranked:
             return (
                 f"none of {self.num_compiled} compiled settings came out, but {len(self.ranked)} more fit by estimate: "
@@ -255,7 +255,7 @@ def _shown(entry: Ranked) -> str:
 
 def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
     """Returns a line for each rejected setting; settings that differ in microbatches only share a line."""
-    named = naming(rejected)
+    name_of = naming(rejected)
     groups: dict[tuple[Any, ...], list[Ranked]] = {}
     for entry in rejected:
         alike = dataclasses.replace(entry.setting, num_microbatches=1)
@@ -264,7 +264,7 @@ def _rejections(rejected: Sequence[Ranked], capacity_bytes: float) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for (alike, _, _), entries in groups.items():
         counts = ",".join(str(entry.setting.num_microbatches) for entry in entries)
-        text = named(alike).replace(alike.describe("1"), alike.describe(counts))
+        text = name_of(alike).replace(alike.describe("1"), alike.describe(counts))
         by_reason.setdefault(_shared_reason(entries, capacity_bytes), []).append(text)
     lines: list[str] = []
     for reason, settings in by_reason.items():

@@ -122,11 +122,11 @@ class PlanReport:
         if self.comms is None:
             return {}
         sent: dict[str, list[float]] = {}
-        for place, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
+        for column, rows in enumerate((self.comms_estimate.rows, self.comms.rows)):
             for row in rows:
                 is_model = set(row.axes) <= self.mesh.keys() - set(self.comms_estimate.data_axes)
                 role = "model" if is_model else "data"
-                sent.setdefault(role, [0.0, 0.0])[place] += row.total_sent_bytes
+                sent.setdefault(role, [0.0, 0.0])[column] += row.total_sent_bytes
         return {role: measured / ideal for role, (ideal, measured) in sent.items() if ideal}
 
     def to_json(self) -> dict[str, Any]:
@@ -304,10 +304,10 @@ def attentions_of(job: Job, state: TrainState, mesh: Mesh) -> AttentionReport:
 
 
 def _loss_jaxpr(job: Job, state: TrainState, mesh: Mesh) -> tuple[Any, list[bool]]:
-    """Traces the loss on the variables as its function sees them; tells of which inputs a step computes gradients."""
+    """Returns the jaxpr of the loss, and for each of its inputs whether a step computes its gradient."""
     loss, *arguments = _loss_and_arguments(job, state, mesh)
-    rest = jax.tree.leaves((state.model_state, arguments[1:]))
-    return jax.make_jaxpr(loss)(*arguments), trained_params(job.tx, state) + [False] * len(rest)
+    undifferentiated = jax.tree.leaves((state.model_state, arguments[1:]))
+    return jax.make_jaxpr(loss)(*arguments), trained_params(job.tx, state) + [False] * len(undifferentiated)
 
 
 def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callable[..., Any], Any, Any, Any]:
@@ -319,18 +319,18 @@ def _loss_and_arguments(job: Job, state: TrainState, mesh: Mesh) -> tuple[Callab
         variables = placement.cast(variables)
         return loss_fn(variables, cast_batch(loss_fn, variables, batch, key, config=job.config), key)
 
-    # Where they are does not matter here: those in host memory could not be traced with the others.
+    # Shapes without memory kinds: arrays in host memory could not be traced with the others.
     return forward, shapes_of(state.variables), job.batch, key
 
 
 def _tokens(job: Job) -> tuple[int, str]:
-    """Returns the tokens of a batch, where it has leaves of integers `[batch, tokens]`, else its examples."""
+    """Returns the tokens of a batch, if it has integer leaves `[batch, tokens]`, else its examples."""
     tokens = [x.size for x in jax.tree.leaves(job.batch) if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
     return (max(tokens), "tokens") if tokens else (job.batch_size, "examples")
 
 
 def _notes(job: Job, mesh: Mesh, state: Any, options: StepOptions, cache_error: str) -> tuple[str, ...]:
-    """Returns notes that hold whether it fits or not."""
+    """Returns the notes that do not depend on the compiled program."""
     notes = []
     axes = job.config.axes_of(mesh).model
     size = axis_size(mesh, axes)
@@ -356,9 +356,9 @@ def _host_notes(topology: Any, measured: memory.MemoryReport) -> tuple[str, ...]
     if not measured.host_bytes:
         return ()
     hardware, needs = topology.hardware, format_bytes(measured.host_bytes)
-    known = hardware.host_memory_bytes
-    note = f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(known)}"
-    if known and measured.host_bytes > known:
+    capacity_bytes = hardware.host_memory_bytes
+    note = f"needs {needs} of host memory for each device; of {hardware.name} hosts {host_memory(capacity_bytes)}"
+    if capacity_bytes and measured.host_bytes > capacity_bytes:
         note += ", which is too little: take hosts with more, or more devices"
     return (note,)
 

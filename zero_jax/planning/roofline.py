@@ -11,13 +11,13 @@ from zero_jax.planning.step_time import KERNEL_SECONDS, KERNEL_SHARES
 from zero_jax.sharding.topology import Topology
 from zero_jax.transforms import Kernel
 
-# The share of computation that can be beside collectives, where these take as long: 0.49 of gpt-7b's on v6e:16x16.
+# The share of computation that can overlap with collectives of the same duration: 0.49 of gpt-7b's on v6e:16x16.
 _HIDING = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What the compiler's own figures reach of a hardware's nominal ones.
+    """The shares of a hardware's nominal peaks that the compiler's own figures reach.
 
     Attributes:
       products: share of the peak FLOPs that large matrix products reach.
@@ -94,7 +94,7 @@ class Roofline:
             moved = self.moved_seconds(num_bytes, shares.get(kernel.engine))
             products = kernel.flops / parts / self.flops_per_second(kernel.engine)
             busy = max(products, kernel.vector_ops / parts / vector_per_second, moved)
-            # A kernel that is written by hand has layouts of its own: what it takes and makes is copied.
+            # A hand-written kernel requires its own layouts: its operands and results are copied.
             copied = 2 * self.moved_seconds(num_bytes, shares["layout"]) if kernel.flops and kernel.engine else 0.0
             total += kernel.times * (busy + (launch if busy else 0.0) + copied)
         return total

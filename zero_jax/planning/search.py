@@ -126,11 +126,11 @@ def _settings(space: Space, batch_size: int, model: int, stage: int) -> Iterable
 
 def _indivisible(space: Space, batch_size: int, models: Sequence[int]) -> str:
     """Returns the error message for a batch size that no setting divides."""
-    ways = sorted({space.num_devices // model for model in models})
-    below, above = batch_size // ways[0] * ways[0], -(-batch_size // ways[0]) * ways[0]
+    num_parts = sorted({space.num_devices // model for model in models})
+    below, above = batch_size // num_parts[0] * num_parts[0], -(-batch_size // num_parts[0]) * num_parts[0]
     return (
         f"batch_size={batch_size} on {space.num_devices} devices: no setting divides it over "
-        f"{' or '.join(map(str, ways))} replicas x data"
+        f"{' or '.join(map(str, num_parts))} replicas x data"
         + (f" with replica in {tuple(space.replicas)}" if space.replicas is not None else "")
         + f"; try batch_size={' or '.join(str(size) for size in dict.fromkeys((below, above)) if size)}"
     )
@@ -243,11 +243,10 @@ def _corrected(waiting: Iterable[Ranked], compiled: Sequence[Ranked]) -> list[Ra
 
 
 def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None:
-    """Returns an estimated time, times by how much the compiled settings take longer than they were estimated to.
+    """Returns an estimated time, multiplied by the mean ratio of compiled to estimated time of the compiled settings.
 
-    Of these ratios it is the geometric mean, in which a setting weighs 4 times as much for each part that it shares
-    with this one: the stage, the remat policy, and whether there are microbatches, replicas and a model axis. None if
-    nothing is compiled.
+    The mean is geometric. The weight of a setting is multiplied by 4 for each part that it shares with this one: the
+    stage, the remat policy, and whether there are microbatches, replicas and a model axis. None if nothing is compiled.
     """
     total, weights = 0.0, 0.0
     for other in compiled:
@@ -287,7 +286,7 @@ def _compile_best(
 ) -> tuple[list[Ranked], list[Ranked]]:
     """Compiles up to `max_compiles` of the entries, the fastest first; returns the compiled and the skipped entries."""
     waiting, compiled, skipped = list(entries), [], []
-    named = naming(entries)
+    name_of = naming(entries)
     needs_control = True
     while waiting and len(compiled) < max_compiles:
         waiting = _corrected(waiting, compiled)
@@ -298,7 +297,7 @@ def _compile_best(
         chosen = smallest or plain or waiting[0]
         waiting.remove(chosen)
         role = ", the plain setting, as a control" if chosen is plain else ""
-        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {named(chosen.setting)}{role}")
+        log(f"compiling {len(compiled) + 1} of at most {max_compiles}: {name_of(chosen.setting)}{role}")
         done = _compiled(chosen, compile, memory)
         compiled.append(done)
         needs_control = needs_control and bool(done.reason)

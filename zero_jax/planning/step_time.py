@@ -13,14 +13,14 @@ from zero_jax.planning.kernel_text import kernel_text
 from zero_jax.planning.links import Links
 from zero_jax.sharding.topology import Hardware, Topology
 
-# The start of a kernel of a GPU.
+# The launch of a GPU kernel.
 KERNEL_SECONDS = 3e-6
 # The share of the peak at which kernels compute. cuDNN's attention on H100, heads of 128, sequences of 2,048: 617
 # TFLOP/s forward and 465 backward, of 989 (Shah et al. 2024, "FlashAttention-3", figures 5 and 6). Of Pallas kernels on
 # TPU there is no published measurement: 0.7 is assumed, not measured (docs/planning.md shows what it makes of steps
 # whose time is published).
 KERNEL_SHARES = {"pallas": 0.7, "cudnn attention": 0.6, "cudnn attention backward": 0.47}
-# A compiler's estimate above this many times what flops and bytes take (and above a second) is none.
+# A compiler's estimate is ignored if it is above a second, and above this multiple of the time of flops and bytes.
 _IMPLAUSIBLE = 1e4
 
 
@@ -80,7 +80,7 @@ class TimeEstimate:
 
 
 def _shown(seconds: float) -> str:
-    """Returns a time in seconds, in smaller units where that would be nothing."""
+    """Formats a time in seconds, ms or us."""
     if seconds >= 0.1 or not seconds:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
@@ -220,11 +220,11 @@ def _assumptions(hardware: Hardware, compute: _Compute, *, has_network: bool, ho
             f"copies between a device and its host: {format_bytes(host_bytes)} a step, at "
             f"{hardware.host_bytes_per_second / 1e9:.0f} GB/s in each direction"
         )
-    for names, what in (
+    for names, text in (
         (compute.inexact, "kernels skip blocks by data that is not known here, and count with all blocks"),
         (compute.implausible, "instructions have impossible cycles, and count by their flops and bytes"),
         (compute.unknown, "custom calls of unknown cost count as memory traffic only"),
     ):
         if names:
-            assumptions.append(f"{len(names)} {what}: {', '.join(sorted(names)[:3])}")
+            assumptions.append(f"{len(names)} {text}: {', '.join(sorted(names)[:3])}")
     return tuple(assumptions)

@@ -45,43 +45,43 @@ def resolve(option: str, reference: str) -> Any:
     where, _, name = reference.rpartition(":")
     if not where or not name:
         raise ValueError(f"{option} {reference!r}: write module:function, such as my_model:loss_fn")
-    what = f"{option} {reference!r}"
+    label = f"{option} {reference!r}"
     is_path = where.endswith(".py") or "/" in where or "\\" in where
     try:
-        module = _from_file(what, pathlib.Path(where)) if is_path else _from_name(what, where)
+        module = _from_file(label, pathlib.Path(where)) if is_path else _from_name(label, where)
     except OSError as error:
-        raise ValueError(f"{what}: cannot read {where!r} ({error.strerror})") from error
+        raise ValueError(f"{label}: cannot read {where!r} ({error.strerror})") from error
     if not hasattr(module, name):
-        names = [other for other in vars(module) if not other.startswith("_")]
+        names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
         hint = did_you_mean(name, names, "; did you mean {!r}?")
-        raise ValueError(f"{what}: {where!r} has no function {name!r}{hint}")
+        raise ValueError(f"{label}: {where!r} has no function {name!r}{hint}")
     return getattr(module, name)
 
 
-def _from_file(what: str, path: pathlib.Path) -> types.ModuleType:
+def _from_file(label: str, path: pathlib.Path) -> types.ModuleType:
     path = path.expanduser()
     if path.is_dir():
-        raise ValueError(f"{what}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
+        raise ValueError(f"{label}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
     if not path.is_file():
         files = path.parent.glob("*.py") if path.parent.is_dir() else ()
         hint = did_you_mean(path, files, "; did you mean {!r}?")
         kind = "is no regular file" if path.exists() else "does not exist"
-        raise ValueError(f"{what}: cannot import {str(path)!r}: it {kind}{hint}")
+        raise ValueError(f"{label}: cannot import {str(path)!r}: it {kind}{hint}")
     if path.suffix != ".py":
-        raise ValueError(f"{what}: {str(path)!r} is no Python file: its name has to end in .py")
-    return _import(what, str(path), _module_name(path.resolve()))
+        raise ValueError(f"{label}: {str(path)!r} is no Python file: its name has to end in .py")
+    return _import(label, str(path), _module_name(path.resolve()))
 
 
-def _from_name(what: str, name: str) -> types.ModuleType:
+def _from_name(label: str, name: str) -> types.ModuleType:
     """Imports a module by its dotted name, from the current folder first."""
     parts = name.split(".")
     if all(part.isidentifier() for part in parts):
-        here = importlib.machinery.PathFinder.find_spec(parts[0], [str(pathlib.Path.cwd())])
-        if here and not _is_same(here, _ordinary(parts[0])):
-            own = f"{_root(pathlib.Path.cwd())}.{name}"
-            if here.loader or _exists(own):
-                return _import(what, name, own)
-    return _import(what, name, name)
+        local_spec = importlib.machinery.PathFinder.find_spec(parts[0], [str(pathlib.Path.cwd())])
+        if local_spec and not _is_same(local_spec, _ordinary(parts[0])):
+            local_name = f"{_root(pathlib.Path.cwd())}.{name}"
+            if local_spec.loader or _exists(local_name):
+                return _import(label, name, local_name)
+    return _import(label, name, name)
 
 
 def _exists(name: str) -> bool:
@@ -92,16 +92,16 @@ def _exists(name: str) -> bool:
         return False
 
 
-def _import(what: str, where: str, name: str) -> types.ModuleType:
+def _import(label: str, where: str, name: str) -> types.ModuleType:
     install()
     try:
         return importlib.import_module(name)
     except SystemExit as error:
-        raise ValueError(f"{what}: {where!r} ends the program when it is imported{_at(error)}") from error
+        raise ValueError(f"{label}: {where!r} ends the program when it is imported{_at(error)}") from error
     except Exception as error:
         text = f"{error}" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: {error}"
         text = re.sub(rf"{_PREFIX}[0-9a-f]+\.?", "", text.splitlines()[0] if text else type(error).__name__)
-        raise ValueError(f"{what}: cannot import {where!r} ({text}){_at(error)}") from error
+        raise ValueError(f"{label}: cannot import {where!r} ({text}){_at(error)}") from error
 
 
 def _at(error: BaseException) -> str:
@@ -109,8 +109,8 @@ def _at(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its message has the line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not re.search(r"^<frozen|/importlib/|/site-packages/", frame.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    user_frames = [frame for frame in frames if not re.search(r"^<frozen|/importlib/|/site-packages/", frame.filename)]
+    return f" at {user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}" if user_frames else ""
 
 
 def _module_name(path: pathlib.Path) -> str:
@@ -207,7 +207,7 @@ def _beside(importing: str, name: str) -> str | None:
 
 
 def _ordinary(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Returns the spec that Python itself finds by a name."""
+    """Returns the spec that Python's own import finds for a name."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):

@@ -6,17 +6,11 @@ alone, `saving` writes a state, or a checkpoint of a run, back in the same names
 """
 
 from zero_jax.models.huggingface import TensorName
-from zero_jax.pretrained.loading import HFModel, Pretrained, load_hf, load_tensors, open_hf
-from zero_jax.pretrained.saving import SavedHF, export_hf, save_hf, save_tensors
+from zero_jax.pretrained.folder import TOKENIZER, copy_companions, run_companions
+from zero_jax.pretrained.loading import HFModel, Pretrained, attend, load_hf, load_tensors, open_hf, read_decoder
+from zero_jax.pretrained.saving import SavedHF, export_hf, save_hf, save_tensors, write_config
 
-# For the command line alone.
-from zero_jax.pretrained.folder import TOKENIZER as TOKENIZER  # isort: skip
-from zero_jax.pretrained.folder import copy_companions as copy_companions  # isort: skip
-from zero_jax.pretrained.folder import run_companions as run_companions  # isort: skip
-from zero_jax.pretrained.loading import attend as attend  # isort: skip
-from zero_jax.pretrained.loading import read_decoder as read_decoder  # isort: skip
-from zero_jax.pretrained.saving import write_config as write_config  # isort: skip
-
+# Without the names that only the command line needs.
 __all__ = [
     "HFModel",
     "Pretrained",

@@ -1,4 +1,4 @@
-"""A folder of a checkpoint as the hub has it: its config, and the tensors of its files, checked and not yet read."""
+"""A checkpoint folder of the hub: its config, and the tensors of its files, checked before they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_jax.core.files.untrusted import mapping, read_json, text
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-# What goes with the weights: tokenizer and settings of generation.
+# Files beside the weights: tokenizer and generation settings.
 COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -51,10 +51,10 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     path = _local(folder)
     if not (path / INDEX).exists():
         if not (path / _FILE).exists():
-            others = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth"))
-            there = f"it has {', '.join(others[:4])}" if others else "it has no weights"
+            weights = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth"))
+            contents = f"it has {', '.join(weights[:4])}" if weights else "it has no weights"
             raise ValueError(
-                f"{path} has neither {_FILE} nor {INDEX} ({there}): give a folder with one of them, such as "
+                f"{path} has neither {_FILE} nor {INDEX} ({contents}): give a folder with one of them, such as "
                 "`model.save_pretrained` of transformers writes"
             )
         return read_header(path / _FILE)
@@ -72,9 +72,9 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
                 "download it"
             )
         of_file = read_header(path / file)
-        twice = sorted(tensors.keys() & of_file.keys())
-        if twice:
-            raise ValueError(f"{path / file} has {twice[0]!r}, which {tensors[twice[0]].path.name} has too")
+        repeated = sorted(tensors.keys() & of_file.keys())
+        if repeated:
+            raise ValueError(f"{path / file} has {repeated[0]!r}, which {tensors[repeated[0]].path.name} has too")
         tensors |= of_file
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
@@ -92,7 +92,7 @@ def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> Non
 
 
 def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns the folder in the folder of a run that has the config and companions of what the run began with."""
+    """Returns the folder, in that of a run, of config and companions of the checkpoint that the run began with."""
     return pathlib.Path(run) / _RUN_FOLDER
 
 

@@ -112,8 +112,8 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
     """
     hf_config, config = read_config(folder), read_decoder(folder, seq_len=seq_len)
     names = tensor_names(config, model_type=hf_config["model_type"])
-    left = {"lm_head.weight"} if config.tie_embedding else set()
-    leaves = match(folder, read_tensors(folder), config.shapes, names, may_be_left=left)
+    optional = {"lm_head.weight"} if config.tie_embedding else set()
+    leaves = match(folder, read_tensors(folder), config.shapes, names, may_be_left=optional)
     return HFModel(folder=os.fspath(folder), hf_config=hf_config, config=config, leaves=leaves)
 
 

@@ -1,4 +1,4 @@
-"""Which slices of which tensors make a slice of a param."""
+"""Maps slices of params to slices of the tensors in files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
-from zero_jax.core.files.safetensors import StoredTensor
+from zero_jax.core.files.safetensors import StoredTensor, cast_values
 from zero_jax.models.huggingface import TensorName
 
 Index = tuple[slice, ...]
@@ -37,34 +37,29 @@ class LeafTensors:
         return jnp.dtype(dtypes.pop()) if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
     def read(self, index: Index, dtype: Any) -> np.ndarray:
-        """Reads a slice of the param, and nothing else of the files, as a new array."""
+        """Reads a slice of the param as a new array; no other part of the files is read."""
         out = np.empty([len(range(*at.indices(size))) for at, size in zip(index, self.shape, strict=True)], dtype)
-        for place, tensor, rest in self._parts(index):
-            out[place] = self._view(tensor, "r")[rest]
+        for position, tensor, tensor_index in self._parts(index):
+            out[position] = self._view(tensor, "r")[tensor_index]
         return out
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes a slice of the param to its places in the files.
+        """Writes a slice of the param to the files.
 
         Raises:
-          ValueError: finite values that the files' dtype does not hold.
+          ValueError: finite values that the files' dtype cannot represent.
         """
-        for place, tensor, rest in self._parts(index):
-            part = values[place]
-            with np.errstate(over="ignore"):
-                cast = part.astype(jnp.dtype(tensor.dtype))
-            if cast.dtype != part.dtype and np.isinf(cast).any() and not np.isinf(part).any():
-                raise ValueError(
-                    f"leaf {self.path!r} has values too large for {tensor.dtype}: save it as bfloat16 or float32"
-                )
-            self._view(tensor, "r+")[rest] = cast
+        for position, tensor, tensor_index in self._parts(index):
+            remedy = "save it as bfloat16 or float32"
+            cast = cast_values(values[position], tensor.dtype, leaf=self.path, remedy=remedy)
+            self._view(tensor, "r+")[tensor_index] = cast
 
     def _parts(self, index: Index) -> Iterator[tuple[tuple[int, ...], StoredTensor, Index]]:
-        """Yields the tensors of a slice, each with its place in the slice and the slice of it."""
+        """Yields the tensors of a slice, each with its index in the slice and the slice of the tensor."""
         num = self.name.num_indices
-        lead = [range(*at.indices(size)) for at, size in zip(index[:num], self.shape[:num], strict=True)]
-        for place in np.ndindex(*map(len, lead)):
-            yield place, self.tensors[tuple(at[i] for at, i in zip(lead, place, strict=True))], index[num:]
+        leading = [range(*a.indices(size)) for a, size in zip(index[:num], self.shape[:num], strict=True)]
+        for place in np.ndindex(*map(len, leading)):
+            yield place, self.tensors[tuple(a[i] for a, i in zip(leading, place, strict=True))], index[num:]
 
     def _view(self, tensor: StoredTensor, mode: str) -> np.ndarray:
         """Returns a map of the file in the dims of the param: reversed and divided dims need no copy."""
@@ -78,27 +73,29 @@ def tensor_shape(path: str, shape: tuple[int, ...], name: TensorName) -> tuple[i
     Raises:
       ValueError: a name with more indices than dims, or a shape of its own that the param's dims do not divide.
     """
-    rest = shape[name.num_indices :]
+    dims = shape[name.num_indices :]
     if name.num_indices > len(shape):
         raise ValueError(f"{path}: {name.template!r} has {name.num_indices} indices, and the param {len(shape)} dims")
     if name.shape is None:
-        return rest[::-1] if name.is_transposed else rest
-    own = name.shape[::-1] if name.is_transposed else name.shape
-    if not _divides(own, rest):
-        raise ValueError(f"{path}: dims {list(rest)} of the param do not divide the dims {list(own)} of its tensor")
+        return dims[::-1] if name.is_transposed else dims
+    tensor_dims = name.shape[::-1] if name.is_transposed else name.shape
+    if not _divides(tensor_dims, dims):
+        raise ValueError(
+            f"{path}: dims {list(dims)} of the param do not divide the dims {list(tensor_dims)} of its tensor"
+        )
     return name.shape
 
 
 def _divides(dims: tuple[int, ...], parts: tuple[int, ...]) -> bool:
     """Returns whether each dim is the product of the next parts, in order."""
-    left = list(parts)
+    remaining = list(parts)
     for dim in dims:
         size = 1
-        while left and size < dim:
-            size *= left.pop(0)
+        while remaining and size < dim:
+            size *= remaining.pop(0)
         if size != dim:
             return False
-    return math.prod(left) == 1
+    return math.prod(remaining) == 1
 
 
 def indices(shape: tuple[int, ...], name: TensorName) -> Iterator[tuple[int, ...]]:
@@ -124,22 +121,22 @@ def match(
     check_paths(shapes, names)
     leaves: dict[str, LeafTensors] = {}
     problems: list[str] = []
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path, shape in shapes.items():
-        each = tensor_shape(path, shape, names[path])
-        own = {index: names[path].of(index) for index in indices(shape, names[path])}
-        wanted |= {name: (path, each) for name in own.values()}
-        here = {index: tensors[name] for index, name in own.items() if name in tensors}
-        leaves[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=here)
-    surplus = [name for name in tensors if name not in wanted and name not in may_be_left]
+        expected_shape = tensor_shape(path, shape, names[path])
+        names_of_leaf = {index: names[path].of(index) for index in indices(shape, names[path])}
+        expected |= {name: (path, expected_shape) for name in names_of_leaf.values()}
+        stored = {index: tensors[name] for index, name in names_of_leaf.items() if name in tensors}
+        leaves[path] = LeafTensors(path=path, shape=shape, name=names[path], tensors=stored)
+    surplus = [name for name in tensors if name not in expected and name not in may_be_left]
     surplus = [name for name in surplus if not name.endswith(_UNUSED)]
-    for name, (path, each) in wanted.items():
+    for name, (path, expected_shape) in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
             hint = did_you_mean(name, surplus, "; is it {!r}?")
             problems.append(f"{name} of the param {path!r} is missing{hint}")
-        elif tensor.shape != each:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {list(each)}")
+        elif tensor.shape != expected_shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {list(expected_shape)}")
         elif tensor.dtype not in _READABLE:
             problems.append(f"{name} is {tensor.dtype}: only {', '.join(_READABLE)} are read")
     problems += [f"{name} is in the files, and the model has no such tensor" for name in surplus]

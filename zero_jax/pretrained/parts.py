@@ -1,4 +1,4 @@
-"""Shards of params in files of the processes that hold them, from which the first process reads slices."""
+"""Shards of params, which each process writes to a file of its own, and from which the first process reads slices."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes params as a folder of the hub: config, tokenizer, and safetensors files in the names of the family.
 
-The files appear all at once, by a rename. One process writes its shards straight to their places in the files. Of
-several processes each writes its shards to a file of its own, from which the first one fills the tensors: no file is
-written by two processes, which network file systems do not all support.
+The files appear all at once, by a rename. A single process writes its shards directly into the files. Several processes
+each write their shards to a file of their own, from which the first process fills the tensors: not all network file
+systems support a file that two processes write.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def write_folder(
         for name, each in files.items():
             stored |= create(partial / name, each, metadata={})
         for path, each in plan.items():
-            here = {index: stored[tensor.name] for index, tensor in each.items()}
-            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=here)
+            of_leaf = {index: stored[tensor.name] for index, tensor in each.items()}
+            leaf = LeafTensors(path=path, shape=tuple(leaves[path].shape), name=names[path], tensors=of_leaf)
             for index, values in pieces[path]():
                 leaf.write(index, values)
         if len(files) > 1:
@@ -249,12 +249,12 @@ def plan_tensors(
     check_paths(leaves, names)
     plan = {}
     for path, leaf in leaves.items():
-        own = jnp.dtype(leaf.dtype).name
-        if own not in _FLOATS and dtype is None:
-            raise ValueError(f"param {path!r} is {own}: give a dtype of the files, one of {', '.join(_FLOATS)}")
+        own_dtype = jnp.dtype(leaf.dtype).name
+        if own_dtype not in _FLOATS and dtype is None:
+            raise ValueError(f"param {path!r} is {own_dtype}: give a dtype of the files, one of {', '.join(_FLOATS)}")
         shape = tensor_shape(path, tuple(leaf.shape), names[path])
         plan[path] = {
-            index: Tensor(name=name, dtype=dtype or dtypes.get(name, own), shape=shape)
+            index: Tensor(name=name, dtype=dtype or dtypes.get(name, own_dtype), shape=shape)
             for index in indices(tuple(leaf.shape), names[path])
             for name in [names[path].of(index)]
         }
@@ -288,7 +288,7 @@ def _check_shapes(leaves: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
 
 
 def _check_no_adapters(leaves: Collection[str], names: Collection[str]) -> None:
-    """Raises `ValueError` for the factors of adapters in the place of params."""
+    """Raises `ValueError` for factors of adapters among the params."""
     factors = sorted(name for name in leaves if name not in names and name.rpartition("/")[0] in names)
     if factors:
         raise ValueError(f"the checkpoint has adapters ({factors[0]}): merge them into the params with --merged")

@@ -1,4 +1,4 @@
-"""Checks before anything is allocated that batches and params fit into memory, however they are sharded."""
+"""Checks that batches and params fit into memory, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from zero_jax.trainer.run import Model, Run
 from zero_jax.trainer.run_folder import differences
 from zero_jax.training import NoiseScale, TrainState, init_state, nonfinite_leaves
 
-# The entries of a checkpoint's record that are the position in the data, or that the data compare themselves; the
-# others say which data it is.
+# Entries of a checkpoint's record of the data that may differ in a resumed run: the position, and what `RunInput.open`
+# compares. The others identify the data.
 _POSITION = ("position", "states", "num_processes", "batch_size", "fingerprints")
 
 
@@ -63,15 +63,15 @@ def begin(run: Run) -> Start:
       ResumeError: checkpoints of another model or text, or damaged ones alone.
     """
     config, key = run.config, jax.random.key(run.config.seed)
-    model = run.model if isinstance(run.model, Model) else None  # the presets'; those of a user's own have less
+    model = run.model if isinstance(run.model, Model) else None  # an `OwnModel` has no adapters and no `load_fn`
     base = run.zero
-    if model is not None and model.adapt_fn is not None:  # what adapters are made on has specs of its own
+    if model is not None and model.adapt_fn is not None:  # the base of adapters has specs of its own
         base = dataclasses.replace(base, param_specs=model.base_param_specs)
     lines: list[str] = []
     options = {"init_fn": run.model.init_fn, "tx": run.tx, "mesh": run.mesh, "config": run.zero, "log": lines.append}
-    has_own = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
+    is_resumed = config.resume == "auto" and from_first_process(lambda: str(list_step_folders(run.checkpoints) or ""))
     try:
-        if has_own:
+        if is_resumed:
             return _checked(run, restore(run.checkpoints, accept=_accept, **options), lines)
         if config.init_from is not None:
             folder, step = _source(config.init_from)
@@ -93,7 +93,7 @@ def begin(run: Run) -> Start:
 
 
 def _accept(extra: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for a record that no training run writes: a loop of the user's own, or forged."""
+    """Raises `CheckpointError` for a record that `zero-jax train` did not write, such as that of another loop."""
     try:
         missing = {"data", "noise_scale", "config", "is_evaluated"} - extra.keys()
         if missing:
@@ -150,7 +150,7 @@ class Saver:
     """Saves the states of a run that are finite, and knows whether the last one is saved."""
 
     def __init__(self, checkpointer: Checkpointer, *, run: Run, start: Start, say: Callable[[str], None]):
-        """Saves nothing yet; leaves that are not finite in `start` may stay so."""
+        """Saves nothing yet; leaves that are not finite in `start` do not prevent later saves."""
         self._checkpointer, self._run, self._say = checkpointer, run, say
         self._first_step, self._num_failed_before = start.step, 0
         self._nonfinite_at_start = frozenset(nonfinite_leaves(start.state, mesh=run.mesh))

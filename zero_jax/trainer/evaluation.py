@@ -1,4 +1,4 @@
-"""The validation of a run: the loss of its params, always of the same batches."""
+"""The validation of a run: the loss of its params on a fixed set of batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Validation:
         self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config)
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
-        """Returns the `means` of params, and the `ema_loss` of their average where the optimizer has one."""
+        """Returns the `means` of params, and the `ema_loss` of their moving average if the optimizer has one."""
         means, ema = self.means(state.variables, goes_on=goes_on), ema_params(state.opt_state)
         if means is None or ema is None:
             return means
@@ -39,9 +39,9 @@ class Validation:
         return None if averaged is None else {**means, "ema_loss": averaged["loss"]}
 
     def means(self, params: Any, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
-        """Returns the means over all batches by weight: `loss`, and the figures of the loss function's aux by name.
+        """Returns weighted means over all batches: `loss`, and the scalars of the loss function's aux by name.
 
-        `goes_on` is called after each batch is complete; where it is False, the result is None.
+        `goes_on` is called after each batch; if it returns False, the result is None.
         """
         weight, totals = 0.0, {"loss": 0.0}
         for batch in map(self._data.place, self.batches):

@@ -88,7 +88,7 @@ class _Training:
     """A run that is being executed; the stack closes its resources."""
 
     def __init__(self, run: Run, *, log: Log, terminal: TextIO | None, stack: contextlib.ExitStack):
-        """Makes or restores the state, and opens what the run reads from and writes to."""
+        """Makes or restores the state, and opens the run's batches, checkpoints and writers."""
         config, model = run.config, run.model
         self.run, self.config, self.model = run, config, model
         self.is_first, self.executed = jax.process_index() == 0, set[str]()
@@ -185,7 +185,7 @@ class _Training:
         )
 
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
-        """Locks the run's folder, and writes the config unless that of an earlier part of the run is there."""
+        """Locks the run's folder, and writes the config unless the folder has one from before a resume."""
         run = self.run
         stack.enter_context(hold(run.folder))
         stack.enter_context(discarding(run.folder))
@@ -235,7 +235,7 @@ class _Training:
         return describe_run(self.state, mesh=run.mesh, zero=run.zero, rows=rows)
 
     def _draw(self, losses: RunRecords) -> str | None:
-        """Draws the losses; returns the path of the picture, or None where there is none."""
+        """Plots the losses; returns the path of the picture, or None if it could not be drawn."""
         title = f"{self.model.name}, ZeRO stage {self.config.zero.stage} on {self.run.mesh.size} devices"
         path = self.run.folder / "loss.png"
         failure = draw_losses(path, losses, title=title, is_hurried=lambda: self.preemption.reason is not None)
@@ -284,8 +284,9 @@ class _Training:
                     waiting = None
                     profiler.done(self.step)
                 if progress.num_nonfinite_in_a_row >= config.max_nonfinite_steps:
-                    many, leaf = progress.num_nonfinite_in_a_row, progress.nonfinite_leaf or "no param (only the loss)"
-                    why = f"{many} steps in a row were not finite, first in the gradient of {leaf}"
+                    leaf = progress.nonfinite_leaf or "no param (only the loss)"
+                    num_steps = progress.num_nonfinite_in_a_row
+                    why = f"{num_steps} steps in a row were not finite, first in the gradient of {leaf}"
                     self.saver.log_divergence(self.step, why)
                     return "diverged"
                 loss = None
@@ -302,7 +303,7 @@ class _Training:
         return "done"
 
     def _end_early(self) -> str:
-        """Evaluates and saves the state where there are no more batches; returns the status."""
+        """Evaluates and saves the state when there are no more batches; returns the status."""
         self.say(
             f"stopping at step {self.step} of {self.config.steps}: there are no more batches. Give batches that begin "
             "again at their end (a list, a dataset, a function of nothing that returns an iterator), or fewer steps"
@@ -317,12 +318,12 @@ class _Training:
     def _dispatch(self, profiler: Profiler) -> Dispatched | None:
         """Dispatches the next step to the devices without waiting for it; None if there are no more batches."""
         self._beat("data", self.step + 1)
-        asked = time.perf_counter()
+        start = time.perf_counter()
         try:
             batch = next(self.batches)
         except BatchesEnded:
             return None
-        waited_seconds = time.perf_counter() - asked
+        waited_seconds = time.perf_counter() - start
         self._beat("step", self.step + 1)
         batch = self.run.input.place(batch)  # may wait for the devices
         with profiler.step(self.step + 1):
@@ -337,10 +338,10 @@ class _Training:
         )
 
     def _evaluate(self, *, is_last: bool) -> float | None:
-        """Records the validation loss, and that of the moving average of the params where the optimizer has one.
+        """Records the validation loss, and that of the params' moving average if the optimizer has one.
 
         Returns:
-          The loss, or None if nothing is validated, or a signal interrupted it: the remaining time is for saving.
+          The loss; None without a validation, or if a signal interrupted it to leave time for saving.
         """
 
         def continues() -> bool:

@@ -107,14 +107,14 @@ class OptimizerConfig:
             raise ValueError(f"decay_fraction={fraction}: give a share of the steps, above 0 and at most 1")
 
     def _check_options(self) -> None:
-        known = _OPTIMIZERS[self.optimizer].options
+        options = _OPTIMIZERS[self.optimizer].options
         for name in _OPTIONS:
             value = getattr(self, name)
             if value is None:
                 continue
-            if name not in known:
-                has = ", ".join(known)
-                raise ValueError(f"{name}={value}: the optimizer {self.optimizer!r} has no {name}; it knows {has}")
+            if name not in options:
+                names = ", ".join(options)
+                raise ValueError(f"{name}={value}: the optimizer {self.optimizer!r} has no {name}; it knows {names}")
             if not (value > 0 if name == "epsilon" else 0 <= value < 1):
                 wanted = "a positive number" if name == "epsilon" else "a number from 0 to below 1"
                 raise ValueError(f"{name}={value}: give {wanted}, or None for the usual")

@@ -67,7 +67,7 @@ class TrainResult:
         if rate is None:
             unit, rate = "examples", math.nan if self.examples_per_second is None else self.examples_per_second
         speed = "" if math.isnan(rate) else f", {rate:,.0f} {unit}/s"
-        how = {
+        endings = {
             "done": "",
             "ended": "; stopped: the batches ended",
             "unsaved": "; THE LAST STATE IS NOT SAVED",
@@ -80,7 +80,7 @@ class TrainResult:
             validation = [f"validation loss  {self.first_validation_loss:.3f} -> {self.final_validation_loss:.3f}"]
         lines = [
             f"{self.model}: {steps} at stage {self.stage} on {devices} in "
-            f"{self.train_seconds:.0f} s{skipped}{speed}{how[self.status]}",
+            f"{self.train_seconds:.0f} s{skipped}{speed}{endings[self.status]}",
             *validation,
             f"training loss    {self.first_train_loss:.3f} -> {self.final_train_loss:.3f}",
             f"loss curve       {self.loss_curve} (figures in metrics.jsonl and config.json beside it)"
@@ -93,16 +93,16 @@ class TrainResult:
 def run_losses(folder: pathlib.Path, *, train: Losses, validation: Losses) -> RunRecords:
     """Returns the losses of all training steps and evaluations of a run, from its folder and from this process.
 
-    The file may lack the last steps, where its disk was full; `train` and `validation` are (step, loss) pairs.
+    The file may lack the last steps if its disk was full; `train` and `validation` are (step, loss) pairs.
     """
     try:
         run = read_run(folder)
     except (OSError, ValueError):  # another process's file, or one that could not be written
         run = RunRecords(name=folder.name, train=(), validation=())
 
-    def merged(records: Sequence[Mapping[str, Any]], own: Losses) -> tuple[dict[str, Any], ...]:
+    def merged(records: Sequence[Mapping[str, Any]], measured: Losses) -> tuple[dict[str, Any], ...]:
         losses = {record["step"]: math.nan if record["loss"] is None else record["loss"] for record in records}
-        return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(own)).items()))
+        return tuple({"step": step, "loss": loss} for step, loss in sorted((losses | dict(measured)).items()))
 
     return dataclasses.replace(run, train=merged(run.train, train), validation=merged(run.validation, validation))
 

@@ -321,8 +321,8 @@ def _text_input(config: TrainConfig, model: Model, mesh: Mesh, log: Callable[[st
 
 def _check_no_text(config: TrainConfig) -> None:
     """Raises `ValueError` for settings of text beside a model of the user's own."""
-    usual = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    changed = [name for name in TEXT_FIELDS if getattr(config, name) != usual[name]]
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    changed = [name for name in TEXT_FIELDS if getattr(config, name) != defaults[name]]
     if changed:
         name = changed[0]
         raise ValueError(

@@ -18,7 +18,7 @@ from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.tree import shown
 
-_LONGEST_NAME_BYTES = 200  # file systems take 255, of which what is written under another name first needs some
+_LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
 
 
 def check_name(name: str) -> None:
@@ -34,26 +34,26 @@ def check_name(name: str) -> None:
 def make_folder(
     out: pathlib.Path,
     name: str | None,
-    made_up: str,
+    default_name: str,
     *,
     resume: bool,
     check: Callable[[str], None] = lambda _: None,
 ) -> pathlib.Path:
     """Makes the folder `out/name` of a run in process 0, and returns it in all processes.
 
-    Without a name it is `made_up`, with a number where that exists. `check` raises `FileExistsError` for a name that is
-    used elsewhere.
+    Without a name it is `default_name`, with a number if that exists. `check` raises `FileExistsError` for a name that
+    is used elsewhere.
 
     Raises:
       ValueError: the folder exists and is not to be resumed, or cannot be made.
     """
-    made_up = re.sub(r"[^\w.+-]", "-", made_up)
-    names = [name or made_up]
+    default_name = re.sub(r"[^\w.+-]", "-", default_name)
+    names = [name or default_name]
     if name is None and not resume:
-        names += [f"{made_up}-{i}" for i in range(2, 10_000)]
+        names += [f"{default_name}-{i}" for i in range(2, 10_000)]
 
     def make() -> str:
-        taken = out / names[-1]
+        existing = out / names[-1]
         for candidate in names:
             try:
                 check(candidate)
@@ -63,13 +63,13 @@ def make_folder(
                 if len(names) == 1:
                     raise
             except FileExistsError as error:
-                taken = error.filename or taken
+                existing = error.filename or existing
             except OSError as error:
                 raise ValueError(
                     f"cannot make the folder {out / candidate} ({error.strerror}): choose another out"
                 ) from error
         raise ValueError(
-            f"{taken} holds a run already: choose another name, remove that folder, or go on with that run by "
+            f"{existing} holds a run already: choose another name, remove that folder, or go on with that run by "
             "resume='auto' (--resume auto)"
         )
 
@@ -85,10 +85,10 @@ def discarding(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        own = {"lock", "config.toml", "config.json"}
+        disposable = {"lock", "config.toml", "config.json"}
         with contextlib.suppress(OSError):
-            if not jax.process_index() and own.issuperset(path.name for path in folder.iterdir()):
-                for name in own:
+            if not jax.process_index() and disposable.issuperset(path.name for path in folder.iterdir()):
+                for name in disposable:
                     (folder / name).unlink(missing_ok=True)
                 folder.rmdir()
         raise

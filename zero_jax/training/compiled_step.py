@@ -1,4 +1,4 @@
-"""A train step as its user has it: called on states and batches, lowered, compiled once for each structure."""
+"""The public train step: called on states and batches, lowered, compiled once for each structure of the state."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ class TrainStep:
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
         check_arrays("batch", batch, remedy="give arrays or jax.ShapeDtypeStructs [examples, ...]")
-        sharding = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
-        whole = NamedSharding(self.program.mesh, PartitionSpec())
+        over_batch = NamedSharding(self.program.mesh, PartitionSpec(self.axes.batch))
+        replicated = NamedSharding(self.program.mesh, PartitionSpec())
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=sharding if np.ndim(x) else whole),
+            lambda x: jax.ShapeDtypeStruct(
+                np.shape(x), jnp.result_type(x), sharding=over_batch if np.ndim(x) else replicated
+            ),
             batch,
         )
         return self.jitted(state).lower(state, shapes)
@@ -62,10 +64,10 @@ class TrainStep:
         return self.compiled(state).jitted
 
     def compiled(self, state: PyTree, *, is_nested: bool = False) -> _Compiled:
-        """Returns what is compiled for states of this structure: one trace, one program.
+        """Returns the jitted step for states of this structure, compiled once.
 
-        Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost. The
-        shardings of the new state are given to `jit` outright, so that it comes back exactly as it went in.
+        Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost.
+        `out_shardings` are explicit, so that the new state has exactly the shardings of the old one.
         """
         leaves, tree = jax.tree.flatten(state)
         if not all(hasattr(x, "shape") for x in leaves):
@@ -85,11 +87,11 @@ class TrainStep:
         return self.compiled_for[structure]
 
     def grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """Returns the loss and the gradients that the next step takes, to look at: nothing is updated or donated.
+        """Returns the loss and the gradients of the next step, for inspection: nothing is updated or donated.
 
-        Gradients are those before clipping, without the loss scale, sharded as the master params; those of params that
-        the optimizer freezes are zeros. `zero.read_leaf` reads one of them whole. To change the gradients of a step,
-        chain an optax transformation before the optimizer.
+        The gradients are unclipped, without the loss scale, and sharded as the master params; those of params that the
+        optimizer freezes are zeros. `zero.read_leaf` gathers one of them. To change the gradients of a step, chain an
+        optax transformation before the optimizer.
         """
         batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
         check_not_donated(state)

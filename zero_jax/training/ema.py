@@ -77,10 +77,10 @@ def ema_params(opt_state: PyTree) -> PyTree:
       ValueError: several of them.
     """
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ParamsEmaState))
-    found = [leaf for leaf in leaves if isinstance(leaf, ParamsEmaState)]
-    if len(found) > 1:
-        raise ValueError(f"the optimizer keeps {len(found)} averages of params: leave one params_ema in the chain")
-    return found[0].ema if found else None
+    averages = [leaf for leaf in leaves if isinstance(leaf, ParamsEmaState)]
+    if len(averages) > 1:
+        raise ValueError(f"the optimizer keeps {len(averages)} averages of params: leave one params_ema in the chain")
+    return averages[0].ema if averages else None
 
 
 def _widened(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What training and evaluation share: the placed loss function, the batch, the metrics; and the evaluation step."""
+"""The evaluation step, and what it shares with the train step: the placed loss function, the batch, the metrics."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
 
 
 def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTree:
-    """Places a batch with its leading dim over the batch axes; leaves that are there already are not touched.
+    """Shards a batch over the batch axes by its leading dim; leaves that are sharded so already are not copied.
 
     Args:
       batch: a pytree of host arrays `[batch, ...]`. With several processes each gives its own share of the examples.
@@ -121,10 +121,10 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
     """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
-    sharded, whole = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
+    over_batch, replicated = NamedSharding(mesh, PartitionSpec(axes.batch)), NamedSharding(mesh, PartitionSpec())
 
     def place(x: Any) -> jax.Array:
-        sharding = sharded if np.ndim(x) else whole
+        sharding = over_batch if np.ndim(x) else replicated
         if is_traced(x):  # the step is called within another jitted function, or scanned over
             return lax.with_sharding_constraint(x, sharding)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
@@ -147,14 +147,14 @@ def placed_loss(
     with_copies: bool = True,
     mapped: bool = False,
 ) -> Callable[..., Any]:
-    """Returns the loss function with params gathered on use, or gradients reduce-scattered, as the stage has it.
+    """Returns the loss function with params gathered on use, or gradients reduce-scattered, by the stage.
 
     Args:
       loss_fn: a function of variables, a batch and a key.
       placement: how its params are sharded.
       config: the config of the step.
-      with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or on that of one.
-      mapped: whether it is mapped over devices: each has gradients of its own, which are summed at each use of a param.
+      with_copies: whether it is called on the batch of all copies of the params (`Axes.copies`), or of one copy.
+      mapped: whether it is mapped over devices, whose gradients are summed at each use of a param.
     """
     common = {"mesh": placement.mesh, "reduce_dtype": placement.precision.reduce}
     axes, specs = placement.axes.of_params(with_copies=with_copies), placement.loss_shardings()
@@ -171,10 +171,9 @@ def placed_loss(
             quantize=placement.quantize,
             **common,
         )
-        in_order = not with_copies or axes.batch == placement.axes.batch
-        return (
-            gathering if in_order else _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
-        )
+        if not with_copies or axes.batch == placement.axes.batch:
+            return gathering
+        return _by_copies(gathering, NamedSharding(placement.mesh, PartitionSpec(axes.batch)))
     # On such a mesh XLA partitions some convolutions wrongly, at every stage.
     has_other_axes = placement.axes.size_beside_batch(placement.mesh) > 1
     if "master" in placement.groups or placement.precision.reduce is not None or has_other_axes:
@@ -183,7 +182,7 @@ def placed_loss(
 
 
 def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable[..., Any]:
-    """Returns a loss function that reorders its batch, so that examples of a copy of the params follow each other."""
+    """Returns a loss function that reorders its batch: the examples of each copy of the params become contiguous."""
 
     @functools.wraps(loss_fn)
     def call(variables: PyTree, batch: PyTree, key: jax.Array) -> Any:
@@ -194,6 +193,6 @@ def _by_copies(loss_fn: Callable[..., Any], sharding: NamedSharding) -> Callable
 
 
 def replicated(metrics: Metrics, mesh: Mesh) -> Metrics:
-    """Replicates the scalars of the metrics; larger aux keeps the sharding that it came with."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if x.ndim else lax.with_sharding_constraint(x, whole), metrics)
+    """Replicates the scalars of the metrics; larger aux keeps its sharding."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if x.ndim else lax.with_sharding_constraint(x, sharding), metrics)

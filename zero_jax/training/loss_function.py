@@ -31,11 +31,11 @@ def key_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
     """Returns the PRNG-key parameter of a loss function: a third required one, or one named `..key` or `..rng`."""
     parameters = [p for p in _parameters(loss_fn) if p.name != MODEL_STATE]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
+    keyword_only = [p for p in parameters if p.kind == p.KEYWORD_ONLY and p.name.endswith(("key", "rng"))]
     for parameter in positional[2:3]:
         if parameter.default is inspect.Parameter.empty or parameter.name.endswith(("key", "rng")):
             return parameter
-    return named[0] if named else None
+    return keyword_only[0] if keyword_only else None
 
 
 def model_state_parameter(loss_fn: Callable[..., Any]) -> inspect.Parameter | None:
@@ -82,7 +82,7 @@ class LossFunction:
         )
 
     def named(self) -> Callable[..., Any]:
-        """Returns a function with the name and source location of the user's, for JAX's errors."""
+        """Returns a function with the name and source location of the user's function, for JAX's errors."""
 
         @stands_for(self.function)
         def call(params: PyTree, batch: PyTree, key: jax.Array) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
@@ -95,12 +95,12 @@ class LossFunction:
         has_state, variables = isinstance(variables, Variables), as_variables(variables)
         self._check_state(has_state)
         keys = () if self.key is None or self.key_by_name else (key,)
-        named = {self.key.name: key} if self.key is not None and self.key_by_name else {}
+        kwargs = {self.key.name: key} if self.key is not None and self.key_by_name else {}
         if has_state:
             # Nodes of its own: NNX writes to the variables that it is given, of this very trace alone.
-            named[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
+            kwargs[MODEL_STATE] = jax.tree.map(lambda x: x, variables.model_state)
         with self.context():
-            out = self.function(variables.params, batch, *keys, **named)
+            out = self.function(variables.params, batch, *keys, **kwargs)
         if not has_state:
             loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
             if isinstance(out, tuple) and len(out) != 2:
@@ -110,9 +110,10 @@ class LossFunction:
                 )
             return _checked_loss(loss), (_checked_aux(aux), None)
         if not isinstance(out, tuple) or len(out) != 3:
-            what = f"{len(out)} values" if isinstance(out, tuple) else "one value"
+            values = f"{len(out)} values" if isinstance(out, tuple) else "one value"
             raise ValueError(
-                f"loss_fn takes model_state and returned {what}: return (loss, aux, model_state), with None for no aux"
+                f"loss_fn takes model_state and returned {values}: return (loss, aux, model_state), with None "
+                "for no aux"
             )
         loss, aux, model_state = out
         return _checked_loss(loss), (_checked_aux(aux), checked_model_state(model_state, variables.model_state))
@@ -150,7 +151,7 @@ def _checked_aux(aux: PyTree) -> PyTree:
 
 
 def changed_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> list[bool]:
-    """Returns for each leaf of model state whether a loss function changes it: a frozen base stays as it is."""
+    """Returns for each leaf of model state whether a loss function changes it (a frozen base is not changed)."""
     num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
     if not num_leaves:
         return []
@@ -158,12 +159,12 @@ def changed_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree
     jaxpr, _ = open_jaxpr(closed)
     first = len(jax.tree.leaves(variables)) - num_leaves
     _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
-    given = jaxpr.invars[first : first + num_leaves]
-    return [new is not old for new, old in zip(jax.tree.leaves(returned), given, strict=True)]
+    inputs = jaxpr.invars[first : first + num_leaves]
+    return [new is not old for new, old in zip(jax.tree.leaves(returned), inputs, strict=True)]
 
 
 def check_unchanged(model_state: PyTree, changed: Sequence[bool]) -> None:
-    """Raises `ValueError` for a leaf of model state that is in host memory, if the loss function changes it."""
+    """Raises `ValueError` if the loss function changes a leaf of model state that is in host memory."""
     for name, leaf, flag in zip(model_state_names(model_state), jax.tree.leaves(model_state), changed, strict=True):
         if flag and isinstance(leaf, HostParam):
             raise ValueError(
@@ -173,12 +174,12 @@ def check_unchanged(model_state: PyTree, changed: Sequence[bool]) -> None:
 
 
 def on_devices(model_state: PyTree) -> PyTree:
-    """Returns model state with None in the place of what is in host memory."""
+    """Replaces the leaves of model state that are in host memory by None."""
     return jax.tree.map(lambda x: None if isinstance(x, HostParam) else x, model_state)
 
 
 def pinned_model_state(new: PyTree, shardings: PyTree, old: PyTree) -> PyTree:
-    """Returns new model state pinned to shardings, `on_devices`: what is on the host is not fetched to be returned."""
+    """Constrains new model state to shardings; leaves in host memory become None, so that they are not fetched."""
 
     def pinned(old: Any, new: jax.Array, sharding: Any) -> Any:
         return None if isinstance(old, HostParam) else lax.with_sharding_constraint(new, sharding)

@@ -115,8 +115,8 @@ class _Chunks:
         logits = jnp.einsum("...d,dbv->...bv", hidden, chunk, preferred_element_type=jnp.float32)
         place = start + jnp.arange(self.size)
         tokens = jnp.arange(self.num_blocks)[:, None] * self.block_size + place
-        seen = place < index * self.size  # by the chunk before
-        return chunk, jnp.where(seen, -jnp.inf, logits), jnp.where(seen, _NO_TOKEN, tokens)
+        is_repeated = place < index * self.size  # by the chunk before
+        return chunk, jnp.where(is_repeated, -jnp.inf, logits), jnp.where(is_repeated, _NO_TOKEN, tokens)
 
     def placed(self, grad: Array) -> Array:
         """Reduces a chunk of the head's gradient across devices."""
@@ -179,8 +179,7 @@ def _backward(chunks: _Chunks, residuals: Any, cotangent: Array) -> tuple[Array,
         probabilities = jnp.exp(logits - log_normalizers[..., None, None])
         errors = jnp.where(tokens == labels[..., None, None], probabilities - 1, probabilities)
         errors = (errors * cotangent[..., None, None]).astype(jnp.result_type(hidden, head))
-        own = jnp.einsum("...bv,dbv->...d", errors, chunk, preferred_element_type=jnp.float32)
-        grad_hidden = grad_hidden + own
+        grad_hidden += jnp.einsum("...bv,dbv->...d", errors, chunk, preferred_element_type=jnp.float32)
         # In the head's dtype, because that is also the dtype in which it is summed across devices.
         grad_chunk = jnp.einsum("...d,...bv->dbv", hidden, errors, preferred_element_type=head.dtype)
         grad_chunk = chunks.placed(grad_chunk)

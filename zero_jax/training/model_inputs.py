@@ -1,7 +1,8 @@
-"""Which leaves of a batch the model takes, and their cast to the compute dtype; what only the loss takes stays.
+"""Casts the leaves of a batch that the model reads to the compute dtype; leaves that only the loss reads are not cast.
 
-An input of the model is brought together with a param, or is part of what is. Targets, masks and weights come after the
-last param: casting them would cost the loss its precision (`mask.sum()` in bfloat16 has 8 bits) and save nothing.
+An input of the model is an operand, direct or indirect, of an operation with a param. Targets, masks and weights are
+used after the last param: casting them would cost the loss precision (`mask.sum()` in bfloat16 has 8 bits) and save
+nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from zero_jax.transforms import is_contraction
 def cast_batch(
     loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array, *, config: ZeroConfig
 ) -> PyTree:
-    """Returns a batch as the loss function is to see it: the model's floating inputs in the compute dtype.
+    """Casts the model's floating inputs in a batch to the compute dtype.
 
-    `params` are in the compute dtype; the loss function is traced once if there is something to cast.
+    `params` are in the compute dtype. The loss function is traced once, if any leaf would be cast.
 
     Raises:
       ValueError: a pattern of `keep_batch_dtype` matches the path of no leaf.
@@ -45,15 +46,15 @@ def cast_batch(
     ]
     changed = {i for i, (old, new) in enumerate(zip(leaves, cast, strict=True)) if old.dtype != new.dtype}
     if changed:  # convolutions refuse mixed dtypes: the trace is of the batch with all of them cast
-        changed &= _taken(loss_fn, params, tree.unflatten(cast), key)
+        changed &= _model_leaves(loss_fn, params, tree.unflatten(cast), key)
     return tree.unflatten([new if i in changed else old for i, (old, new) in enumerate(zip(leaves, cast, strict=True))])
 
 
 _PARAMS = frozenset({-1})
 
 
-def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
-    """Returns the numbers of the leaves that the model takes."""
+def _model_leaves(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.Array) -> set[int]:
+    """Returns the indices of the leaves of the batch that the model reads."""
     made_of = [_PARAMS for _ in jax.tree.leaves(params)]
     made_of += [frozenset({i}) for i in range(len(jax.tree.leaves(batch)))]
     made_of += [frozenset() for _ in jax.tree.leaves(key)]
@@ -63,7 +64,7 @@ def _taken(loss_fn: Callable[..., Any], params: PyTree, batch: PyTree, key: jax.
 
 
 class _ModelInputs(Dependence):
-    """Which leaves of the batch, and `_PARAMS`, each value is made of; notes the leaves that meet params."""
+    """Finds the leaves of the batch, and `_PARAMS`, that each value depends on; notes leaves combined with params."""
 
     enters = CALLS | {"cond", "scan"}
 

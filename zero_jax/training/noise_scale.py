@@ -57,11 +57,11 @@ def shard_squares(arrays: Sequence[jax.Array], dims: Sequence[Dims], *, mesh: Me
       mesh: the mesh.
     """
     squares: Squares = {}
-    for x, whole_dims in zip(arrays, dims, strict=True):
-        cut = tuple(dim for dim in whole_dims if dim)
-        square = _squares_of_shards(x, dims=whole_dims, mesh=mesh)
-        squares[cut] = squares[cut] + square if cut in squares else square
-    return {cut: lax.with_sharding_constraint(x, named(mesh, cut)) for cut, x in squares.items()}
+    for x, leaf_dims in zip(arrays, dims, strict=True):
+        key = tuple(dim for dim in leaf_dims if dim)
+        square = _squares_of_shards(x, dims=leaf_dims, mesh=mesh)
+        squares[key] = squares[key] + square if key in squares else square
+    return {key: lax.with_sharding_constraint(x, named(mesh, key)) for key, x in squares.items()}
 
 
 @functools.partial(inline_jit, static_argnames=("dims", "mesh"))
@@ -257,11 +257,11 @@ class NoiseScale:
         Raises:
           ValueError: a record with other entries.
         """
-        known = {"decay", "min_steps", "num_steps", *_SUMS}
-        if set(record) != known:
-            odd = sorted(set(record) ^ known)
+        expected = {"decay", "min_steps", "num_steps", *_SUMS}
+        if set(record) != expected:
+            names = sorted(set(record) ^ expected)
             raise ValueError(
-                f"the record of the noise scale lacks or does not know {', '.join(odd)}: give what to_json returned, "
+                f"the record of the noise scale lacks or does not know {', '.join(names)}: give what to_json returned, "
                 "or start afresh with NoiseScale()"
             )
         noise_scale = cls(decay=record["decay"], min_steps=record["min_steps"])

@@ -1,4 +1,4 @@
-"""The update of a train state, which may be partly in host memory."""
+"""Updates a train state, which may be partly in host memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OffloadedState:
 
     @classmethod
     def of(cls, state: TrainState, placement: Placement) -> OffloadedState:
-        """Returns a state with what its placement says of it."""
+        """Returns a state with flags for its leaves on the host."""
         return cls(state=state, placement=placement, on_host=placement.on_host(state))
 
     @property
@@ -54,22 +54,22 @@ class OffloadedState:
         return self.on_host["params" if self.state.master is None else "master"]
 
     def masters(self) -> PyTree:
-        """Returns the master params, sharded; of those on the host the shapes."""
+        """Returns the sharded master params, with shapes for those on the host."""
         leaves, tree = jax.tree.flatten(self.state.masters)
         leaves = [_shape(x) if on_host else x for x, on_host in zip(leaves, self._master_flags, strict=True)]
         return tree.unflatten(pinned(leaves, self.placement.param_shardings("master"), but=self._master_flags))
 
     def update(
-        self, tx: Any, function: Callable[..., Any], *others: PyTree, same: list[bool]
+        self, tx: Any, function: Callable[..., Any], *extras: PyTree, same: list[bool]
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns new master params, their low-precision copy and the new optimizer state, where the old ones are.
+        """Returns new master params, their low-precision copy and optimizer state, in the memories of the old ones.
 
         Args:
           tx: the optimizer.
-          function: of master params, optimizer state and `others` to new master params, their copy (None if there is
+          function: maps master params, optimizer state and `extras` to new master params, their copy (None if there is
             none) and the new optimizer state.
-          *others: further arguments of the function, on the devices.
-          same: for each trainable param whether the update leaves it as it is: it stays where it is.
+          *extras: further arguments of the function, on the devices.
+          same: for each trainable param whether the update never changes it; such params are not moved.
 
         Raises:
           ValueError: an optimizer that calls functions of the params.
@@ -87,35 +87,38 @@ class OffloadedState:
             *_arguments(state.masters, master_shardings, self._master_flags),
             *_arguments(state.opt_state, placement.opt_shardings(state.opt_state), self.on_host["opt_state"]),
         ]
-        num_masters, num_kept = len(jax.tree.leaves(state.masters)), len(arguments)
-        arguments += [Argument(array=x) for x in jax.tree.leaves(others)]
+        num_masters, num_updated = len(jax.tree.leaves(state.masters)), len(arguments)
+        arguments += [Argument(array=x) for x in jax.tree.leaves(extras)]
+        num_inputs = len(arguments)
         into = [*range(num_masters)]
         if placement.keeps_copy:
-            into += range(len(arguments), len(arguments) + num_masters)
+            into += range(num_inputs, num_inputs + num_masters)
             arguments += self._copies(master_shardings)
-        into += range(num_masters, num_kept)
-        kept = jax.tree.structure((state.masters, state.opt_state))
-        rest, num_given = jax.tree.structure(others), num_kept + len(jax.tree.leaves(others))
+        into += range(num_masters, num_updated)
+        tree = jax.tree.structure((state.masters, state.opt_state, *extras))
 
         def flat(*arrays: jax.Array) -> list[jax.Array]:
-            results = function(*kept.unflatten(arrays[:num_kept]), *rest.unflatten(arrays[num_kept:num_given]))
-            return jax.tree.leaves(results)
+            return jax.tree.leaves(function(*tree.unflatten(arrays[:num_inputs])))
 
         frozen = flags_of_all(state.masters, same) * (1 + placement.keeps_copy)
         results = stream(flat, arguments, into, window_bytes=placement.offload.window_bytes, unchanged=frozen)
-        of_masters = jax.tree.structure(state.masters)
+        masters_tree = jax.tree.structure(state.masters)
         num_copies = num_masters * placement.keeps_copy
-        masters = of_masters.unflatten(results[:num_masters])
-        copies = of_masters.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
+        masters = masters_tree.unflatten(results[:num_masters])
+        copies = masters_tree.unflatten(results[num_masters : num_masters + num_copies]) if num_copies else masters
         opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), results[num_masters + num_copies :])
         return masters, copies, opt_state
 
     def _copies(self, shardings: PyTree) -> list[Argument]:
-        """Returns what new low-precision params are written over: the old ones where they are sharded alike."""
-        held = jax.tree.leaves(self.placement.param_shardings("params"))
+        """Returns the arrays that new low-precision params are written to: the old ones if they are sharded alike."""
+        old_shardings = jax.tree.leaves(self.placement.param_shardings("params"))
         arguments = []
-        for x, has, sharding in zip(jax.tree.leaves(self.state.params), held, jax.tree.leaves(shardings), strict=True):
-            array = x if has == sharding else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), sharding)
+        for x, old_sharding, sharding in zip(
+            jax.tree.leaves(self.state.params), old_shardings, jax.tree.leaves(shardings), strict=True
+        ):
+            array = (
+                x if old_sharding == sharding else lax.with_sharding_constraint(jnp.zeros(x.shape, x.dtype), sharding)
+            )
             arguments.append(Argument(array=array, sharding=sharding))
         return arguments
 
@@ -127,11 +130,11 @@ def _arguments(tree: PyTree, shardings: PyTree, on_host: list[bool]) -> list[Arg
 
 
 def pinned(leaves: Sequence[Any], shardings: PyTree, *, but: Sequence[bool]) -> list[Any]:
-    """Returns the leaves of a tree pinned to shardings, all at once; those where `but` is true as they are."""
+    """Constrains the leaves of a tree to shardings by one call, except where `but` is true."""
     pairs = zip(leaves, jax.tree.leaves(shardings), but, strict=True)
-    picked = [(x, sharding) for x, sharding, skip in pairs if not skip]
-    made = iter(lax.with_sharding_constraint([x for x, _ in picked], [sharding for _, sharding in picked]))
-    return [x if skip else next(made) for x, skip in zip(leaves, but, strict=True)]
+    selected = [(x, sharding) for x, sharding, skip in pairs if not skip]
+    constrained = iter(lax.with_sharding_constraint([x for x, _ in selected], [sharding for _, sharding in selected]))
+    return [x if skip else next(constrained) for x, skip in zip(leaves, but, strict=True)]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -140,14 +143,14 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateProgram:
-    """What a step does once it has gradients; its methods are traced once per compile."""
+    """The part of a step after the gradients; its methods are traced once per compile."""
 
     tx: Any
     mesh: Mesh
     config: ZeroConfig
 
     def unscale(self, grads: PyTree, masters: PyTree, placement: Placement, loss_scale: Any) -> PyTree:
-        """Casts gradients to the master params' dtype, takes the loss scale out, and pins them where they are used."""
+        """Casts gradients to the master params' dtype, divides by the loss scale, and constrains their shardings."""
 
         def unscaled(grad: jax.Array, dtype: Any) -> jax.Array:
             grad = grad.astype(dtype)
@@ -171,13 +174,14 @@ class UpdateProgram:
         masters: PyTree,
         opt_state: PyTree,
         grads: PyTree,
+        *,
         finite: jax.Array,
         offers: dict[str, Any],
         traced: TracedUpdate | None = None,
     ) -> tuple[PyTree, PyTree]:
-        """Returns new master params and optimizer state; the old ones where a gradient is not finite.
+        """Returns new master params and optimizer state; the old ones if a gradient is not finite.
 
-        `traced` is the trace of the update for such arguments, if there is one.
+        `traced` is the trace of the update for these arguments, if there is one.
         """
         params = trainable(masters)
         apply = lambda params, opt_state: apply_update(self.tx, grads, opt_state, params, **offers)  # noqa: E731
@@ -195,22 +199,24 @@ class UpdateProgram:
     def streamed_update(
         self,
         offloaded: OffloadedState,
-        placement: Placement,
         scaled_grads: PyTree,
         scalars: tuple[jax.Array, jax.Array, jax.Array, Any],
+        *,
         same: list[bool],
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Returns what `update` does, and the new params in low precision, from a state that is partly on the host.
+        """Returns new master params, their low-precision copy and optimizer state of a state partly on the host.
 
-        All that is done to a gradient is part of it: no copy of all gradients in the master params' dtype is made.
+        Gradients are cast, unscaled and clipped in the same chunks: all of them in the master params' dtype at once
+        would take as much memory as the offload saves.
         """
+        placement = offloaded.placement
 
         def function(masters: PyTree, opt_state: PyTree, scaled_grads: PyTree, scalars: Any) -> Any:
             norm, finite, loss, loss_scale = scalars
             grads = self.unscale(scaled_grads, masters, placement, loss_scale)
             offers = {"value": loss, "full_grads": fill_zeros(grads, masters)}
             clipped = fill_zeros(self.clip(grads, norm), masters)
-            masters, opt_state = self.update(masters, opt_state, clipped, finite, offers)
+            masters, opt_state = self.update(masters, opt_state, clipped, finite=finite, offers=offers)
             low = cast_floating(masters, placement.precision.param) if placement.keeps_copy else None
             return masters, low, opt_state
 
@@ -220,13 +226,14 @@ class UpdateProgram:
         self,
         state: TrainState,
         placement: Placement,
+        *,
         params: PyTree,
         masters: PyTree,
         opt_state: PyTree,
         model_state: PyTree,
         finite: jax.Array,
     ) -> TrainState:
-        """Returns the next train state; of model state the old leaf where the new one is None, as it is on the host."""
+        """Returns the next train state; leaves of model state that are None (on the host) are those of the old one."""
 
         def settled(old: Any, new: Any) -> Any:
             if new is None:

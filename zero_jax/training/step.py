@@ -19,7 +19,7 @@ from zero_jax.core.variables import as_variables, joined
 from zero_jax.sharding.precision import wide
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated
-from zero_jax.training.grads.accumulator import Accumulator, MeshLoss, check_batch, normalize_loss
+from zero_jax.training.grads.accumulator import Accumulator, GradInputs, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.grads.choice import accumulated
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
@@ -66,7 +66,7 @@ def make_train_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Program(UpdateProgram):
-    """What `make_train_step` was given; its methods are traced once per compile."""
+    """The arguments of `make_train_step`; its methods are traced once per compile."""
 
     loss_fn: Callable[..., Any]
 
@@ -81,7 +81,7 @@ class _Program(UpdateProgram):
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
         (loss, (aux, model_state)), grads, parts, errors = self.grads(
-            placement, variables, batch, key, state.loss_scale, needed, state.grad_errors
+            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
@@ -99,16 +99,25 @@ class _Program(UpdateProgram):
         same = unchanged(traced, needed=needed)
         if offloaded.any:
             scalars = norm, finite, offers["value"], state.loss_scale
-            new_masters, low, opt_state = self.streamed_update(offloaded, placement, scaled_grads, scalars, same)
+            new_masters, low, opt_state = self.streamed_update(offloaded, scaled_grads, scalars, same=same)
         else:
             clipped = fill_zeros(self.clip(grads, norm), masters)
-            new_masters, opt_state = self.update(masters, state.opt_state, clipped, finite, offers, traced)
+            new_masters, opt_state = self.update(
+                masters, state.opt_state, clipped, finite=finite, offers=offers, traced=traced
+            )
             new_masters = keep_same(masters, new_masters, same)
             new_masters = lax.with_sharding_constraint(new_masters, placement.param_shardings("master"))
             low = new_masters
         # The low-precision copy of a frozen param is there already: stages 1 and 2 need not gather it.
-        kept = keep_same(state.params, placement.params_of(low, into=state.params), same)
-        new_state = self.new_state(state, placement, kept, new_masters, opt_state, model_state, finite)
+        new_state = self.new_state(
+            state,
+            placement,
+            params=keep_same(state.params, placement.params_of(low, into=state.params), same),
+            masters=new_masters,
+            opt_state=opt_state,
+            model_state=model_state,
+            finite=finite,
+        )
         # The gradients of a skipped step are not applied, nor are the errors that were added to them.
         errors = jax.tree.map(lambda new, old: jnp.where(finite, new, old), errors, state.grad_errors)
         new_state = dataclasses.replace(new_state, grad_errors=errors)
@@ -133,15 +142,16 @@ class _Program(UpdateProgram):
         needed, _ = used_by_optimizer(self.tx, state)
         variables = placement.cast(state.variables)
         batch = cast_batch(self.loss_fn, used_shapes(variables), batch, key, config=self.config)
-        arguments = placement, variables, batch, key, state.loss_scale, needed, state.grad_errors
-        (loss, _), grads, *_ = self.grads(*arguments)
+        (loss, _), grads, *_ = self.grads(
+            placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale, errors=state.grad_errors
+        )
         grads = fill_zeros(self.unscale(grads, state.masters, placement, state.loss_scale), state.masters)
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        replicated_sharding = NamedSharding(self.mesh, PartitionSpec())
         tree = jax.tree.structure(state.masters)
         leaves = tree.flatten_up_to(grads)
         grads = tree.unflatten(pinned(leaves, placement.param_shardings("master"), but=[x is None for x in leaves]))
-        return lax.with_sharding_constraint(loss / scale.astype(loss.dtype), whole), grads
+        return lax.with_sharding_constraint(loss / scale.astype(loss.dtype), replicated_sharding), grads
 
     def objective(
         self, state: TrainState, placement: Placement, batch: PyTree, key: jax.Array, needed: list[bool]
@@ -157,7 +167,9 @@ class _Program(UpdateProgram):
             masters = lax.with_sharding_constraint(masters, placement.param_shardings("master"))
             params = placement.params_of(masters, into=state.params)
             variables = placement.cast(joined(params, state.model_state))
-            (loss, _), grads, *_ = self.grads(placement, variables, batch, key, state.loss_scale, needed)
+            (loss, _), grads, *_ = self.grads(
+                placement, variables, batch, key, needed=needed, loss_scale=state.loss_scale
+            )
             grads = fill_zeros(self.unscale(grads, masters, placement, state.loss_scale), masters)
             return (loss / scale.astype(loss.dtype)).astype(value_dtype(at)), grads
 
@@ -180,15 +192,25 @@ class _Program(UpdateProgram):
         variables: PyTree,
         batch: PyTree,
         key: jax.Array,
-        loss_scale: Any,
+        *,
         needed: list[bool],
+        loss_scale: Any,
         errors: PyTree = None,
     ) -> Any:
-        """Returns loss, gradients and more.
+        """Returns the loss and gradients of a batch, accumulated over its microbatches.
+
+        Args:
+          placement: how the state is sharded.
+          variables: params and model state, as `Placement.cast` returns them.
+          batch: the batch.
+          key: the step's key.
+          needed: for each trainable param whether its gradient is computed.
+          loss_scale: the loss scale, or None.
+          errors: what quantization dropped of the last step's gradients.
 
         Returns:
-          `((scaled loss, (aux, model_state)), grads, parts, errors)`: gradients as master params are sharded, None for
-          the frozen, and what quantization dropped of them; of model state that is on the host None.
+          `((scaled loss, (aux, model_state)), grads, parts, errors)`. Gradients are sharded as the master params, and
+          None for frozen params; `parts` has the squared norms for the noise scale. Model state on the host is None.
 
         Raises:
           ValueError: the loss function changes model state that is on the host.
@@ -207,9 +229,9 @@ class _Program(UpdateProgram):
         host_state, model_state = model_state, on_devices(model_state)
         if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
             check_unchanged(host_state, changed())
-        wanted_leaves = flags_of_all(leaves, needed)
+        has_grad = flags_of_all(leaves, needed)
         scale = 1 if loss_scale is None else loss_scale.scale
-        pick = lambda tree_: [x for x, w in zip(jax.tree.leaves(tree_), wanted_leaves, strict=True) if w]  # noqa: E731
+        pick = lambda tree_: [x for x, flag in zip(jax.tree.leaves(tree_), has_grad, strict=True) if flag]  # noqa: E731
 
         def scaled_loss(
             loss_fn: Callable[..., Any],
@@ -217,14 +239,14 @@ class _Program(UpdateProgram):
             model_state: PyTree,
             batch: PyTree,
             key: jax.Array,
-            rest: Sequence[Any] = leaves,
+            frozen: Sequence[Any] = leaves,
         ) -> tuple[jax.Array, Any]:
             remaining = iter(free)
-            full = [
-                with_gradient(x, next(remaining)) if w else x if other is None else other
-                for x, other, w in zip(leaves, rest, wanted_leaves, strict=True)
+            params = [
+                with_gradient(x, next(remaining)) if flag else x if frozen_x is None else frozen_x
+                for x, frozen_x, flag in zip(leaves, frozen, has_grad, strict=True)
             ]
-            variables = joined(tree.unflatten(full), merge(host_state, model_state))
+            variables = joined(tree.unflatten(params), merge(host_state, model_state))
             loss, (aux, new_state, *weight) = loss_fn(variables, batch, key)
             pinned = pinned_model_state(new_state, placement.model_state_shardings(), host_state)
             weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weight)
@@ -241,23 +263,23 @@ class _Program(UpdateProgram):
         )
         shardings = pick(placement.param_shardings("master"))
         free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
-        sharded = [how.dims for how in accumulator.sums]
-        of_each = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
-        own_errors = [None if x is None else x * scale for x, w in zip(of_each, wanted_leaves, strict=True) if w]
+        leaf_errors = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
+        scaled_errors = [
+            None if x is None else x * scale for x, flag in zip(leaf_errors, has_grad, strict=True) if flag
+        ]
         own_loss = loss_fn if is_local else placed_loss(loss_fn, placement, config, with_copies=False)
         own_grads, placed_grads = (
             jax.value_and_grad(functools.partial(scaled_loss, fn), has_aux=True)
             for fn in (own_loss, placed_loss(loss_fn, placement, config))
         )
 
-        inputs = (free, model_state, batch, key, sharded)
-        rest = [None if w or isinstance(x, HostParam) else x for x, w in zip(leaves, wanted_leaves, strict=True)]
+        inputs = GradInputs(free, model_state, batch, key)
         if k == 1 and not (mapped or sends_own):
-            (out, grads), parts, new_errors = placed_grads(free, model_state, batch, key), None, own_errors
+            (out, grads), parts, new_errors = placed_grads(*inputs), None, scaled_errors
         else:
             passes_state = any(changed())
             parts_over = placement.axes.batch if sends_own or not mapped else mapped
-            found = separability(
+            separable = separability(
                 traced,
                 variables,
                 batch,
@@ -271,19 +293,29 @@ class _Program(UpdateProgram):
                 num_shards=accumulator.num_shards,
             )
             if passes_state:
-                found = dataclasses.replace(found, not_local="its model_state passes from one microbatch to the next")
-            if found.not_local and (sends_own or (mapped and placement.grad_axes)):
-                refuse_own(found.not_local)
+                not_local = "its model_state passes from one microbatch to the next"
+                separable = dataclasses.replace(separable, not_local=not_local)
+            if separable.not_local and (sends_own or (mapped and placement.grad_axes)):
+                refuse_own(separable.not_local)
             if sends_own and not is_local:
                 mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
                 within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
                 arguments = within, functools.partial(scaled_loss, mapped_loss), traced, variables, batch, key
-                placed_grads = own_grads = quantized_grads(*arguments, convolves=found.convolves)
-                found = dataclasses.replace(found, is_plain=False)  # `jax.vmap` within `jax.vmap`
+                placed_grads = own_grads = quantized_grads(*arguments, convolves=separable.convolves)
+                separable = dataclasses.replace(separable, is_plain=False)  # `jax.vmap` within `jax.vmap`
             out, grads, parts, new_errors = accumulated(
-                accumulator, own_grads, placed_grads, inputs, found, is_local=is_local, rest=rest, errors=own_errors
+                accumulator,
+                own_grads,
+                placed_grads,
+                inputs,
+                separable=separable,
+                is_local=is_local,
+                frozen=[
+                    None if flag or isinstance(x, HostParam) else x for x, flag in zip(leaves, has_grad, strict=True)
+                ],
+                errors=scaled_errors,
             )
-        full = lambda some: tree.unflatten([next(some) if w else None for w in wanted_leaves])  # noqa: E731
+        full = lambda some: tree.unflatten([next(some) if flag else None for flag in has_grad])  # noqa: E731
         if errors is not None:
             errors = full(iter([None if x is None else x / scale for x in new_errors]))
         return out, full(iter(grads)), parts, errors

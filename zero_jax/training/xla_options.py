@@ -163,13 +163,13 @@ def compiler_options(*, mesh: Mesh, config: ZeroConfig) -> dict[str, Value]:
 def step_options(mesh: Mesh, config: ZeroConfig) -> StepOptions:
     """Returns the compiler options of a step, each with what it is for; warns of those that are not known."""
     devices = list(mesh.devices.flat)  # of which this process compiles for one of its own
-    device = next((each for each in devices if each.process_index == jax.process_index()), devices[0])
-    is_one_host = len({each.process_index for each in devices}) == 1
-    wanted = wanted_options(device, config, os.environ, is_one_host=is_one_host)
-    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in wanted))
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    is_one_host = len({d.process_index for d in devices}) == 1
+    requested = wanted_options(device, config, os.environ, is_one_host=is_one_host)
+    unknown = _unknown(_Compiler.of(device), tuple((option.name, option.value) for option in requested))
     for name in unknown:
         _warn(name, device.device_kind)
-    return StepOptions(options=tuple(option for option in wanted if option.name not in unknown), unknown=unknown)
+    return StepOptions(options=tuple(option for option in requested if option.name not in unknown), unknown=unknown)
 
 
 def wanted_options(

@@ -140,16 +140,16 @@ class ZeroConfig:
         Raises:
           ValueError: a value that is no such setting, or a block size without anything to quantize.
         """
-        quantize, given = check_quantize(self.quantize), self._given("quantize_")
-        if quantize is None and given == {"error_feedback": False}:
+        quantize, fields = check_quantize(self.quantize), self._fields_of("quantize_")
+        if quantize is None and fields == {"error_feedback": False}:
             return None
-        if quantize is None and given and not given.keys() & {"gathers", "grads"}:
-            name = f"quantize_{next(iter(given))}"
+        if quantize is None and fields and not fields.keys() & {"gathers", "grads"}:
+            name = f"quantize_{next(iter(fields))}"
             raise ValueError(
                 f"{name}={getattr(self, name)!r} without anything to quantize: give quantize_gathers or quantize_grads "
                 "too"
             )
-        return dataclasses.replace(quantize or Quantize(), **given) if given else quantize
+        return dataclasses.replace(quantize or Quantize(), **fields) if fields else quantize
 
     def resolved_offload(self) -> Offload | None:
         """Returns what is kept in host memory.
@@ -157,17 +157,17 @@ class ZeroConfig:
         Raises:
           ValueError: a field that is no such setting, or one of the settings without `offload`.
         """
-        offload, given = resolve_offload(self.offload), self._given("offload_")
-        if given and offload is None:
-            name = f"offload_{next(iter(given))}"
+        offload, fields = resolve_offload(self.offload), self._fields_of("offload_")
+        if fields and offload is None:
+            name = f"offload_{next(iter(fields))}"
             raise ValueError(
                 f"{name}={getattr(self, name)!r} without offload: say what is kept in host memory, as offload='state'"
             )
-        if "paths" in given:
-            given["paths"] = [given["paths"]]
-        return offload if offload is None else dataclasses.replace(offload, **given)
+        if "paths" in fields:
+            fields["paths"] = [fields["paths"]]
+        return offload if offload is None else dataclasses.replace(offload, **fields)
 
-    def _given(self, prefix: str) -> dict[str, Any]:
+    def _fields_of(self, prefix: str) -> dict[str, Any]:
         """Returns the fields of a prefix that are not None, by the rest of their names."""
         names = [field.name for field in dataclasses.fields(self) if field.name.startswith(prefix)]
         return {name.removeprefix(prefix): value for name in names if (value := getattr(self, name)) is not None}
@@ -178,34 +178,34 @@ class ZeroConfig:
         return dataclasses.replace(axes, secondary=secondary_axes(mesh, axes, self.secondary))
 
 
-def _check_quantize(found: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
+def _check_quantize(quantize: Quantize | None, groups: frozenset[str], stage: str, *, has_master: bool) -> None:
     """Raises `ValueError` for anything to quantize that a stage does not send."""
-    if found is None:
+    if quantize is None:
         return
-    if found.grads is not None and "master" not in groups:
-        raise ValueError(f"quantize: grads={found.grads!r}: {stage} scatters no gradients; give stage 1, 2 or 3")
-    if found.gathers is None or "params" in groups:
+    if quantize.grads is not None and "master" not in groups:
+        raise ValueError(f"quantize: grads={quantize.grads!r}: {stage} scatters no gradients; give stage 1, 2 or 3")
+    if quantize.gathers is None or "params" in groups:
         return
     if "master" not in groups:
-        raise ValueError(f"quantize: gathers={found.gathers!r}: {stage} gathers no params; give stage=3, or 1 or 2")
+        raise ValueError(f"quantize: gathers={quantize.gathers!r}: {stage} gathers no params; give stage=3, or 1 or 2")
     if not has_master:
         raise ValueError(
-            f"quantize: gathers={found.gathers!r}: at {stage} without master params the gathered params are the only "
-            "ones there are, and would lose precision in every step; give precision='bf16', which keeps float32 "
+            f"quantize: gathers={quantize.gathers!r}: at {stage} without master params the gathered params are the "
+            "only ones there are, and would lose precision in every step; give precision='bf16', which keeps float32 "
             "master params, or stage=3, whose params stay as they are"
         )
 
 
 def compiled_patterns(keep_batch_dtype: Any) -> list[re.Pattern[str]]:
     """Returns the patterns of `keep_batch_dtype`; raises `ValueError` for anything else."""
-    given = f"keep_batch_dtype={keep_batch_dtype!r}"
+    setting = f"keep_batch_dtype={keep_batch_dtype!r}"
     is_list = isinstance(keep_batch_dtype, Sequence) and not isinstance(keep_batch_dtype, str)
     if not is_list or not all(isinstance(pattern, str) for pattern in keep_batch_dtype):
-        raise ValueError(f"{given}: give a list of regular expressions of whole leaf paths of the batch")
+        raise ValueError(f"{setting}: give a list of regular expressions of whole leaf paths of the batch")
     try:
         return [re.compile(pattern) for pattern in keep_batch_dtype]
     except re.error as error:
-        raise ValueError(f"{given}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
+        raise ValueError(f"{setting}: {error.pattern!r} is no regular expression of leaf paths: {error}") from error
 
 
 def _check_secondary(secondary: Any, stage: int) -> None:

@@ -1,6 +1,6 @@
 """Estimates the traffic of a ZeRO train step by formula: section 7 of the paper, for each mesh axis of `data`.
 
-What moves over `model` is read from a trace of the loss function (`loss_trace.py`): section 8 counts it for Megatron's
+The traffic over `model` is read from a trace of the loss function (`loss_trace.py`): section 8 counts it for Megatron's
 transformer, the trace for any model.
 """
 
@@ -106,15 +106,16 @@ def estimate(
 ) -> CommsEstimate:
     """Estimates what one device sends in a train step at best (paper sections 7 and 8).
 
-    Over `data`, 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n; psi is one share of the axis
-    `model`. Between copies of the params (`replica`, and with a secondary shard the axes of `data` besides it), only
-    shards of gradients move, once a step, and with a secondary shard those of new params. Over several mesh axes the
-    stages of a gather add up to the same. Only what params and gradients cost: a lookup that moves rows, or a last use
-    that is gathered once, costs less. Params that are no floats are not counted; what an optimizer freezes is, without
-    `tx`. Model state counts with one gather a microbatch at stage 3: leaves that
-    gradients flow through are gathered again, those that are only averaged on their shards never. Over `model`, what
-    the trace of the loss function shows: for Megatron's transformer blocks, 12 x seq x hidden elements a block and
-    sample, of which 2 are dead code of the recomputation.
+    - Over `data`: 2 psi elements at stages 0 to 2 and 3 psi at stage 3, times (n - 1) / n, where psi is one share of
+      the axis `model`. The stages of a gather over several mesh axes add up to the same. A lookup that moves rows, or a
+      last use that is gathered once, costs less.
+    - Between copies of the params (`replica`, and with a secondary shard the axes of `data` outside it): shards of
+      gradients, once a step, and with a secondary shard those of new params.
+    - Integer params are not counted. Those that the optimizer freezes are, unless `tx` is given.
+    - Model state at stage 3: one gather a microbatch. Leaves that gradients flow through are gathered again; those that
+      are only averaged on their shards are not gathered.
+    - Over `model`: the traffic in the trace of the loss function. For Megatron's transformer blocks these are
+      12 x seq x hidden elements a block and sample, of which 2 are dead code of the recomputation.
 
     Args:
       state: The train state; abstract leaves will do.
@@ -125,7 +126,7 @@ def estimate(
     """
     check_arguments(traced=traced, **({} if tx is None else {"tx": tx}))
     placement = make_placement(check_is_state(state, who="comms.estimate").variables, mesh=mesh, config=config)
-    made: list[EstimateRow] = []
+    rows: list[EstimateRow] = []
     num_params = 0
     leaves = placement_leaves(placement.params)
     masters = jax.tree.leaves(state.masters)
@@ -135,16 +136,16 @@ def estimate(
         traffic = _LeafTraffic(leaf, placement, config)
         num_params += traffic.num_elements
         moves = {"forward": True, "backward": any(needed), "update": not is_same}
-        made += [row for row in traffic.param_rows() if moves[row.phase]]
-        made += traffic.grad_rows() if is_needed else []
+        rows += [row for row in traffic.param_rows() if moves[row.phase]]
+        rows += traffic.grad_rows() if is_needed else []
     for leaf in placement_leaves(placement.model_state) if MODEL_STATE in placement.groups else ():
-        made += _LeafTraffic(leaf, placement, config).model_state_rows()
+        rows += _LeafTraffic(leaf, placement, config).model_state_rows()
     for move in traced.moves if traced else ():
         sent, dtype = move.sent_bytes * move.times, _HLO_DTYPES.get(move.dtype, move.dtype)
         row = EstimateRow(kind=move.kind, axes=move.axes, dtype=dtype, phase=move.phase, total_sent_bytes=sent)
-        made.append(row)
+        rows.append(row)
     return CommsEstimate(
-        rows=_summed(made),
+        rows=_summed(rows),
         num_params=num_params,
         data_axes=placement.axes.batch,
         not_counted=_not_counted(placement, traced),
@@ -153,7 +154,7 @@ def estimate(
 
 
 def _summed(rows: Sequence[EstimateRow]) -> tuple[EstimateRow, ...]:
-    """Adds up rows that differ in bytes alone; most bytes first."""
+    """Adds up rows that differ only in bytes; most bytes first."""
     totals: dict[EstimateRow, float] = {}
     for row in rows:
         key = dataclasses.replace(row, total_sent_bytes=0)
@@ -164,12 +165,12 @@ def _summed(rows: Sequence[EstimateRow]) -> tuple[EstimateRow, ...]:
 
 def _not_counted(placement: Placement, traced: LossTrace | None) -> str:
     """Returns why the traffic over the model's own axes is not complete."""
-    others = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
-    if axis_size(placement.mesh, others) == 1:
+    model_axes = [axis for axis in placement.mesh.axis_names if axis not in placement.axes.batch]
+    if axis_size(placement.mesh, model_axes) == 1:
         return ""
     if traced is None:
-        return f"activations over {axes_name(others)}: give traced=zero.trace_loss(loss_fn, params, batch, ...)"
-    return f"some of what moves over {axes_name(others)}: {traced.unknown}" if traced.unknown else ""
+        return f"activations over {axes_name(model_axes)}: give traced=zero.trace_loss(loss_fn, params, batch, ...)"
+    return f"some of what moves over {axes_name(model_axes)}: {traced.unknown}" if traced.unknown else ""
 
 
 def sharded_residual_bytes(
@@ -201,32 +202,32 @@ class _LeafTraffic:
 
     def __init__(self, leaf: LeafPlacement, placement: Placement, config: ZeroConfig):
         self.leaf, self.placement, self.config, self.mesh = leaf, placement, config, placement.mesh
-        others = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
-        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, others)
+        other_axes = [axis for dim in leaf.dims for axis in dim if axis not in placement.axes.data]
+        self.num_elements = math.prod(leaf.shape) // axis_size(self.mesh, other_axes)
         precision = placement.precision
         self.stored = precision.master or leaf.dtype
-        as_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
-        self.compute = precision.compute or as_param
+        stored_param = self.stored if placement.params_are_masters else precision.param or leaf.dtype
+        self.compute = precision.compute or stored_param
 
     def param_rows(self) -> Iterator[EstimateRow]:
-        """The rows of a param that is gathered."""
+        """Yields the gathers of a param."""
         placement, k = self.placement, self.config.num_microbatches
         blocks = blocks_of_leaf(placement.quantize, "gathers", self.leaf, mesh=self.mesh)
         param_axes = placement.axes_of_group("params")
         if param_axes:
-            gathers = list(self.gathers(self.over(self.leaf.dims, param_axes), param_axes))
+            gathers = list(self.gathers(self.only_over(self.leaf.dims, param_axes), param_axes))
             yield from _rows("all-gather", gathers, blocks or self.compute, "forward", k)
             if not self.config.keep_gathered:
                 yield from _rows("all-gather", gathers, blocks or self.compute, "backward", k)
-        # What the update gathers is what params lack of the master params.
+        # The update gathers over the axes that shard the master params and not the params.
         missing = [axis for axis in placement.axes_of_group("master") if axis not in param_axes]
         dtype = (not param_axes and blocks) or placement.precision.param or self.stored
         yield from _rows("all-gather", self.gathers(self.leaf.dims, missing), dtype, "update", 1)
 
     def model_state_rows(self) -> Iterator[EstimateRow]:
-        """The rows of a leaf of model state, which is gathered once a microbatch."""
+        """Yields the gathers of a leaf of model state, once a microbatch."""
         axes, dtype = self.placement.axes_of_group(MODEL_STATE), self.leaf.dtype
-        gathers = list(self.gathers(self.over(self.leaf.dims, axes), axes))
+        gathers = list(self.gathers(self.only_over(self.leaf.dims, axes), axes))
         if dtype.startswith("key<"):  # moves as its words
             num_words = self.leaf.num_bytes // math.prod(self.leaf.shape) // 4
             dtype, gathers = "uint32", [(axes, elements * num_words) for axes, elements in gathers]
@@ -234,7 +235,7 @@ class _LeafTraffic:
             yield from _rows("all-gather", gathers, dtype, "forward", self.config.num_microbatches)
 
     def grad_rows(self) -> Iterator[EstimateRow]:
-        """The rows of a gradient that is summed."""
+        """Yields the reductions of a gradient."""
         placement, k = self.placement, self.config.num_microbatches
         # Stages 0 and 1 sum microbatches on each device and reduce once, after the last backward pass, by all-to-alls;
         # so do the others over the axes of copies of the params. Gradients that are quantized move at each use.
@@ -246,48 +247,48 @@ class _LeafTraffic:
         yield from self.sum_rows("all-to-all", once, reduce or dtype, phase="update", times=1)
 
     def sum_rows(self, kind: str, over: Sequence[str], dtype: Any, *, phase: str, times: int) -> Iterator[EstimateRow]:
-        """The rows of a gradient that is scattered over some axes, and summed over those that do not shard it."""
+        """Yields the traffic of a gradient that is scattered over some axes, and all-reduced over the others."""
         mesh, coded = self.mesh, self.placement.grad_axes
         blocks = blocks_of_leaf(self.placement.quantize, "grads", self.leaf, mesh=mesh)
-        last = phase == "update"  # it is sharded over the other axes already
-        scatters, elements, rest = self.scatters(over, one_by_one=kind == "all-to-all", is_last=last)
+        is_last = phase == "update"  # it is sharded over the other axes already
+        scatters, elements, unscattered = self.scatters(over, one_by_one=kind == "all-to-all", is_last=is_last)
         for axes, sent in scatters:
             is_coded = blocks is not None and set(axes) <= set(coded)
             yield from _rows(kind, [(axes, sent)], blocks if is_coded else dtype, phase, times)
-        for axis in [axis for axis in rest if axis in coded]:
+        for axis in [axis for axis in unscattered if axis in coded]:
             if spread_over(blocks, self.leaf.shape, self.sharded_dims, axis, mesh=mesh) is not None:
                 part = [((axis,), elements * (1 - 1 / mesh.shape[axis]))]
                 yield from _rows("all-to-all", part, blocks, phase, times)
                 yield from _rows("all-gather", part, blocks, phase, times)
-                rest = tuple(other for other in rest if other != axis)
-        if rest:
-            sent = 2 * elements * (1 - 1 / axis_size(mesh, rest))
-            yield from _rows("all-reduce", [(rest, sent)], dtype, phase, times)
+                unscattered = tuple(other for other in unscattered if other != axis)
+        if unscattered:
+            sent = 2 * elements * (1 - 1 / axis_size(mesh, unscattered))
+            yield from _rows("all-reduce", [(unscattered, sent)], dtype, phase, times)
 
     @property
     def sharded_dims(self) -> Dims:
-        """The dims of the leaf where its group is sharded; without `data` at stage 0."""
+        """The dims of the leaf as its group is sharded; without `data` at stage 0."""
         dims, placement = self.leaf.dims, self.placement
         return dims if "master" in placement.groups else without(dims, placement.axes.data)
 
-    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
-        """The dims that of the axes of `data` are sharded over some alone."""
+    def only_over(self, dims: Dims, axes: Sequence[str]) -> Dims:
+        """Returns dims without the axes of `data` that are not among `axes`."""
         return without(dims, [axis for axis in self.placement.axes.data if axis not in axes])
 
     def on_data(self, dims: Dims) -> tuple[str, ...]:
-        """The axes of `data` that shard dims."""
+        """Returns the axes of `data` that shard dims."""
         return tuple(axis for dim in dims for axis in dim if axis in self.placement.axes.data)
 
-    def taken(self, before: Dims, after: Dims) -> tuple[str, ...]:
-        """The `data` axes that are in one spec and no longer in another, in the mesh's order."""
-        gone = set(self.on_data(before)) - set(self.on_data(after))
-        return tuple(axis for axis in self.mesh.axis_names if axis in gone)
+    def gathered_axes(self, before: Dims, after: Dims) -> tuple[str, ...]:
+        """Returns the `data` axes that are in one spec but not in another, in the mesh's order."""
+        removed = set(self.on_data(before)) - set(self.on_data(after))
+        return tuple(axis for axis in self.mesh.axis_names if axis in removed)
 
     def gathers(self, dims: Dims, over: Sequence[str]) -> Iterator[Move]:
-        """The elements that a device sends in each step of a gather from `dims`: shards grow on the way."""
+        """Yields the elements that a device sends in each stage of a gather from `dims`; shards grow on the way."""
         elements = self.num_elements / axis_size(self.mesh, self.on_data(dims))
         for after in gather_steps(dims, over, self.mesh):
-            axes = self.taken(dims, after)
+            axes = self.gathered_axes(dims, after)
             size = axis_size(self.mesh, axes)
             elements *= size
             if size > 1:
@@ -297,9 +298,9 @@ class _LeafTraffic:
     def scatters(
         self, over: Sequence[str], *, one_by_one: bool, is_last: bool
     ) -> tuple[list[Move], float, tuple[str, ...]]:
-        """The elements sent to scatter a gradient; those of a shard, and the axes of `over` that do not shard it.
+        """Returns the elements sent to scatter a gradient, those of a shard, and the axes `over` that do not shard it.
 
-        If it `is_last`, the gradient is sharded over the other axes of `data` already.
+        If `is_last`, the gradient is already sharded over the other axes of `data`.
         """
         mesh, axes, dims = self.mesh, self.placement.axes, self.sharded_dims
         elements, scatters, on_data = float(self.num_elements), [], self.on_data(dims)
@@ -309,21 +310,21 @@ class _LeafTraffic:
         if one_by_one:
             steps = [(axis,) for axis in data if axis in on_data]
         else:
-            dims = self.over(dims, data)
+            dims = self.only_over(dims, data)
             states = [without(dims, axes.data), *scatter_steps(dims, data, mesh)] if data else []
-            steps = [self.taken(after, before) for before, after in itertools.pairwise(states)]
+            steps = [self.gathered_axes(after, before) for before, after in itertools.pairwise(states)]
         for step in steps:
-            named = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
-            size = axis_size(mesh, named)
+            step_axes = tuple(axis for axis in mesh.axis_names if axis in step and mesh.shape[axis] > 1)
+            size = axis_size(mesh, step_axes)
             if size > 1:
-                scatters.append((named, elements * (size - 1) / size))
+                scatters.append((step_axes, elements * (size - 1) / size))
                 elements /= size
-        rest = (axis for axis in axes.batch if axis in over and axis not in self.on_data(dims))
-        return scatters, elements, tuple(axis for axis in rest if mesh.shape[axis] > 1)
+        unscattered = (axis for axis in axes.batch if axis in over and axis not in self.on_data(dims))
+        return scatters, elements, tuple(axis for axis in unscattered if mesh.shape[axis] > 1)
 
 
 def _rows(kind: str, moves: Iterable[Move], dtype: Any, phase: str, times: int) -> Iterator[EstimateRow]:
-    """The rows of moves in a dtype, or in `Blocks`: of their codes and of their scales."""
+    """Yields the rows of moves in a dtype, or in `Blocks`: one for codes and one for scales."""
     parts = dtype.parts if isinstance(dtype, Blocks) else [(dtype, 1)]
     for axes, elements in moves:
         for part, per_element in parts:

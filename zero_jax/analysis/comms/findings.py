@@ -117,7 +117,7 @@ def _wide(rows: Sequence[Row], large: float) -> Iterator[Finding]:
 
 
 def _gathered_often(rows: Sequence[Row], shapes: Mapping[str, tuple[int, ...]], large: float) -> Iterator[Finding]:
-    """Counts the gathers of the params whose gathers are named, against twice what is usual among them."""
+    """Finds params that are gathered more than twice as often as the median param, by the names of gathers."""
     gathers: dict[str, list[Row]] = {}
     for row in rows:
         if row.is_named and row.kind.startswith("all-gather") and row.full_bytes >= large / 10:
@@ -139,7 +139,7 @@ def _num_gathers(rows: Sequence[Row], shape: Sequence[int]) -> float:
     """Returns how often a leaf is gathered; a stack of layers may be gathered one layer at a time."""
     # Of gathers in stages, the last results in the full leaf.
     row = max(rows, key=lambda row: row.full_bytes)
-    count = sum(other.num_executions for other in rows if other.full_bytes == row.full_bytes)
+    count = sum(r.num_executions for r in rows if r.full_bytes == row.full_bytes)
     layers = shape[0] if shape else 1
     gathered = row.full_bytes // _ITEM_BYTES.get(row.dtype, 1)
     parts = math.prod(shape) / gathered if gathered else 1  # more than the layers, if the model's axes cut it too
@@ -179,7 +179,7 @@ def _finding(kind: str, row: Row, expected: str, *, extra: float) -> Finding:
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Joins findings of the same words, as of the permutes of one ring."""
+    """Merges findings with the same message, such as those of the permutes of one ring."""
     merged: dict[str, Finding] = {}
     for finding in findings:
         before = merged.get(finding.message)

@@ -68,8 +68,8 @@ class CommsReport(SentBytes):
         table += [_cells(rows) for rows in ordered[:_MAX_LINES]]
         lines = [aligned(table, right={5, 6})]
         if len(ordered) > _MAX_LINES:
-            left = sum(_total(rows) for rows in ordered[_MAX_LINES:])
-            lines.append(f"... {len(ordered) - _MAX_LINES} more, {left / 1e6:.3f} MB")
+            hidden_bytes = sum(_total(rows) for rows in ordered[_MAX_LINES:])
+            lines.append(f"... {len(ordered) - _MAX_LINES} more, {hidden_bytes / 1e6:.3f} MB")
         per_param = f", {self.sent_bytes / self.num_params:.3f} bytes a param" if self.num_params else ""
         lines.append(f"a device sends {self.sent_bytes / 1e6:.3f} MB{per_param}")
         for name in ("axes", *(["network"] if "dcn" in self.networks.values() else []), "phase", "dtype", "kind"):
@@ -77,13 +77,13 @@ class CommsReport(SentBytes):
             lines.append(f"by {name}: " + ", ".join(f"{key} {sent / 1e6:.3f} MB" for key, sent in totals))
         if self.largest_buffer:
             row = self.largest_buffer
-            what = f" of {row.param!r}" if row.param else ""
+            param = f" of {row.param!r}" if row.param else ""
             where = f" ({row.source})" if row.source else ""
-            lines.append(f"largest buffer: {row.full_bytes / 1e6:.3f} MB, {row.kind}{what}{where}")
+            lines.append(f"largest buffer: {row.full_bytes / 1e6:.3f} MB, {row.kind}{param}{where}")
         lines += [f"warning: {finding}" for finding in self.findings[:_MAX_WARNINGS]]
-        if rest := self.findings[_MAX_WARNINGS:]:
-            extra = sum(finding.extra_bytes for finding in rest)
-            lines.append(f"warning: {len(rest)} more, of {extra / 1e6:.3f} MB")
+        if hidden := self.findings[_MAX_WARNINGS:]:
+            extra = sum(finding.extra_bytes for finding in hidden)
+            lines.append(f"warning: {len(hidden)} more, of {extra / 1e6:.3f} MB")
         return "\n".join(lines)
 
 
@@ -92,8 +92,8 @@ def measure(
 ) -> CommsReport:
     """Reads what a compiled step sends: kinds, bytes, mesh axes, phases, params, and what is off.
 
-    Params are known by the names of the program's arguments (`state.params[...]`), and collectives by the names of the
-    gathers that they come from; where XLA dropped those, by shape, which may leave a choice.
+    Params are found by the names of the program's arguments (`state.params[...]`), and the param of a collective by the
+    name of its gather; if XLA dropped that, by shape, which may be ambiguous.
 
     Args:
       compiled: A `jax.stages.Compiled`, anything else with `as_text()`, or the text; of XLA:CPU, XLA:GPU or XLA:TPU.
@@ -113,8 +113,8 @@ def measure(
     program = parse(compiled)
     leaves = [leaf for leaf in argument_leaves(program, compiled) if leaf.group in STATE_GROUPS]
     if param_shapes is not None:
-        named = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
-        leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in named]
+        names_and_params = zip(leaf_names(param_shapes), jax.tree.leaves(param_shapes), strict=True)
+        leaves = [leaf for leaf in leaves if leaf.group != "params"] + [_param(name, x) for name, x in names_and_params]
     mesh = _mesh_of(compiled) if mesh is None else mesh
     rows = read_rows(program, mesh=mesh, leaves=leaves, unknown_trip_count=unknown_trip_count)
     if mesh is not None and mesh.size != program.num_devices and any("?" in row.axes for row in rows):
@@ -165,8 +165,8 @@ class CommsComparison:
     def by_axes(self) -> tuple[ComparedRow, ...]:
         """The sums over phases, for each set of mesh axes."""
         names = dict.fromkeys(row.axes for row in self.rows)
-        of = {axes: tuple(row for row in self.rows if row.axes == axes) for axes in names}
-        return tuple(_sum(rows, axes=axes, phase="all") for axes, rows in of.items())
+        groups = {axes: tuple(row for row in self.rows if row.axes == axes) for axes in names}
+        return tuple(_sum(rows, axes=axes, phase="all") for axes, rows in groups.items())
 
     @property
     def total(self) -> ComparedRow:
@@ -192,9 +192,9 @@ class CommsComparison:
 def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
     """Puts an estimate and a measurement side by side, most estimated bytes first."""
     sums: dict[tuple[str, str], list[float]] = {}
-    for place, rows in enumerate((estimated.rows, report.rows)):
+    for column, rows in enumerate((estimated.rows, report.rows)):
         for row in rows:
-            sums.setdefault((axes_name(row.axes), row.phase), [0.0, 0.0])[place] += row.total_sent_bytes
+            sums.setdefault((axes_name(row.axes), row.phase), [0.0, 0.0])[column] += row.total_sent_bytes
     rows = [
         ComparedRow(axes=axes, phase=phase, estimated_bytes=ideal, measured_bytes=measured)
         for (axes, phase), (ideal, measured) in sums.items()
@@ -204,7 +204,7 @@ def compare(estimated: CommsEstimate, report: CommsReport) -> CommsComparison:
 
 
 def _between_slices(program: Program) -> tuple[Finding, ...]:
-    """Reports what XLA:TPU moves between slices: a program is one slice's, and hands that to the host's network."""
+    """Reports the traffic between slices, which the XLA:TPU program of one slice passes to the host's network."""
     transfers = network_transfers(program, unknown_trip_count=1)
     if not transfers:
         return ()
@@ -221,14 +221,14 @@ def _between_slices(program: Program) -> tuple[Finding, ...]:
 
 
 def _mesh_of(compiled: Any) -> Mesh | None:
-    """The mesh of the first argument that has one."""
+    """Returns the mesh of the first argument that has one."""
     shardings = jax.tree.leaves(getattr(compiled, "input_shardings", None))
     meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
 
 
 def _param(name: str, x: Any) -> ArgumentLeaf:
-    """The leaf of a param that the program's arguments do not name; what it takes is not known from its shape."""
+    """Returns the leaf of a param that the program's arguments do not name, without its bytes."""
     sharding = getattr(x, "sharding", None)
     return ArgumentLeaf(
         path=f"params/{name}",

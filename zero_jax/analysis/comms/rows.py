@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax import hlo
-from zero_jax.analysis.leaves import ArgumentLeaf
+from zero_jax.analysis.leaves import ArgumentLeaf, dims_key
 from zero_jax.core.gather_names import escaped
 from zero_jax.hlo import Collective, Instruction, Phases, Program, arrays, gathered_path, parse_shape
 from zero_jax.sharding.mesh import slice_of
@@ -201,18 +201,18 @@ def read_rows(
 
 
 def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int], ...]:
-    """Returns names and sizes of the mesh axes of a program's devices; empty where they are not known.
+    """Returns names and sizes of the mesh axes of a program's devices; empty if they are not known.
 
     XLA:TPU makes a program for each slice, whose devices are those of one slice in the order of the mesh.
     """
     if mesh is None:
         return ()
     slices = np.array(list(map(slice_of, mesh.devices.flat)))
-    of_one = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
+    coords = np.argwhere((slices == slices[0]).reshape(mesh.devices.shape))
     if mesh.size == num_devices:
         sizes = list(mesh.devices.shape)
-    elif len(of_one) == num_devices:
-        sizes = [len(np.unique(places)) for places in of_one.T]
+    elif len(coords) == num_devices:
+        sizes = [len(np.unique(values)) for values in coords.T]
     else:
         return ()
     names = map(str, mesh.axis_names)
@@ -220,10 +220,10 @@ def program_shape(mesh: Mesh | None, num_devices: int) -> tuple[tuple[str, int],
 
 
 def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
-    """Lists what XLA:TPU moves between slices, over the mesh axes on which they are; empty where those are unknown."""
+    """Lists the transfers of XLA:TPU between slices, with their mesh axes; empty if those are unknown."""
     shape = dict(program_shape(mesh, program.num_devices))
     axes = tuple(name for name, size in shape.items() if mesh is not None and size < mesh.shape[name])
-    phases, place = Phases(program), lambda transfer: (transfer.computation, transfer.name)
+    phases, key = Phases(program), lambda transfer: (transfer.computation, transfer.name)
     return tuple(
         Row(
             kind=transfer.kind,
@@ -231,7 +231,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
             axes=axes,
             group_size=transfer.num_slices,
             dtypes=(transfer.dtype,),
-            phase=phases.of(*place(transfer), phases.op_name_before(*place(transfer))),
+            phase=phases.of(*key(transfer), phases.op_name_before(*key(transfer))),
             sent_bytes=transfer.sent_bytes,
             num_executions=transfer.num_executions,
             full_bytes=transfer.full_bytes,
@@ -242,7 +242,7 @@ def network_rows(program: Program, mesh: Mesh | None) -> tuple[Row, ...]:
 
 
 def _label(collective: Collective, phase: str, op_name: str) -> str:
-    """Returns the kind; of a windowed collective by the loop that it is in, else by the product that it belongs to."""
+    """Returns the kind; that of a permute in a windowed einsum follows from its loop, or from its product."""
     if collective.kind != "collective-permute":
         return collective.kind
     loop = _WINDOWED.search(collective.computation)
@@ -262,7 +262,7 @@ def _overlaps(program: Program, collectives: Sequence[Collective]) -> Mapping[tu
         work = hlo.roofline(program, computation, instruction)
         return max(work.bytes, work.flops / 200)  # accelerators make some 200 flops while they move a byte
 
-    # What matters is what is between a start and its done, so that an unknown trip count may be anything.
+    # Only the instructions between a start and its done matter, so any trip count will do.
     timeline = hlo.play(program, collectives, seconds_of=weight, link_seconds=lambda _: 0.0, unknown_trip_count=1)
     return {
         key: ScheduledOverlap(instructions=overlap.instructions, cycles=round(overlap.seconds) if has_cycles else None)
@@ -278,10 +278,15 @@ class _ParamNames:
         paths = [leaf.path_in_group for leaf in params]
         paths += [f"model_state/{leaf.path_in_group}" for leaf in leaves if leaf.group == "model_state"]
         self._by_scope = {escaped(path): path for path in paths}
-        # Where params are unsharded, the master params and moments show how the gradients are sharded.
-        of_params = [(leaf, param.path_in_group) for leaf in leaves for param in params if _is_of(leaf, param)]
-        self._by_dims = _paths_by_dims([(leaf.global_dims, path) for leaf, path in of_params])
-        self._by_shard_dims = _paths_by_dims([(leaf.dims, path) for leaf, path in of_params])
+        # The params, master params and moments. If params are unsharded, these show how the gradients are sharded.
+        owned = [
+            (leaf, param.path_in_group)
+            for leaf in leaves
+            for param in params
+            if leaf.path_in_group.endswith(param.path_in_group) and leaf.global_dims == param.global_dims
+        ]
+        self._by_dims = _paths_by_dims([(leaf.global_dims, path) for leaf, path in owned])
+        self._by_shard_dims = _paths_by_dims([(leaf.dims, path) for leaf, path in owned])
 
     def of(self, collective: Collective, program: Program, kind: str) -> tuple[str, bool]:
         """Returns the path (or paths) that a collective moves, and whether it is certain."""
@@ -292,32 +297,22 @@ class _ParamNames:
         for dims in sorted(_moved(collective, program, kind), key=math.prod, reverse=True):
             in_shards = kind.startswith("reduce-scatter") or kind.endswith("(windowed)")
             table = self._by_shard_dims if in_shards else self._by_dims
-            names += table.get(_dims_key(dims), [])
+            names += table.get(dims_key(dims), [])
         names = list(dict.fromkeys(names))
         shown = names[:_MAX_NAMES] + (["..."] if len(names) > _MAX_NAMES else [])
         return " | ".join(shown), False
 
 
 def _paths_by_dims(leaves: Sequence[tuple[tuple[int, ...], str]]) -> Mapping[tuple[int, ...], list[str]]:
-    """The paths of leaves by their dims, and after these by the dims of one layer of a stack."""
+    """Returns the paths of leaves by their dims, followed by those with such dims in one layer of a stack."""
     paths: dict[tuple[int, ...], dict[str, None]] = collections.defaultdict(dict)
     for dims, path in [*leaves, *((dims[1:], path) for dims, path in leaves)]:
-        paths[_dims_key(dims)][path] = None
+        paths[dims_key(dims)][path] = None
     return {dims: list(ordered) for dims, ordered in paths.items() if dims}
 
 
-def _is_of(leaf: ArgumentLeaf, param: ArgumentLeaf) -> bool:
-    """Returns whether a leaf of the state is the param, or a master param or moment of it."""
-    return leaf.path_in_group.endswith(param.path_in_group) and leaf.global_dims == param.global_dims
-
-
-def _dims_key(dims: Sequence[int]) -> tuple[int, ...]:
-    """What is left of a shape when dims are permuted, or of size 1."""
-    return tuple(sorted(extent for extent in dims if extent > 1))
-
-
 def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[int, ...]]:
-    """The shapes of a collective's results: shards of a reduce-scatter, else the gathered or reduced arrays."""
+    """Returns the shapes of a collective's results: shards of a reduce-scatter, else gathered or reduced arrays."""
     instruction = program.computations[collective.computation][collective.name]
     shapes = [array.dims for array in arrays(parse_shape(instruction.shape))]
     if instruction.opcode.endswith("-start"):  # the operands come first
@@ -328,5 +323,5 @@ def _moved(collective: Collective, program: Program, kind: str) -> list[tuple[in
 
 
 def _shard_of(dims: tuple[int, ...], size: int) -> tuple[int, ...]:
-    place = next((i for i in reversed(range(len(dims))) if dims[i] % size == 0), None)
-    return dims if place is None else (*dims[:place], dims[place] // size, *dims[place + 1 :])
+    dim = next((i for i in reversed(range(len(dims))) if dims[i] % size == 0), None)
+    return dims if dim is None else (*dims[:dim], dims[dim] // size, *dims[dim + 1 :])

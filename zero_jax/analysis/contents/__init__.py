@@ -1,4 +1,4 @@
-"""What a sharded state holds and where: `leaves` reads them, `page` draws them as a page of HTML and SVG."""
+"""The contents of a sharded state: `leaves` lists them, `page` draws them as HTML with SVG."""
 
 from zero_jax.analysis.contents.leaves import StateSummary, summary
 

@@ -1,4 +1,4 @@
-"""A leaf of a sharded tree: what it is, how it is cut, what it takes."""
+"""A leaf of a sharded tree: shape, dtype, spec and bytes."""
 
 from __future__ import annotations
 

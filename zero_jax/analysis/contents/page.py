@@ -37,7 +37,7 @@ _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e", "#9
 
 def draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     """Returns leaves by group as a page, or as a part of one (for notebooks)."""
-    groups = _with_others(groups)
+    groups = _merge_single_leaves(groups)
     title = html.escape(heading)
     parts = [f"<style>{_STYLE}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
     parts += [_group(name, leaves) for name, leaves in groups.items()]
@@ -49,12 +49,12 @@ def draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     return f'<!doctype html>\n<html lang="en">{head}\n<body style="margin: 24px">\n{body}\n</body></html>\n'
 
 
-def _with_others(groups: Groups) -> Groups:
-    """Returns the groups with single leaves, such as counters and keys, as `other` at the end."""
-    single = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
-    others = tuple(leaf for name in groups if name in single for leaf in groups[name])
-    several = {name: leaves for name, leaves in groups.items() if name not in single}
-    return several | ({"other": (*several.get("other", ()), *others)} if others else {})
+def _merge_single_leaves(groups: Groups) -> Groups:
+    """Moves groups that are a single leaf, such as counters and keys, into a group `other` at the end."""
+    single_names = {name for name, leaves in groups.items() if len(leaves) == 1 and leaves[0].path == name}
+    single_leaves = tuple(leaf for name in groups if name in single_names for leaf in groups[name])
+    merged = {name: leaves for name, leaves in groups.items() if name not in single_names}
+    return merged | ({"other": (*merged.get("other", ()), *single_leaves)} if single_leaves else {})
 
 
 def _bar(groups: Groups) -> str:
@@ -93,11 +93,11 @@ def _row(leaf: LeafSummary) -> str:
 
 
 def _drawing(leaf: LeafSummary) -> str:
-    """Draws the shards of a leaf as cells of a rectangle, with the number of copies and what is not drawn beside it."""
+    """Draws the shards of a leaf as cells of a rectangle, beside the number of copies and of undrawn shards."""
     rows_dim, columns_dim = _drawn_dims(leaf)
     rows = 1 if rows_dim is None else leaf.parts[rows_dim]
     columns = 1 if columns_dim is None else leaf.parts[columns_dim]
-    others = math.prod(leaf.parts) // (rows * columns)
+    num_undrawn = math.prod(leaf.parts) // (rows * columns)
     width, height = _size(leaf, rows_dim, columns_dim)
     num_cells = rows * columns
     places = range(num_cells) if num_cells <= _MAX_CELLS else ()
@@ -112,7 +112,7 @@ def _drawing(leaf: LeafSummary) -> str:
         )
     notes = [f"{math.prod(leaf.parts):,} shards" if math.prod(leaf.parts) > 1 else "whole"]
     notes += [f"x {leaf.num_copies}"] if leaf.num_copies > 1 else []
-    notes += [f"{others} along dims not drawn"] if others > 1 else []
+    notes += [f"{num_undrawn} along dims not drawn"] if num_undrawn > 1 else []
     text = f'<text x="{width + 10}" y="{height / 2 + 5:.1f}" font-size="12" fill="#777">{", ".join(notes)}</text>'
     total = width + 10 + 7 * len(", ".join(notes)) + 8
     border = f'<rect x="1" y="1" width="{width}" height="{height}" fill="none" stroke="#555"/>'

@@ -65,8 +65,8 @@ class ArraysReport:
         rows.append(("total", *map(format_bytes, figures), f"on {len(totals)} devices"))
         lines = [aligned(rows, right=(1, 2, 3))]
         if self.left_whole:
-            taken = sum(leaf.num_bytes for leaf in self.left_whole)
-            lines.append(f"{len(self.left_whole)} unsharded leaves, {format_bytes(taken)}")
+            unsharded_bytes = sum(leaf.num_bytes for leaf in self.left_whole)
+            lines.append(f"{len(self.left_whole)} unsharded leaves, {format_bytes(unsharded_bytes)}")
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
 

@@ -94,7 +94,7 @@ def _explanation(group: str, measured: MemoryReport | ArraysReport) -> str:
         (unsharded, "unsharded leaves"),
         (sum(leaf.unpadded_bytes for leaf in numbers), "integers, counters and keys"),
     ]
-    reasons = [f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes]
+    reasons = [f"{format_bytes(num_bytes)} {reason}" for num_bytes, reason in parts if num_bytes]
     if isinstance(measured, MemoryReport) and group in measured.temporaries:
         reasons.append(f"alive at the peak, in the {measured.peak_phase} pass")
     return ", ".join(reasons)

@@ -223,9 +223,9 @@ def estimate(
     absent = [name for name in ("model_state", "grad_errors") if not groups[name].leaves]
     formula |= {name: _even_bytes(groups[name]) for name in ("model_state", "grad_errors")}
     differences = [
-        *grad_differences(groups["grads"], placement, config),
+        *grad_differences(groups["grads"], placement),
         *(_without_copy(formula) if placement.precision.has_master and not placement.keeps_copy else ()),
-        *_fewer_ways(groups["params"], formula, placement),
+        *_secondary_difference(groups["params"], formula, placement),
         *(difference for name, group in groups.items() for difference in uneven_differences(name, group)),
     ]
     actual, on_host = (_device_bytes(groups, on_host=on_host) for on_host in (False, True))
@@ -311,12 +311,12 @@ def _formula(sizes: _StateSizes, placement: Placement) -> dict[str, float]:
 
 
 def _even_bytes(group: Group) -> float:
-    """Returns the bytes per device of a group whose leaves would all be cut into all parts."""
+    """Returns the bytes per device of a group if all of its leaves were fully sharded."""
     return sum(x.num_bytes for x in group.leaves if x.counted) / group.ways
 
 
 def _without_copy(formula: dict[str, float]) -> list[Difference]:
-    """Explains a state whose params are the master params: they are cast for each use, before they are gathered."""
+    """Explains a state whose params are the master params, which are cast at each use, before the gather."""
     params, master = formula["params"], formula["master"]
     return [
         Difference(group="params", device_bytes=-params, reason="no low-precision copy is stored between steps"),
@@ -325,8 +325,8 @@ def _without_copy(formula: dict[str, float]) -> list[Difference]:
     ]
 
 
-def _fewer_ways(params: Group, formula: dict[str, float], placement: Placement) -> list[Difference]:
-    """Explains params that are a secondary shard: the formula shards them over all of `data`."""
+def _secondary_difference(params: Group, formula: dict[str, float], placement: Placement) -> list[Difference]:
+    """Explains a secondary shard of the params: the formula shards them over all of `data`."""
     if not placement.axes.secondary:
         return []
     sizes = [axis_size(placement.mesh, axes) for axes in (placement.axes.secondary, placement.axes.data)]

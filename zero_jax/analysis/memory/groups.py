@@ -85,48 +85,48 @@ def state_groups(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[s
     placement = make_placement(state.variables, mesh=mesh, config=config)
     shardings = state_shardings(state, mesh=mesh, config=config)
     trees = {field.name: (getattr(state, field.name), getattr(shardings, field.name)) for field in _FIELDS}
-    named = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
-    named["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
-    # K is what grows with the model: an optimizer's scalars do not, and what has no gradient is no parameter.
+    groups = {name: trees.pop(name) for name in ("params", "master", "opt_state", "model_state", "grad_errors")}
+    groups["other"] = ({name: x for name, (x, _) in trees.items()}, {name: s for name, (_, s) in trees.items()})
+    # K counts what grows with the model: neither an optimizer's scalars, nor arrays without gradients.
     counts = {"opt_state": lambda x: x.ndim > 0, "other": lambda _: False}
     _, model = data_and_model_sizes(placement)
-    # Each device that sends a gradient has an error of its own, of the part that it sends.
+    # Each device has its own quantization error, of the part of the gradient that it sends.
     over = lambda name: placement.axes.batch if name == "grad_errors" else placement.axes_of_group(name)  # noqa: E731
     return {
         name: Group(
             leaves=_leaves(tree, placed, counted=counts.get(name, is_inexact)),
             ways=axis_size(mesh, over(name)) * (1 if name == "other" else model),
         )
-        for name, (tree, placed) in named.items()
+        for name, (tree, placed) in groups.items()
     }
 
 
 def secondary_bytes(state: TrainState, *, mesh: Mesh, config: ZeroConfig) -> dict[str, float]:
     """Returns by group the bytes per device that a secondary shard of params and model state costs; empty without one.
 
-    Without it, params with master params beside them would not be stored, others be sharded over all of `data`.
+    Without it, params beside master params would not be stored, and other params would be sharded over all of `data`.
     """
     if not config.secondary:
         return {}
-    with_it = state_groups(state, mesh=mesh, config=config)
+    with_secondary = state_groups(state, mesh=mesh, config=config)
     without = state_groups(state, mesh=mesh, config=dataclasses.replace(config, secondary=False))
     size_of = lambda groups, name: sum(x.device_bytes for x in groups[name].leaves)  # noqa: E731
     before = {"params": 0 if state.master is not None else size_of(without, "params")}
     before["model_state"] = size_of(without, "model_state")
-    return {name: float(size_of(with_it, name) - size) for name, size in before.items()}
+    return {name: float(size_of(with_secondary, name) - size) for name, size in before.items()}
 
 
 def _leaves(tree: PyTree, shardings: PyTree, *, counted: Callable[[Any], bool]) -> tuple[EstimatedLeaf, ...]:
-    named = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
     return tuple(
         _leaf(path, x, sharding, counted=counted(x), on_host=sharding.memory_kind == "pinned_host")
-        for path, x, sharding in named
+        for path, x, sharding in leaves
     )
 
 
 def _leaf(path: str, x: Any, sharding: Any, *, dtype: Any = None, narrow: Any = None, **flags: bool) -> EstimatedLeaf:
-    """Returns the bytes of a leaf in a dtype and, in the formula, in a narrower one; both are by default its own."""
-    item_bytes, narrow_item_bytes = ((own or x.dtype).itemsize for own in (dtype, narrow))
+    """Returns the bytes of a leaf in a dtype and in the narrower one of the formula; the default is its own dtype."""
+    item_bytes, narrow_item_bytes = ((leaf_dtype or x.dtype).itemsize for leaf_dtype in (dtype, narrow))
     return EstimatedLeaf(
         path=path,
         num_bytes=x.size * item_bytes,
@@ -136,14 +136,6 @@ def _leaf(path: str, x: Any, sharding: Any, *, dtype: Any = None, narrow: Any = 
     )
 
 
-def _cuts_grads(placement: Placement, config: ZeroConfig) -> bool:
-    """Returns whether a step has shards of gradients only.
-
-    With one microbatch each gradient is reduced to the optimizer's shard as soon as it is made (`scatter_grads`).
-    """
-    return "grads" in placement.groups or (config.num_microbatches == 1 and "master" in placement.groups)
-
-
 def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, needed: list[bool]) -> Group:
     """Returns the gradients that are alive at the end of the backward pass.
 
@@ -151,22 +143,23 @@ def grad_group(state: TrainState, placement: Placement, config: ZeroConfig, need
     of its devices.
     """
     num_devices, model = data_and_model_sizes(placement)
-    cut = _cuts_grads(placement, config)
     summed = config.num_microbatches > 1
-    over = placement.axes.data if cut else ()
+    # With one microbatch each gradient is reduced to the optimizer's shard as soon as it is computed (`scatter_grads`).
+    is_sharded = "grads" in placement.groups or (not summed and "master" in placement.groups)
+    over = placement.axes.data if is_sharded else ()
     shardings = to_shardings(placement.params, mesh=placement.mesh, axes=placement.axes, over=over)
-    named = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
+    params = zip(leaf_names(state.params), jax.tree.leaves(state.params), jax.tree.leaves(shardings), strict=True)
     leaves = []
-    for path, x, sharding in named:
+    for path, x, sharding in params:
         if not is_inexact(x):
             continue
         narrow = computed_dtype(x.dtype, placement)
         leaves.append(_leaf(path, x, sharding, dtype=wide(narrow) if summed else narrow, narrow=narrow))
-    taken = list(zip(leaves, needed, strict=True))
+    flagged = list(zip(leaves, needed, strict=True))
     return Group(
-        leaves=tuple(leaf for leaf, is_needed in taken if is_needed),
-        skipped=tuple(leaf for leaf, is_needed in taken if not is_needed),
-        ways=model * (num_devices if cut else 1),
+        leaves=tuple(leaf for leaf, is_needed in flagged if is_needed),
+        skipped=tuple(leaf for leaf, is_needed in flagged if not is_needed),
+        ways=model * (num_devices if is_sharded else 1),
     )
 
 
@@ -176,7 +169,7 @@ def computed_dtype(dtype: Any, placement: Placement) -> Any:
     return jnp.dtype(compute if compute is not None and jnp.issubdtype(dtype, jnp.floating) else dtype)
 
 
-def grad_differences(grads: Group, placement: Placement, config: ZeroConfig) -> list[Difference]:
+def grad_differences(grads: Group, placement: Placement) -> list[Difference]:
     """Explains gradients that differ from the formula."""
     num_devices, model = data_and_model_sizes(placement)
     ways = model * (num_devices if "grads" in placement.groups else 1)
@@ -193,16 +186,16 @@ def grad_differences(grads: Group, placement: Placement, config: ZeroConfig) -> 
 
 
 def uneven_differences(name: str, group: Group) -> list[Difference]:
-    """Explains a group by its leaves that are not fully sharded, and those that the formula does not have."""
+    """Explains a group by the leaves that are not fully sharded, and by those that the formula does not count."""
     counted = [x for x in group.leaves if x.counted]
     extra = [(x.path, x.device_bytes - x.num_bytes / group.ways) for x in counted]
     extra = sorted([(path, size) for path, size in extra if size], key=lambda item: -item[1])
     shown = ", ".join(path for path, _ in extra[:_SHOWN_LEAVES])
     more = f" and {len(extra) - _SHOWN_LEAVES} more" if len(extra) > _SHOWN_LEAVES else ""
-    rest = sum(x.device_bytes for x in group.leaves if not x.counted)
+    uncounted = sum(x.device_bytes for x in group.leaves if not x.counted)
     reasons = {
         f"{len(extra)} leaves unsharded, or not cut {group.ways} ways: {shown}{more}": sum(size for _, size in extra),
-        "counters, keys and other leaves that are no parameters or moments of them": rest,
+        "counters, keys and other leaves that are no parameters or moments of them": uncounted,
     }
     return [Difference(group=name, device_bytes=size, reason=reason) for reason, size in reasons.items()]
 

@@ -7,15 +7,15 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from zero_jax.analysis.leaves import ArgumentLeaf, group_of, path_of
+from zero_jax.analysis.leaves import ArgumentLeaf, dims_key, group_of, path_of
 from zero_jax.hlo import KINDS, Buffer, Heap, arrays, gathered_path, parse_shape, phase_of
 
 TEMPORARIES = ("grads", "gathered params", "residuals", "copied params", "collective buffers", "other temporaries")
-# A gradient of the gather of a param, in contrast to a gather that is done again in the backward pass.
+# The gradient of a param's gather, not the gather that is repeated in the backward pass.
 _GRAD_OF_GATHER = re.compile(r"transpose\([^/]*gather:")
 # The groups that a loss function uses, and that are gathered for it.
 _PARAMS = ("params", "master", "model_state")
-# Smaller arrays than these share their dims with too much.
+# Dims of smaller arrays are ambiguous.
 _SMALLEST_PARAM = 1024
 
 
@@ -55,31 +55,23 @@ def classify(heap: Heap, leaves: Sequence[ArgumentLeaf]) -> tuple[Temporary, ...
     def is_residual(buffer: Buffer, _: tuple[int, ...]) -> bool:
         return phase_of(buffer.op_name) == "forward" and phase_of(buffer.last_read_by) == "backward"
 
-    def is_collective_buffer(buffer: Buffer, _: tuple[int, ...]) -> bool:
-        return bool(is_collective.fullmatch(buffer.opcode))
-
     rules: tuple[tuple[str, Callable[[Buffer, tuple[int, ...]], bool]], ...] = (
         ("copied params", is_copied),
         ("gathered params", is_gathered),
         ("grads", is_grad),
         ("residuals", is_residual),
-        ("collective buffers", is_collective_buffer),
+        ("collective buffers", lambda buffer, _: bool(is_collective.fullmatch(buffer.opcode))),
         ("other temporaries", lambda buffer, dims: True),
     )
 
     def kind_of(buffer: Buffer) -> str:
         (array,) = arrays(parse_shape(buffer.shape))
-        return next(kind for kind, holds in rules if holds(buffer, _dims(array.dims)))
+        return next(kind for kind, holds in rules if holds(buffer, dims_key(array.dims)))
 
     return tuple(Temporary(kind=kind_of(buffer), buffer=buffer) for buffer in heap.live)
 
 
-def _dims(dims: Sequence[int]) -> tuple[int, ...]:
-    """The dims without those of 1, in any order: XLA transposes and reshapes gradients as it likes."""
-    return tuple(sorted(dim for dim in dims if dim > 1))
-
-
 def _dims_of_grads(dims: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """The dims of a param, and of one layer of it if it may be a stack of layers."""
+    """Returns the dims of a param, and of one layer of it if it may be a stack of layers."""
     shapes = [dims, dims[1:]] if len(dims) >= 3 else [dims]
-    return {_dims(shape) for shape in shapes if math.prod(shape) >= _SMALLEST_PARAM}
+    return {dims_key(shape) for shape in shapes if math.prod(shape) >= _SMALLEST_PARAM}

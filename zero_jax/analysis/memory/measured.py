@@ -23,7 +23,7 @@ from zero_jax.hlo import Buffer, Heap, HeapLayout, parse, peak, phase_of
 
 _NUM_LARGEST = 12
 _MAX_ON_CHIP_BYTES = 160 * 2**20
-# Under this a compiler's padding may be many times what is alive, and a ratio would say nothing.
+# In smaller heaps a compiler's padding may be many times the live bytes, and a ratio would be meaningless.
 _SMALL_HEAP_BYTES = 2**20
 
 
@@ -91,8 +91,8 @@ class MemoryReport:
     @property
     def by_group(self) -> dict[str, int]:
         """Bytes by group of the arguments and kind of the temporaries; together `peak_bytes` less new results."""
-        rest = {"unexplained": self.unexplained_bytes} if self.unexplained_bytes > 0 else {}
-        return {**self.arguments, **self.temporaries, **rest}
+        unexplained = {"unexplained": self.unexplained_bytes} if self.unexplained_bytes > 0 else {}
+        return {**self.arguments, **self.temporaries, **unexplained}
 
     @property
     def peak_bytes(self) -> int:
@@ -162,7 +162,7 @@ class MemoryReport:
         return "\n".join([*lines, *(f"WARNING: {warning}" for warning in self.warnings)])
 
     def _further_rows(self) -> list[tuple[str, ...]]:
-        """What is no part of the total, or another view of it."""
+        """Returns rows that are not summands of the total."""
         if self.fragmentation is None or self.allocated_bytes is None:
             rows = [("allocated", "unknown", "", "XLA:TPU reports it to a compile with memory.layout_options")]
         else:
@@ -248,10 +248,10 @@ def _heap_bytes(heap: Heap, analysis: Any, host_bytes: int, *, is_tpu: bool) -> 
     """Returns what temporaries take of the device's memory."""
     if not is_tpu:
         return int(analysis.temp_size_in_bytes)
-    # XLA:TPU reports the largest heap of one memory space: where that is more than fits on the chip, it is this one.
-    # Its peak counts what is in the host's memory too.
-    own = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes) - host_bytes
-    return max(heap.peak_bytes, own) if own > _MAX_ON_CHIP_BYTES else heap.peak_bytes
+    # XLA:TPU reports the largest heap of any one memory space. A heap that does not fit on the chip is that of the
+    # device's memory. The reported peak includes host memory.
+    largest_heap = int(getattr(analysis, "peak_memory_in_bytes", 0)) - int(analysis.argument_size_in_bytes) - host_bytes
+    return max(heap.peak_bytes, largest_heap) if largest_heap > _MAX_ON_CHIP_BYTES else heap.peak_bytes
 
 
 def _argument_warning(leaves: Sequence[ArgumentLeaf], argument_bytes: int) -> str | None:

@@ -122,7 +122,7 @@ def estimate_stages(
 
 
 def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
-    """Returns the config of a stage, without params in host memory where these are whole on each device."""
+    """Returns the config of a stage; params are kept in host memory only if the stage shards them."""
     if config.offload == "all" or getattr(config.offload, "what", None) == "all":
         if "params" not in sharded_groups(stage):
             is_text = isinstance(config.offload, str)
@@ -132,7 +132,7 @@ def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
 
 
 def _init_fn(params: Any) -> Callable[[jax.Array], PyTree]:
-    """Returns a function of a key that makes params, of which only the shapes are asked for."""
+    """Returns a function of a key that makes params; it is only traced."""
     leaves = jax.tree.leaves(params)
     if callable(params) and not any(hasattr(leaf, "dtype") for leaf in leaves):
         return params
@@ -140,5 +140,5 @@ def _init_fn(params: Any) -> Callable[[jax.Array], PyTree]:
     return lambda key: jax.tree.map(make, params)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -57,12 +57,12 @@ def optimizer_rows(keys: DeepSpeedKeys) -> Iterator[Row]:
             hint = did_you_mean(name, (*_OTHERS, *_TRANSLATED))
             note = _OTHERS.get(name, f"no optimizer of DeepSpeed's own: {hint}set [optimizer]")
         yield keys.row("optimizer.type", "not translated", note)
-        yield from _left(keys, _PARAMS, f"of {kind or 'an optimizer without a type'}")
+        yield from _untranslated(keys, _PARAMS, f"of {kind or 'an optimizer without a type'}")
     yield from _schedule(keys, has_optimizer=name in _TRANSLATED)
 
 
-def _left(keys: DeepSpeedKeys, prefix: str, reason: str) -> Iterator[Row]:
-    """Makes rows of keys that belong to what is not translated."""
+def _untranslated(keys: DeepSpeedKeys, prefix: str, reason: str) -> Iterator[Row]:
+    """Makes the rows of the keys of an optimizer or scheduler that is not translated."""
     for key in keys.values:
         if key.startswith(prefix) and key in KEYS:
             yield keys.row(key, "not translated", reason)
@@ -82,8 +82,8 @@ def _translated(keys: DeepSpeedKeys, name: str) -> Iterator[Row]:
     if blocking:
         names = ", ".join(row.key for row in blocking)
         yield keys.row("optimizer.type", "not translated", f"with {names} it is another optimizer than those here")
-        there = [row for row in rows if row.key in keys]
-        yield from (keys.row(row.key, "not translated", row.reason or "of that optimizer") for row in there)
+        present = [row for row in rows if row.key in keys]
+        yield from (keys.row(row.key, "not translated", row.reason or "of that optimizer") for row in present)
         return
     kind = "adamw" if name in _ADAM else name
     check("optimizer.params", lambda: OptimizerConfig(**{"optimizer": kind, **options}))
@@ -98,9 +98,9 @@ _BLOCKING = {"bias_correction", "adam_w_mode", "amsgrad", "nesterov", "dampening
 
 def _defaults(name: str, params: Mapping[str, Any]) -> list[str]:
     """Returns the params that the file leaves at DeepSpeed's default, which is not that of zero_jax."""
-    wanted = {"adam": ["lr", "betas", "weight_decay"], "lion": ["lr", "weight_decay"]}
-    wanted["sgd"] = ["lr", "weight_decay", "momentum"]
-    return [param for param in wanted["adam" if name in _ADAM else name] if param not in params]
+    params_of = {"adam": ["lr", "betas", "weight_decay"], "lion": ["lr", "weight_decay"]}
+    params_of["sgd"] = ["lr", "weight_decay", "momentum"]
+    return [param for param in params_of["adam" if name in _ADAM else name] if param not in params]
 
 
 def _param_rows(keys: DeepSpeedKeys, name: str, param: str, params: Mapping[str, Any]) -> Row | None:
@@ -225,7 +225,7 @@ def _schedule(keys: DeepSpeedKeys, *, has_optimizer: bool) -> Iterator[Row]:
             hint = "" if kind in ("OneCycle", "LRRangeTest") else did_you_mean(kind, _SCHEDULES)
             note = f"{hint}zero_jax has no such schedule: set optimizer.schedule"
         yield keys.row(key, "not translated", note)
-        yield from _left(keys, _SCHEDULE, f"of {kind}")
+        yield from _untranslated(keys, _SCHEDULE, f"of {kind}")
         return
     end: dict[str, Any] = {"optimizer__final_learning_rate": 0.0} if kind == "WarmupDecayLR" else {}
     yield keys.row(key, "translated", optimizer__schedule=_SCHEDULES[kind], **end)
@@ -235,7 +235,7 @@ def _schedule(keys: DeepSpeedKeys, *, has_optimizer: bool) -> Iterator[Row]:
         if kind in kinds or (not kinds and key in keys):
             yield keys.auto(key, setting) if setting and keys.is_auto(key) else read(keys, key)
             done.add(key)
-    yield from (row for row in _left(keys, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
+    yield from (row for row in _untranslated(keys, _SCHEDULE, f"it is not of {kind}") if row.key not in done)
 
 
 def _is_linear(keys: DeepSpeedKeys) -> bool:
@@ -291,8 +291,8 @@ def _last_iteration(keys: DeepSpeedKeys, key: str) -> Row:
     return keys.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")
 
 
-# The schedules for which a key has a default that matters, those of the file alone where there are none; what to set
-# here where another program fills in the value; and the function that makes the row.
+# The schedules for which an absent key has a row, too (none: only a key of the file has one); what to set here if
+# another program fills in the value; and the function that makes the row.
 _SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[DeepSpeedKeys, str], Row]]] = {
     "warmup_num_steps": (tuple(_SCHEDULES), "optimizer.warmup_steps", _warmup_steps),
     "warmup_max_lr": (("WarmupLR", "WarmupDecayLR"), "optimizer.learning_rate", _peak),

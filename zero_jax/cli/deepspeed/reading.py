@@ -32,23 +32,23 @@ def read_json(path: str | pathlib.Path) -> dict[str, Any]:
       ValueError: it cannot be read, or is no JSON object with each key once.
     """
     text = read_text(path, "the DeepSpeed config", remedy="give a JSON file", limit_bytes=_MAX_BYTES)
-    what = f"cannot read the DeepSpeed config {path}"
+    problem = f"cannot read the DeepSpeed config {path}"
     try:
         config = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise ValueError(f"{what}: it is nested too deeply") from error
+        raise ValueError(f"{problem}: it is nested too deeply") from error
     except ValueError as error:
-        raise ValueError(f"{what}: {str(error).splitlines()[0]}; give JSON, without comments") from error
+        raise ValueError(f"{problem}: {str(error).splitlines()[0]}; give JSON, without comments") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{what}: it holds {shown(config)}: give an object of keys, such as {{...}}")
+        raise ValueError(f"{problem}: it holds {shown(config)}: give an object of keys, such as {{...}}")
     return config
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"the key {twice[0]!r} is there twice: leave one")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"the key {repeated[0]!r} is there twice: leave one")
     return dict(pairs)
 
 
@@ -88,12 +88,12 @@ def _entries(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 def _nearest(key: str) -> str:
     """Returns a hint with the nearest known key: of the same section first, then of any."""
     section, _, name = key.rpartition(".")
-    siblings = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS) if known.rpartition(".")[0] == section}
     anywhere = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS)}
-    for known in (siblings, anywhere):
-        hint = did_you_mean(name, known, "{}", cutoff=0.75)
+    siblings = {known.rpartition(".")[2]: known for known in (*KEYS, *SECTIONS) if known.rpartition(".")[0] == section}
+    for key_by_name in (siblings, anywhere):
+        hint = did_you_mean(name, key_by_name, "{}", cutoff=0.75)
         if hint:
-            return f"did you mean {known[hint]!r}?"
+            return f"did you mean {key_by_name[hint]!r}?"
     return "DeepSpeed documents no such key"
 
 

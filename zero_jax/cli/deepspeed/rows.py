@@ -1,4 +1,4 @@
-"""What became of each key of a DeepSpeed config: rows, and the config file that they make together."""
+"""The result of a translation: a row for each key of a DeepSpeed config, and the config file of all rows."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class DeepSpeedKeys:
 
     def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> Row:
         """Makes the row of a key; settings are named `section__name`."""
-        named = {name.replace("__", ".", 1): value for name, value in settings.items()}
+        by_name = {name.replace("__", ".", 1): value for name, value in settings.items()}
         value, is_absent = self.get(key), key not in self.values
-        return Row(key=key, value=value, status=status, settings=named, reason=reason, is_absent=is_absent)
+        return Row(key=key, value=value, status=status, settings=by_name, reason=reason, is_absent=is_absent)
 
     def same_if(self, is_same: bool, key: str, reason: str) -> Row:
         """Makes the row of a key whose value zero_jax does anyway, or does not translate for a reason."""

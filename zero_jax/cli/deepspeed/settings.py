@@ -39,8 +39,8 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
     rows += [row for translator in sections for row in translator(keys)]
     nulls = {key for key, value in values.items() if value is None} - {row.key for row in rows}
     rows += [Row(key=key, value=None, status="off") for key in nulls]
-    places = {key: place for place, key in enumerate(values)}
-    translation = Translation(rows=tuple(sorted(rows, key=lambda row: places.get(row.key, len(places)))))
+    order = {key: i for i, key in enumerate(values)}
+    translation = Translation(rows=tuple(sorted(rows, key=lambda row: order.get(row.key, len(order)))))
     missing = {*values} - {row.key for row in translation.rows}
     assert not missing, f"keys without a row: {missing}"
     return translation
@@ -190,9 +190,9 @@ def _mesh(keys: DeepSpeedKeys) -> Iterator[Row]:
         yield keys.row(key, "translated", f"full copies on groups of {size} devices", run__replica=copies)
 
 
-def _divided(total: int, part: int, what: str) -> int:
+def _divided(total: int, part: int, label: str) -> int:
     if total % part:
-        raise ValueError(f"{what}: {total} does not divide by {part}: correct it, or --devices")
+        raise ValueError(f"{label}: {total} does not divide by {part}: correct it, or --devices")
     return total // part
 
 
@@ -233,19 +233,19 @@ def _inferred(
     size: int | None, micro_size: int | None, num: int | None, parts: int | None
 ) -> tuple[int | None, int | None]:
     """Returns batch size and microbatches as DeepSpeed infers them, as far as they are known, and checks them."""
-    what = f"{_BATCH[0]} = {size}, {_BATCH[1]} = {micro_size}, {_BATCH[2]} = {num}"
+    label = f"{_BATCH[0]} = {size}, {_BATCH[1]} = {micro_size}, {_BATCH[2]} = {num}"
     if num is None and (size is None or micro_size is None):
         num = 1
     elif num is None and size is not None and micro_size is not None and parts is not None:
-        num = _divided(size, micro_size * parts, what)
+        num = _divided(size, micro_size * parts, label)
     if size is None and micro_size is not None and num is not None and parts is not None:
         size = micro_size * num * parts
     if size is not None and num is not None:
-        num_parallel = _divided(size, num * (micro_size or 1), what)
+        num_parallel = _divided(size, num * (micro_size or 1), label)
         if parts is not None and micro_size is not None and parts != num_parallel:
-            raise ValueError(f"{what} are for {num_parallel} data-parallel devices, not {parts}")
+            raise ValueError(f"{label} are for {num_parallel} data-parallel devices, not {parts}")
         if parts is not None:
-            _divided(size, num * parts, what)
+            _divided(size, num * parts, label)
     return size, num
 
 

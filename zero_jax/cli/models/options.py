@@ -150,18 +150,18 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
     Raises:
       ValueError: a reference that cannot be imported, or some of the references without the others.
     """
-    own = {name: getattr(options, name) for name in ("loss", "init", "batch")}
-    if any(own.values()):
-        missing = [f"--{name}" for name, ref in own.items() if not ref]
+    refs = {name: getattr(options, name) for name in ("loss", "init", "batch")}
+    if any(refs.values()):
+        missing = [f"--{name}" for name, ref in refs.items() if not ref]
         if missing:
             raise ValueError(f"a model of your own needs --loss, --init and --batch: give {' and '.join(missing)} too")
         refuse_presets(options)
-        batch, init_fn = function_of("--batch", own["batch"]), function_of("--init", own["init"])
-        check_takes(f"--batch {own['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
+        batch, init_fn = function_of("--batch", refs["batch"]), function_of("--init", refs["init"])
+        check_takes(f"--batch {refs['batch']!r}", batch, (), remedy="name a function of nothing that returns a batch")
         return PlannedModel(
-            name=own["loss"],
+            name=refs["loss"],
             init_fn=init_fn,
-            loss_fn=function_of("--loss", own["loss"]),
+            loss_fn=function_of("--loss", refs["loss"]),
             batch_fn=lambda num_examples: batch_of(batch(), num_examples),
             config=None,
             specs_fn=own_specs(options.param_specs, init_fn),

@@ -39,11 +39,11 @@ class OwnModelConfig:
     def __post_init__(self) -> None:
         """Raises `ValueError` for some of the references without the others."""
         check_fields(self)
-        named = [name for name, reference in vars(self).items() if reference]
-        missing = [option_of(name) for name in _NEEDED if name not in named]
-        if named and missing:
+        set_names = [name for name, reference in vars(self).items() if reference]
+        missing = [option_of(name) for name in _NEEDED if name not in set_names]
+        if set_names and missing:
             raise ValueError(
-                f"{option_of(named[0])} is of a model of your own, which needs --loss, --init and --batches: give "
+                f"{option_of(set_names[0])} is of a model of your own, which needs --loss, --init and --batches: give "
                 f"{' and '.join(missing)} too"
             )
 

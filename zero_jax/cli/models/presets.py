@@ -45,17 +45,19 @@ class ActivationConfig:
 
 def add_shape_options(parser: argparse.ArgumentParser, group: Any) -> None:
     """Adds options for the fields of GPTs and decoders: those of both to `group`, the others to groups of their own."""
-    ours, theirs = option_fields(GPTConfig).keys(), option_fields(DecoderConfig).keys()
-    add_fields(group, GPTConfig, default_of=None, without=ours - theirs)
-    add_fields(parser.add_argument_group("model: GPTs alone"), GPTConfig, default_of=None, without=theirs)
+    gpt_fields, decoder_fields = option_fields(GPTConfig).keys(), option_fields(DecoderConfig).keys()
+    add_fields(group, GPTConfig, default_of=None, without=gpt_fields - decoder_fields)
+    add_fields(parser.add_argument_group("model: GPTs alone"), GPTConfig, default_of=None, without=decoder_fields)
     title = "model: decoders alone (Llama, Qwen, Gemma, Mistral, Mixtral)"
-    add_fields(parser.add_argument_group(title), DecoderConfig, default_of=None, without=ours)
+    add_fields(parser.add_argument_group(title), DecoderConfig, default_of=None, without=gpt_fields)
 
 
 def decoder_keys() -> dict[str, OptionKind]:
     """Returns the options that decoders alone have, by destination."""
-    ours = option_fields(GPTConfig)
-    return {f"DecoderConfig.{name}": kind for name, kind in option_fields(DecoderConfig).items() if name not in ours}
+    gpt_fields = option_fields(GPTConfig)
+    return {
+        f"DecoderConfig.{name}": kind for name, kind in option_fields(DecoderConfig).items() if name not in gpt_fields
+    }
 
 
 def shape_changes(options: argparse.Namespace) -> dict[str, Any]:
@@ -73,11 +75,11 @@ def find_preset(name: str) -> ModelConfig:
 
 def check_changes(name: str, config: ModelConfig, changes: Mapping[str, Any]) -> None:
     """Raises `ValueError` for options of fields that the kind of model does not have."""
-    known = option_fields(type(config))
+    fields = option_fields(type(config))
     for field in changes:
-        if field not in known:
-            option, near = option_of(field), did_you_mean(field, known, "{}")
-            hint = f"did you mean {option_of(near)}? " if near else ""
+        if field not in fields:
+            option, nearest = option_of(field), did_you_mean(field, fields, "{}")
+            hint = f"did you mean {option_of(nearest)}? " if nearest else ""
             raise ValueError(f"{option}: {name} is {_KINDS[type(config)]}, which has no {field}: {hint}leave it out")
 
 

@@ -164,6 +164,19 @@ def split_by_size(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
 
 
+def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np.ndarray:
+    """Casts values to the dtype of a tensor.
+
+    Raises:
+      ValueError: finite values that the dtype cannot represent; the message has the path of the leaf, and the remedy.
+    """
+    with np.errstate(over="ignore"):
+        cast = values.astype(jnp.dtype(dtype), copy=False)
+    if cast is not values and np.isinf(cast).any() and not np.isinf(values).any():
+        raise ValueError(f"leaf {leaf!r} has values too large for {dtype}: {remedy}")
+    return cast
+
+
 def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Makes a file with a header and room for the tensors, and returns them by name, to be written in place.
 

@@ -1,1 +1,1 @@
-"""Tokens of a data set: made once, cached in a folder with checksums, read where asked."""
+"""Tokens of a data set: made once, cached in a folder with checksums, read on demand."""

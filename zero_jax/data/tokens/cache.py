@@ -61,7 +61,7 @@ def read_tokens(
             _remove(folder, damaged)
     try:
         tokens = _in_use(make(folder), folder)
-        evict_oldest(cache, is_own=_is_own, max_bytes=MAX_BYTES, keep=folder)
+        evict_oldest(cache, is_own=_is_entry, max_bytes=MAX_BYTES, keep=folder)
         return tokens
     except OSError as error:
         log(f"cannot keep the tokens in {folder} ({error}): they stay in memory, and the next run makes them again")
@@ -77,12 +77,12 @@ def _in_use(tokens: Tokens, folder: pathlib.Path) -> Tokens:
     return tokens
 
 
-def _is_own(path: pathlib.Path) -> bool:
+def _is_entry(path: pathlib.Path) -> bool:
     return re.fullmatch(r".*-[0-9a-f]{16,}", path.name) is not None and (path / "meta.json").is_file()
 
 
 def verify_if_small(tokens: Tokens) -> Tokens:
-    """Verifies the checksums of a file of up to 1 GiB, in about a second; of a larger file they are when it is read.
+    """Verifies the checksums of a file of up to 1 GiB, in about a second; larger files are verified as they are read.
 
     Raises:
       ValueError: the tokens are damaged.

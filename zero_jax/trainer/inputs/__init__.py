@@ -1,1 +1,1 @@
-"""What a run trains on: text, or batches of the user's own. The loop knows both by the same methods."""
+"""The data of a run: text, or batches of the user's own. Both have the methods that the loop calls."""

@@ -1,4 +1,4 @@
-"""A model of the user's own as what a run trains: any loss function, and any batches."""
+"""A model of the user's own: any loss function, and any batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OwnModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OwnInput:
-    """Batches of the user's own, with what the loop asks of the data of a run.
+    """Batches of the user's own, with the methods that the loop calls (as those of `TextInput`).
 
     Attributes:
       source: the batches.
@@ -92,7 +92,7 @@ class OwnInput:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """That the batches are the user's own; their hashes do not decide, for the order may be random."""
+        """The kind of the batches. Their hashes are no part of it, as the order may be random."""
         return {"batches": "own"}
 
     @property
@@ -121,7 +121,7 @@ class OwnInput:
         if saved is not None:
             self._check_global_batch(saved)
             self._compare_first_batch(saved, say)
-            position, state = whole_number(saved["position"]), _own_state(saved.get("states"))
+            position, state = whole_number(saved["position"]), _process_state(saved.get("states"))
         batches = self.source.open(position, state, say=say, beat=beat)
         return OwnBatches(batches, sizes=self.local_sizes, position=position)
 
@@ -133,14 +133,14 @@ class OwnInput:
         return record if state is None else {**record, "states": from_all_processes(state)}
 
     def _check_global_batch(self, saved: Mapping[str, Any]) -> None:
-        """Raises `ValueError` if the batch is another one only because the number of processes is another one."""
+        """Raises `ValueError` if the size of the global batch has changed with the number of processes."""
         num_before, size_before = saved.get("num_processes"), saved.get("batch_size")
-        num = jax.process_count()
-        if num_before not in (None, num) and size_before not in (None, self.batch_size):
+        num_processes = jax.process_count()
+        if num_before not in (None, num_processes) and size_before not in (None, self.batch_size):
             raise ValueError(
-                f"{num} processes give {self.batch_size // num} examples each, {self.batch_size} in all; the run had "
-                f"{size_before} by {num_before} processes: give each process its part of the same global "
-                "batch (divide its size by jax.process_count())"
+                f"{num_processes} processes give {self.batch_size // num_processes} examples each, {self.batch_size} "
+                f"in all; the run had {size_before} by {num_before} processes: give each process its part of the same "
+                "global batch (divide its size by jax.process_count())"
             )
 
     def _compare_first_batch(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -155,7 +155,7 @@ class OwnInput:
         )
 
     def place(self, batch: PyTree) -> PyTree:
-        """Shards a batch over the devices; what comes from the host goes into buffers that are reused."""
+        """Shards a batch over the devices; arrays of the host are copied into buffers that are reused."""
         has_own_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
         placed = shard_batch(batch, mesh=self.mesh)
         # Arrays on devices may be given again; the buffers would delete them.
@@ -173,7 +173,7 @@ class OwnInput:
 
 
 class OwnBatches(Iterator[PyTree]):
-    """Open batches, as they come from the user; all have as many examples as the first one, leaf by leaf.
+    """Iterates over the user's batches; checks that each has as many examples as the first one, leaf by leaf.
 
     Attributes:
       position: batches so far, those before the start included.
@@ -218,8 +218,8 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     """Checks a model of the user's own with its first batch, and returns its data.
 
     Raises:
-      ValueError: what is no batches, a batch that does not divide over devices and microbatches, a loss that is no
-        scalar, or functions of other parameters.
+      ValueError: `batches` of an unknown kind, a batch that does not divide over devices and microbatches, a loss that
+        is not a scalar, or functions with other parameters.
     """
     source = find_source("batches", model.batches)
     first = source.first()
@@ -229,8 +229,8 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
     weight = None if zero.loss_weight == "auto" else zero.loss_weight
     validation, eval_aux = None, {}
     if model.validation is not None:
-        validation, first_of_it = _validation(model.validation, eval_batches)
-        placed = _placed_shapes("the first batch of the validation", first_of_it, mesh, 1)
+        validation, first_validation = _validation(model.validation, eval_batches)
+        placed = _placed_shapes("the first batch of the validation", first_validation, mesh, 1)
         eval_aux = _aux_shapes(model.eval_fn or model.loss_fn, variables, placed, mesh)
         if weight is not None and weight not in leaf_names(eval_aux):
             raise ValueError(
@@ -260,25 +260,25 @@ def _validation(batches: Any, eval_batches: int) -> tuple[Iterable[PyTree], PyTr
     first = source.first()
     if source.again() is not None:
         return _FixedBatches(source.again, eval_batches), first
-    kept: list[PyTree] = []
+    fixed: list[PyTree] = []
     with contextlib.suppress(BatchesEnded):
-        nothing = lambda *_: None  # noqa: E731
-        kept.extend(itertools.islice(source.open(0, None, say=nothing, beat=nothing), eval_batches))
-    return _FixedBatches(lambda: kept, eval_batches), first
+        ignore = lambda *_: None  # noqa: E731
+        fixed.extend(itertools.islice(source.open(0, None, say=ignore, beat=ignore), eval_batches))
+    return _FixedBatches(lambda: fixed, eval_batches), first
 
 
-def _placed_shapes(what: str, batch: PyTree, mesh: Mesh, num_microbatches: int) -> PyTree:
+def _placed_shapes(label: str, batch: PyTree, mesh: Mesh, num_microbatches: int) -> PyTree:
     """Returns the global shapes of a batch; raises `ValueError` if it does not divide."""
     if not jax.tree.leaves(batch):
-        raise ValueError(f"{what} has no arrays: give a pytree of arrays [examples, ...]")
-    check_arrays(what, batch, remedy="give a pytree of arrays [examples, ...]")
+        raise ValueError(f"{label} has no arrays: give a pytree of arrays [examples, ...]")
+    check_arrays(label, batch, remedy="give a pytree of arrays [examples, ...]")
     try:
         placed = shard_batch(batch, mesh=mesh)
         check_batch(placed, mesh=mesh, axes=axes_of(mesh), num_microbatches=num_microbatches)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{label}: {error}") from error
     if not any(x.ndim for x in jax.tree.leaves(placed)):
-        raise ValueError(f"{what} has no leaf with a leading dim: give arrays [examples, ...]")
+        raise ValueError(f"{label} has no leaf with a leading dim: give arrays [examples, ...]")
     return shapes_of(placed)
 
 
@@ -306,14 +306,14 @@ def _num_examples(batch: PyTree) -> int:
     return next(iter(leading_dims(batch).values()))
 
 
-def _own_state(states: Any) -> str | None:
+def _process_state(states: Any) -> str | None:
     """Returns this process's state among those of a checkpoint, which may be forged."""
     if states is None:
         return None
     if not isinstance(states, list) or len(states) != jax.process_count():
-        num = len(states) if isinstance(states, list) else 0
+        num_states = len(states) if isinstance(states, list) else 0
         raise ValueError(
-            f"the checkpoint has the positions of {num} processes in their batches, and there are "
+            f"the checkpoint has the positions of {num_states} processes in their batches, and there are "
             f"{jax.process_count()}: start as many, or give batches as a function of the step"
         )
     return text(states[jax.process_index()])

@@ -25,54 +25,56 @@ class BatchesEnded(Exception):
     """Raised where an iterator has no more batches and cannot begin again."""
 
 
-def find_source(what: str, batches: Any) -> Source:
-    """Returns the source of what the user gave as batches; `what` names it in errors.
+def find_source(label: str, batches: Any) -> Source:
+    """Returns the source for batches of any supported kind; `label` names them in errors.
 
     Raises:
-      ValueError: it is no batches, or there is no batch in it.
+      ValueError: batches of an unknown kind, or none at all.
     """
     if isinstance(batches, Mapping):
-        raise ValueError(f"{what} is a {type(batches).__name__}, a single batch perhaps: {_REMEDY}, such as [batch]")
+        raise ValueError(f"{label} is a {type(batches).__name__}, a single batch perhaps: {_REMEDY}, such as [batch]")
     if not callable(batches) or isinstance(batches, Iterable):
-        return _from_iterable(what, batches, None)
+        return _from_iterable(label, batches, None)
     num_required = _num_required(batches)
     if num_required == 1:
         if inspect.isgeneratorfunction(batches):
             raise ValueError(
-                f"{what}: {_name(batches)} takes a step and yields: return the batch of that step, or take no argument "
-                "and yield all of them"
+                f"{label}: {_name(batches)} takes a step and yields: return the batch of that step, or take no "
+                "argument and yield all of them"
             )
         return StepSource(batches, "a function of the step")
     if num_required > 1:
-        raise ValueError(f"{what}: {_name(batches)}{inspect.signature(batches)} takes {num_required} values: {_REMEDY}")
-    made = batches()
-    if callable(made) and not isinstance(made, Iterable):
-        raise ValueError(f"{what}: {_name(batches)}() returned {shown(made)}, no batches: {_REMEDY}")
-    if isinstance(made, Mapping):
         raise ValueError(
-            f"{what}: {_name(batches)}() returned a {type(made).__name__}, a single batch perhaps: take the step as an "
-            "argument, or yield batches"
+            f"{label}: {_name(batches)}{inspect.signature(batches)} takes {num_required} values: {_REMEDY}"
         )
-    return _from_iterable(f"{what}: {_name(batches)}()", made, batches)
+    returned = batches()
+    if callable(returned) and not isinstance(returned, Iterable):
+        raise ValueError(f"{label}: {_name(batches)}() returned {shown(returned)}, no batches: {_REMEDY}")
+    if isinstance(returned, Mapping):
+        raise ValueError(
+            f"{label}: {_name(batches)}() returned a {type(returned).__name__}, a single batch perhaps: take the step "
+            "as an argument, or yield batches"
+        )
+    return _from_iterable(f"{label}: {_name(batches)}()", returned, batches)
 
 
-def _from_iterable(what: str, batches: Any, make: Callable[[], Any] | None) -> Source:
-    """Returns the source of an iterable; `make` makes it anew where it can be read only once."""
+def _from_iterable(label: str, batches: Any, make: Callable[[], Any] | None) -> Source:
+    """Returns the source of an iterable; `make` makes it again if it can be read only once."""
     try:
         iterator = iter(batches)
     except TypeError as error:
-        raise ValueError(f"{what} is {shown(batches)}, no batches: {_REMEDY}") from error
+        raise ValueError(f"{label} is {shown(batches)}, no batches: {_REMEDY}") from error
     if iterator is not batches:
         again: Callable[[], Iterator[PyTree]] | None = lambda: iter(batches)  # noqa: E731
     else:
         again = None if make is None else lambda: iter(make())
     if callable(getattr(iterator, "get_state", None)) and callable(getattr(iterator, "set_state", None)):
-        return StateSource(what, iterator, again)
+        return StateSource(label, iterator, again)
     if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
         if not len(batches):
-            raise ValueError(f"{what} has no batch: give one at least")
+            raise ValueError(f"{label} has no batch: give one at least")
         return StepSource(lambda step: batches[step % len(batches)], f"a sequence of {len(batches):,}", len(batches))
-    return IterableSource(what, iterator, again)
+    return IterableSource(label, iterator, again)
 
 
 class StepSource:
@@ -103,9 +105,9 @@ class StepSource:
 class IterableSource:
     """Batches of an iterable, which begins again at its end if it can."""
 
-    def __init__(self, what: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
-        """Takes an iterator of the first pass, and what makes that of another one."""
-        self._what, self._again = what, again
+    def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
+        """Takes the iterator of the first pass, and the function that makes the iterator of another pass."""
+        self._label, self._again = label, again
         self._iterator: Any = iterator
         self._taken: list[PyTree] = []
         self.kind = "an iterable without a state"
@@ -116,7 +118,7 @@ class IterableSource:
         try:
             self._taken = [next(self._iterator)]
         except StopIteration:
-            raise ValueError(f"{self._what} has no batch: give one at least") from None
+            raise ValueError(f"{self._label} has no batch: give one at least") from None
         return self._taken[0]
 
     def open(
@@ -149,27 +151,27 @@ class IterableSource:
             try:
                 batch = next(self._iterator)
             except StopIteration:
-                raise ValueError(f"{self._what} had no batch when it was read again: give one at least") from None
+                raise ValueError(f"{self._label} had no batch when it was read again: give one at least") from None
             yield batch
             del batch
             yield from self._iterator
-        raise BatchesEnded(f"{self._what} has no more batches")
+        raise BatchesEnded(f"{self._label} has no more batches")
 
 
 class StateSource(IterableSource):
     """Batches of an iterator with `get_state` and `set_state`."""
 
-    def __init__(self, what: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
-        """Takes an iterator of the first pass, and what makes that of another one.
+    def __init__(self, label: str, iterator: Any, again: Callable[[], Iterator[PyTree]] | None):
+        """Takes the iterator of the first pass, and the function that makes the iterator of another pass.
 
         Raises:
           ValueError: JSON has no form for its state.
         """
-        super().__init__(what, iterator, again)
+        super().__init__(label, iterator, again)
         self.kind = "an iterator with a state"
         self._why_dropped = "the checkpoint has no state of theirs"
         self._begin = iterator.get_state()
-        _encode(what, self._begin)
+        _encode(label, self._begin)
 
     def first(self) -> PyTree:
         """Returns the first batch, and sets the iterator back."""
@@ -189,23 +191,23 @@ class StateSource(IterableSource):
 
     def state(self) -> str:
         """Returns the state of the iterator, as text."""
-        return _encode(self._what, self._iterator.get_state())
+        return _encode(self._label, self._iterator.get_state())
 
     def _set(self, state: Any) -> None:
         try:
             self._iterator.set_state(state)
         except Exception as error:
             raise ValueError(
-                f"{self._what} does not take the state {shown(state)} back ({type(error).__name__}: {error}): give the "
-                "dataset that the checkpoint was written with"
+                f"{self._label} does not take the state {shown(state)} back ({type(error).__name__}: {error}): give "
+                "the dataset that the checkpoint was written with"
             ) from error
 
 
 Source = StepSource | IterableSource
 
 
-def _encode(what: str, state: Any) -> str:
-    """Encodes a state as JSON; checks that it comes back as it is."""
+def _encode(label: str, state: Any) -> str:
+    """Encodes a state as JSON; checks that decoding returns an equal state."""
     try:
         text = json.dumps({"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state})
         is_same = bool(_decode(text) == state)
@@ -213,14 +215,14 @@ def _encode(what: str, state: Any) -> str:
         text, is_same = "", False
     if not is_same:
         raise ValueError(
-            f"{what}: its get_state() returned {shown(state)}, for which JSON has no form: let it return bytes, or "
+            f"{label}: its get_state() returned {shown(state)}, for which JSON has no form: let it return bytes, or "
             "dicts and lists of numbers and text; a generator around it has no state"
         )
     return text
 
 
 def _decode(text: str) -> Any:
-    """Decodes a state; a `ValueError` if the text is none."""
+    """Decodes a state; raises `ValueError` for text that is not one."""
     record = json.loads(text)
     if not isinstance(record, dict) or record.keys() not in ({"bytes"}, {"json"}):
         raise ValueError(f"{shown(text)} is no state of batches")
@@ -228,7 +230,7 @@ def _decode(text: str) -> Any:
 
 
 def _num_required(function: Callable[..., Any]) -> int:
-    """Returns the number of positional arguments without a default; 1 where a function does not say."""
+    """Returns the number of positional arguments without a default; 1 if the signature is not available."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -34,7 +34,7 @@ from zero_jax.training import Metrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextInput:
-    """Rows of tokens of a data set, with what the loop asks of the data of a run.
+    """Rows of tokens of a data set, with the methods that the loop calls.
 
     Attributes:
       dataset: the documents.
@@ -68,7 +68,7 @@ class TextInput:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What determines the order of the examples: it has to stay where a run is resumed."""
+        """What determines the order of the examples; it must not change in a resumed run."""
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "seq_len": self.seq_len}
 
     @property

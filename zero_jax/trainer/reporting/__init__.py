@@ -1,1 +1,1 @@
-"""What a run shows and records: metrics, console, writers, curves."""
+"""Metrics of a run, and where they are shown and recorded: console, writers, curves."""

@@ -140,8 +140,8 @@ class Console:
         first, started = self._start
         if step <= first or step >= self._num_steps:
             return ""
-        left = (time.monotonic() - started) / (step - first) * (self._num_steps - step)
-        return f"  {format_duration(left)} left"
+        seconds = (time.monotonic() - started) / (step - first) * (self._num_steps - step)
+        return f"  {format_duration(seconds)} left"
 
 
 def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log:
@@ -169,14 +169,14 @@ def lasting(log: Log, *, is_stopping: Callable[[], bool] = lambda: False) -> Log
 
 def figures(record: Mapping[str, Any]) -> str:
     """Formats the main metrics of a record as a line; None and missing ones are left out."""
-    known = {name: value for name, value in record.items() if value is not None}
-    label = "" if known.get("kind", "train") == "train" else f"{known['kind']} "
-    forms = [(name, form(known[name])) for name, form in _FIGURES.items() if name in known]
-    own = [(name, f"{name} {known[name]:.4g}") for name in known if name not in FIELDS][:_MAX_OWN_FIGURES]
-    num_losses = sum(name in ("loss", "ema_loss") for name, _ in forms)
-    shown = [label + form for _, form in [*forms[:num_losses], *own, *forms[num_losses:]] if form]
-    if known.get("skipped"):
-        leaf = known.get("nonfinite_leaf")
+    present = {name: value for name, value in record.items() if value is not None}
+    label = "" if present.get("kind", "train") == "train" else f"{present['kind']} "
+    standard = [(name, form(present[name])) for name, form in _FIGURES.items() if name in present]
+    custom = [(name, f"{name} {present[name]:.4g}") for name in present if name not in FIELDS][:_MAX_OWN_FIGURES]
+    num_losses = sum(name in ("loss", "ema_loss") for name, _ in standard)
+    shown = [label + form for _, form in [*standard[:num_losses], *custom, *standard[num_losses:]] if form]
+    if present.get("skipped"):
+        leaf = present.get("nonfinite_leaf")
         shown.append(f"skipped: {f'the gradient of {leaf}' if leaf else 'a gradient'} was not finite")
     return "  ".join(shown)
 
@@ -201,8 +201,8 @@ def format_duration(seconds: float) -> str:
     if seconds < _HOUR:
         return f"{seconds / _MINUTE:.0f} min"
     if seconds < _DAY:
-        hours, rest = divmod(round(seconds / _MINUTE), 60)
-        return f"{hours} h {rest} min"
+        hours, minutes = divmod(round(seconds / _MINUTE), 60)
+        return f"{hours} h {minutes} min"
     days, hours = divmod(round(seconds / _HOUR), 24)
     return f"{days} day{'s' if days > 1 else ''} {hours} h"
 

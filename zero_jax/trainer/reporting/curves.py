@@ -20,6 +20,7 @@ X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in tra
 
 # Okabe and Ito's colour-blind-safe palette, and further colours for many runs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8B4513", "#7F7F7F", "#6A3D9A")
+_VALIDATION_STYLE = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
 _LABELS = {"loss": "loss (nats per token)", "grad_norm": "gradient norm", "mfu": "model FLOPs utilization"}
 
 
@@ -55,15 +56,15 @@ class RunRecords:
                 f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
             )
         steps = np.array([record["step"] for record in self.train], float)
-        along = self._along(x, steps)
-        held_out = [record for record in self.validation if _is_number(record.get(metric))]
-        at = np.array([record["step"] for record in held_out], float)
+        xs = self._along(x, steps)
+        evaluations = [record for record in self.validation if _is_number(record.get(metric))]
+        evaluation_steps = np.array([record["step"] for record in evaluations], float)
         return Curve(
             name=self.name,
-            x=along,
+            x=xs,
             y=_values(self.train, metric),
-            validation_x=np.interp(at, [0, *steps], [0, *along]) if len(steps) else at,
-            validation_y=_values(held_out, metric),
+            validation_x=np.interp(evaluation_steps, [0, *steps], [0, *xs]) if len(steps) else evaluation_steps,
+            validation_y=_values(evaluations, metric),
         )
 
     def _along(self, x: str, steps: np.ndarray) -> np.ndarray:
@@ -97,7 +98,7 @@ def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
 
 
 def read_run(path: str | pathlib.Path) -> RunRecords:
-    """Reads the records of a run; of a step that was repeated the last record counts, and incomplete lines do not.
+    """Reads the records of a run: the last record of each step, without incomplete lines.
 
     Args:
       path: folder of the run, or its `metrics.jsonl`.
@@ -121,12 +122,12 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
 
 def _no_run(path: pathlib.Path) -> str:
     """Returns the error message for a path that is not a run, with the nearest runs."""
-    what = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
-    places = [path, path.parent, pathlib.Path("runs")]
-    runs = [file.parent for place in places if place.is_dir() for file in sorted(place.glob(f"*/{RECORDS}"))]
+    problem = f"{path} is no run: it has no {RECORDS}" if path.is_dir() else f"there is no run {path}"
+    folders = [path, path.parent, pathlib.Path("runs")]
+    runs = [file.parent for folder in folders if folder.is_dir() for file in sorted(folder.glob(f"*/{RECORDS}"))]
     by_name = {run.name: str(run) for run in reversed(runs)}  # of one name, the one of the first place
-    near = [by_name[name] for name in difflib.get_close_matches(path.name, by_name, n=3, cutoff=0)]
-    return f"{what}; the nearest are {', '.join(near)}" if near else f"{what}, and there is none beside it"
+    nearest = [by_name[name] for name in difflib.get_close_matches(path.name, by_name, n=3, cutoff=0)]
+    return f"{problem}; the nearest are {', '.join(nearest)}" if nearest else f"{problem}, and there is none beside it"
 
 
 def plot_runs(
@@ -154,9 +155,9 @@ def plot_runs(
         axes.plot(curve.x, curve.y, color=color, linewidth=0.6, alpha=0.25)
         window = _window(curve.y)
         mean = smoothed(curve.y, window)
-        axes.plot(curve.x, mean, color=color, linewidth=1.5, label=_label(curve), **_lone_points(mean))
-        style = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
-        axes.plot(curve.validation_x, curve.validation_y, color=color, **style)
+        marker = "." if np.isfinite(mean).sum() == 1 else None  # a line through one point is invisible
+        axes.plot(curve.x, mean, color=color, linewidth=1.5, label=_label(curve), marker=marker)
+        axes.plot(curve.validation_x, curve.validation_y, color=color, **_VALIDATION_STYLE)
     if x == "tokens":
         with extra("plot"):
             from matplotlib.ticker import EngFormatter
@@ -191,11 +192,6 @@ def _window(values: np.ndarray) -> int:
     return max(1, len(values) // 40)
 
 
-def _lone_points(values: np.ndarray) -> dict[str, Any]:
-    """Returns the style that makes a curve of a single point visible."""
-    return {"marker": "."} if np.isfinite(values).sum() == 1 else {}
-
-
 def _label(curve: Curve) -> str:
     last = curve.validation_y if len(curve.validation_y) else curve.y[np.isfinite(curve.y)]
     return f"{curve.name} ({last[-1]:.4g})" if len(last) else curve.name
@@ -207,6 +203,5 @@ def _styles(curves: Sequence[Curve]) -> list[Any]:
 
     styles = [Line2D([], [], color="#666666", linewidth=1.5, label="training, smoothed")]
     if any(len(curve.validation_y) for curve in curves):
-        line = {"linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 3.5}
-        styles.append(Line2D([], [], color="#666666", label="validation", **line))
+        styles.append(Line2D([], [], color="#666666", label="validation", **_VALIDATION_STYLE))
     return styles if len(styles) > 1 else []

@@ -25,7 +25,7 @@ FIELDS = frozenset(
     "mfu per_device_memory_bytes step_seconds data_wait_seconds skipped num_skipped_steps nonfinite_leaf loss_scale "
     "noise_scale".split()
 )
-# The time between two steps that are read back is too noisy alone.
+# The time between two steps alone is too noisy.
 _SHORTEST_WINDOW_STEPS = 10
 
 
@@ -230,7 +230,7 @@ class Progress:
 
 def scalar_figures(aux: Any) -> dict[str, float]:
     """Returns the scalars of a loss function's aux by name, to be recorded beside the loss."""
-    return {_own_name(name): float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
+    return {_record_name(name): float(x) for name, x in leaves_by_name(aux).items() if _is_figure(x)}
 
 
 def unshown_leaves(aux: Any) -> list[str]:
@@ -238,7 +238,7 @@ def unshown_leaves(aux: Any) -> list[str]:
     return [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves_by_name(aux).items() if not _is_figure(x)]
 
 
-def _own_name(name: str) -> str:
+def _record_name(name: str) -> str:
     return f"aux/{name}".removesuffix("/") if name in FIELDS or not name else name
 
 
@@ -261,5 +261,5 @@ def device_memory_bytes(device: Any) -> int:
 
 
 def _shard_bytes(x: jax.Array) -> int:
-    # Not by `addressable_shards`: looking at a shard's data makes an array of it, which then counts as live itself.
+    # Not by `addressable_shards`: `shard.data` creates an array, which would count as live itself.
     return x.nbytes * math.prod(x.sharding.shard_shape(x.shape)) // max(x.size, 1)

@@ -51,8 +51,8 @@ class TensorBoardWriter:
     ):
         """Starts a file of events in a folder; a resumed run adds a file.
 
-        TensorBoard hides what an earlier file has of steps after `resume_step`. With the records `repeated`, it hides
-        what it has of that step too, and these are written instead.
+        TensorBoard hides the events of earlier files after `resume_step`. If records are `repeated`, it hides those of
+        that step too, and the records are written instead.
         """
         with extra("train"):
             from tensorboardX.event_file_writer import EventsWriter
@@ -129,7 +129,7 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 def _records_at(path: pathlib.Path, step: int | None) -> list[Record] | None:
-    """Returns the records of a step, from a file without the validation at it; None where it cannot be read."""
+    """Returns the records of a step from a file that has no validation of that step; None if it cannot be read."""
     with contextlib.suppress(OSError):
         return [record for record in read_records(path) if record["step"] == step]
     return None

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,9 @@ from zero_jax.transforms import DeviceSum, PartWeight
 
 @dataclasses.dataclass(frozen=True)
 class MeshLoss:
-    """A loss function that has to know the mesh; it stands wherever zero_jax asks for a loss function.
+    """A loss function that depends on the mesh, accepted wherever zero_jax takes a loss function.
 
-    `make(mesh)` returns the function. A plan's mesh, for one, is made where it compiles:
+    `make(mesh)` returns the function. The mesh of a plan, for example, exists only where the plan compiles:
     `zero.plan(zero.MeshLoss(lambda mesh: make_loss(place=zero.sequence_parallel(mesh))), ...)`.
     """
 
@@ -38,7 +38,7 @@ class MeshLoss:
 
 
 def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> LossFunction:
-    """Returns a user's loss function, made for a mesh (and the roles of its axes), with what it takes.
+    """Returns a user's loss function for a mesh (and the roles of its axes), with its key and model state parameters.
 
     Raises:
       ValueError: it cannot be called as a loss function.
@@ -49,15 +49,15 @@ def user_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | N
     else:
         function = loss_fn
     parameters = key_parameter(function), model_state_parameter(function)
-    found = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
-    found.check()
-    return found
+    loss = LossFunction(function, *parameters, context=functools.partial(mesh_context, mesh, axes))
+    loss.check()
+    return loss
 
 
 def normalize_loss(loss_fn: Callable[..., Any] | MeshLoss, mesh: Mesh, axes: Axes | None = None) -> Callable[..., Any]:
-    """Returns a user's loss function in the form that the library calls, made for a mesh.
+    """Returns a user's loss function for a mesh, with the signature `(variables, batch, key)` of `LossFunction`.
 
-    The result raises `ValueError` when the loss is not a floating scalar.
+    The result raises `ValueError` if the loss is not a floating scalar.
     """
     return user_loss(loss_fn, mesh, axes).named()
 
@@ -75,12 +75,13 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
     sizes = leading_dims(batch)
     for name, size in sizes.items():
         if size == 0 or size % (shards * num_microbatches):
-            what = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
+            axes_text = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes.batch)
             micro = f" and {num_microbatches} microbatches" if num_microbatches > 1 else ""
-            need = shards * num_microbatches
+            unit = shards * num_microbatches
             raise ValueError(
-                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices ({what}){micro}: "
-                f"make the batch size a multiple of {need}, for example {max(need, math.ceil(size / need) * need)}"
+                f"batch leaf {name!r} has {size} examples, which do not divide over {shards} devices "
+                f"({axes_text}){micro}: make the batch size a multiple of {unit}, for example "
+                f"{max(unit, math.ceil(size / unit) * unit)}"
             )
     if num_microbatches > 1 and len(set(sizes.values())) > 1:
         raise ValueError(
@@ -89,12 +90,21 @@ def check_batch(batch: PyTree, *, mesh: Mesh, axes: Axes, num_microbatches: int 
         )
 
 
+class GradInputs(NamedTuple):
+    """The arguments of a function of loss and gradients: the list of params, model state, batch and key."""
+
+    params: list[jax.Array]
+    model_state: PyTree
+    batch: PyTree
+    key: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulator:
     """Sums loss, gradients and aux over the microbatches of a batch.
 
-    A microbatch takes a contiguous part of what each device already holds, so splitting moves nothing. `mapped` are the
-    axes of the batch that `local` takes apart: all of them, or those along which devices have copies of the params.
+    A microbatch is a contiguous part of each device's shard of the batch, so splitting moves nothing. `mapped` are the
+    batch axes that `local` maps over: all of them, or those along which devices have copies of the params.
     """
 
     mesh: Mesh
@@ -126,18 +136,18 @@ class Accumulator:
 
     def split_mapped(self, batch: PyTree) -> PyTree:
         """Splits leaves `[batch, ...]` into `[num_microbatches, shards of mapped, examples, ...]`; scalars stay."""
-        batch_axes, rest = self.axes.batch, self.unmapped
-        order = [batch_axes.index(axis) for axis in (*self.mapped, *rest)]
+        batch_axes, unmapped = self.axes.batch, self.unmapped
+        order = [batch_axes.index(axis) for axis in (*self.mapped, *unmapped)]
 
         def regroup(x: jax.Array) -> jax.Array:
-            if not x.ndim or not rest:
+            if not x.ndim or not unmapped:
                 return x
             k, _, size, *shape = x.shape
             x = x.reshape(k, *self.sizes(batch_axes), size, *shape)
             x = lax.with_sharding_constraint(x, named(self.mesh, ((), *((axis,) for axis in batch_axes))))
             x = x.transpose(0, *(1 + i for i in order), *range(1 + len(order), x.ndim))
-            x = x.reshape(k, axis_size(self.mesh, self.mapped), axis_size(self.mesh, rest) * size, *shape)
-            return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, rest)))
+            x = x.reshape(k, axis_size(self.mesh, self.mapped), axis_size(self.mesh, unmapped) * size, *shape)
+            return lax.with_sharding_constraint(x, named(self.mesh, ((), self.mapped, unmapped)))
 
         return jax.tree.map(regroup, self.split(batch))
 
@@ -159,30 +169,23 @@ class Accumulator:
         """The axes of the batch that are not mapped."""
         return tuple(axis for axis in self.axes.batch if axis not in self.mapped)
 
-    def sharded(
-        self,
-        grad_fn: Callable[..., Any],
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        dims: list[Dims],
-    ) -> Any:
+    @property
+    def grad_dims(self) -> list[Dims]:
+        """How the gradient of each param is sharded."""
+        return [grad_sum.dims for grad_sum in self.sums]
+
+    def sharded(self, grad_fn: Callable[..., Any], inputs: GradInputs) -> Any:
         """Accumulates gradients that each microbatch has already reduced to shards, in float32.
 
         Args:
           grad_fn: `grad_fn(params, model_state, batch, key)` returns `((loss, (aux, model_state, weight)), grads)`.
-          params: the list of params.
-          model_state: what the first microbatch is given; each passes it on to the next.
-          batch: the whole batch.
-          key: the step's key.
-          dims: for each param, how its gradient is sharded.
+          inputs: its arguments for the whole batch. Each microbatch passes its model state on to the next.
 
         Returns:
           `((loss, (aux, model_state)), grads, parts)` of the whole batch; `parts` says how large the gradients of its
           parts are.
         """
-        k = self.num_microbatches
+        k, dims, (params, model_state, batch, key) = self.num_microbatches, self.grad_dims, inputs
 
         def pin(arrays: list[jax.Array]) -> list[jax.Array]:
             shardings = [named(self.mesh, d) for d in dims]
@@ -215,13 +218,9 @@ class Accumulator:
     def local(
         self,
         grad_fn: Callable[..., Any],
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        dims: list[Dims],
+        inputs: GradInputs,
         *,
-        rest: PyTree,
+        frozen: PyTree,
         convolves: bool = False,
         is_plain: bool = False,
     ) -> Any:
@@ -230,15 +229,16 @@ class Accumulator:
         The gradient is mapped over a leading dim of devices, so every device sees its own examples only; the stack of
         gradients is turned from devices to shards by all-to-alls and summed where it lands. Where `mapped` are the axes
         of copies of the params alone, the same is done for the devices of each copy together: only shards of gradients
-        move between copies, and once a step. What `grad_fn` uses of the mesh's arrays it takes as arguments, `rest`
-        the last of them: `jax.shard_map` types what a function closes over as if outside. Other arguments and results
-        are those of `sharded`; model state without leaves is none that would have to pass from one microbatch to the
-        next. XLA partitions the convolutions of `jax.vmap` wrongly: a loss that has some is mapped by `shard_map`, as
-        is one that `is_plain` over copies of the params.
+        move between copies, and once a step. The loss function must not change the model state.
+
+        `grad_fn` takes all arrays on the mesh as arguments, the `frozen` params last: `jax.shard_map` types the arrays
+        that a function closes over as if it were outside. Other arguments and results are those of `sharded`. XLA
+        partitions the convolutions of `jax.vmap` wrongly: a loss with convolutions is mapped by `shard_map`, as is one
+        that `is_plain` over copies of the params.
         """
-        k, n = self.num_microbatches, axis_size(self.mesh, self.mapped)
+        k, n, (params, model_state, batch, key) = self.num_microbatches, axis_size(self.mesh, self.mapped), inputs
         parts = self.split_mapped(batch)
-        own_dims = [(self.mapped, *without(d, self.mapped)) for d in dims]  # axes of the model stay
+        own_dims = [(self.mapped, *without(dims, self.mapped)) for dims in self.grad_dims]  # axes of the model stay
         stacked = [named(self.mesh, d) for d in own_dims]
         in_axes = (None, None, jax.tree.map(lambda x: 0 if x.ndim else None, parts), 0, None)
         if convolves or (self.unmapped and is_plain):
@@ -247,7 +247,7 @@ class Accumulator:
             mapped = jax.vmap(grad_fn, in_axes=in_axes, spmd_axis_name=self.mapped)
         if k == 1:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
-            (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), rest)
+            (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), frozen)
             total = nonzero(weights.joined().divisor)
             grads = [_weighed_share(g, outer(weights.divisor, g), total) for g in grads]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
@@ -258,7 +258,7 @@ class Accumulator:
         def body(sums: list[jax.Array], index_and_part: Any) -> Any:
             index, part = index_and_part
             keys = jax.random.split(jax.random.fold_in(key, index), n)
-            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys, rest)
+            (losses, (aux, _, weights)), grads = mapped(params, model_state, _rejoin(part, parts), keys, frozen)
             squares = shard_squares(grads, own_dims, mesh=self.mesh)
             sums = [_add_weighed(s, outer(weights.divisor, g), g) for s, g in zip(sums, grads, strict=True)]
             sums = [lax.with_sharding_constraint(s, own) for s, own in zip(sums, stacked, strict=True)]
@@ -306,9 +306,9 @@ class Accumulator:
     ) -> tuple[list[jax.Array], list[jax.Array | None]]:
         """Sums stacks `[devices of the mapped axes, ...]` of gradients to shards; returns them and new errors."""
         sums = []
-        for how, stack, error in zip(self.sums, stacks, errors, strict=True):
-            how = dataclasses.replace(how, dtype=how.dtype or stack.dtype)
-            total, error = how.with_error(stack, error)
+        for grad_sum, stack, error in zip(self.sums, stacks, errors, strict=True):
+            grad_sum = dataclasses.replace(grad_sum, dtype=grad_sum.dtype or stack.dtype)
+            total, error = grad_sum.with_error(stack, error)
             sums.append((total.astype(stack.dtype), error))
         return [total for total, _ in sums], [error for _, error in sums]
 
@@ -325,10 +325,10 @@ class Accumulator:
         lead = weights.ndim
         may_be_examples = [x.ndim > lead and x.shape[lead] == num_examples for x in jax.tree.leaves(auxes)]
         # A leading dim may equal the microbatch by chance: only one of examples grows with the batch.
-        wholes = self.whole_aux() if any(may_be_examples) else auxes
+        batch_auxes = self.whole_aux() if any(may_be_examples) else auxes
 
-        def combine_leaf(name: str, x: jax.Array, whole: Any) -> jax.Array:
-            if x.ndim > lead and x.shape[lead] == num_examples and whole.shape[0] == num_examples * weights.size:
+        def combine_leaf(name: str, x: jax.Array, batch_aux: Any) -> jax.Array:
+            if x.ndim > lead and x.shape[lead] == num_examples and batch_aux.shape[0] == num_examples * weights.size:
                 if lead == 2:
                     return self.joined_mapped(x)
                 x = x.reshape(x.shape[0], self.num_shards, num_examples // self.num_shards, *x.shape[2:])
@@ -344,17 +344,17 @@ class Accumulator:
             scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / nonzero(weights.sum())
             return _weigh(scale, x).sum(over).astype(x.dtype)
 
-        return map_named(combine_leaf, auxes, wholes)
+        return map_named(combine_leaf, auxes, batch_auxes)
 
 
-def _rejoin(parts: list[jax.Array], whole: PyTree) -> PyTree:
+def _rejoin(parts: list[jax.Array], batch: PyTree) -> PyTree:
     """Puts one microbatch's arrays among the scalars of the batch."""
     remaining = iter(parts)
-    return jax.tree.map(lambda x: next(remaining) if x.ndim else x, whole)
+    return jax.tree.map(lambda x: next(remaining) if x.ndim else x, batch)
 
 
 def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `weight * x`, nothing where the weight is nothing: the mean of an empty microbatch may be 0 / 0."""
+    """Returns `weight * x`, and 0 where the weight is 0: the mean of an empty microbatch may be 0 / 0."""
     return jnp.where(weight == 0, 0, weight * x)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that each device has of its own examples, to be sent quantized: summed at each use of a param."""
+"""Per-device gradients that are sent quantized and summed at each use of a param."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
-from zero_jax.training.grads.accumulator import Accumulator, nonzero, outer
+from zero_jax.training.grads.accumulator import Accumulator, GradInputs, nonzero, outer
 from zero_jax.transforms import PartWeight, weight_alone
 
 
 def quantized_grads(
     accumulator: Accumulator, loss_fn: Callable[..., Any], traced: TracedFunction, *weighted: Any, convolves: bool
 ) -> Callable[..., Any]:
-    """Returns the loss and gradients of a microbatch, as a function of params, model state, the microbatch and a key.
+    """Returns a function of params, model state, a microbatch and a key to the loss and gradients of the microbatch.
 
-    It is `jax.vmap` over the devices of a copy of the params, which see their own examples only, and returns
+    It is a `jax.vmap` over the devices of a copy of the params, each of which sees its own examples only. It returns
     `((loss, (aux, model_state, weight)), grads)`.
 
     Args:
@@ -45,12 +45,12 @@ def quantized_grads(
     except NotImplementedError as error:
         refuse_own(str(error))
 
-    def grads(params: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array, rest: Any = None) -> Any:
-        del rest  # the loss function has it
-        shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
-        own = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=shapes)
+    def grads(params: Any, model_state: PyTree, batch: PyTree, key: jax.Array, frozen: PyTree = None) -> Any:
+        del frozen  # the loss function closes over them
+        aux_shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
+        of_microbatch = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=aux_shapes)
         try:
-            return _mapped(own, loss_fn, weigh, params, model_state, batch, key)
+            return _mapped(of_microbatch, loss_fn, weigh, GradInputs(params, model_state, batch, key))
         except NotImplementedError as error:
             refuse_own(str(error))
 
@@ -69,12 +69,10 @@ def _mapped(
     accumulator: Accumulator,
     loss_fn: Callable[..., Any],
     weigh: Callable[..., Any] | None,
-    params: PyTree,
-    model_state: PyTree,
-    batch: PyTree,
-    key: jax.Array,
+    inputs: GradInputs,
 ) -> Any:
     """Returns loss and gradients of one microbatch; `weigh` is the weight of a part, None if all weigh the same."""
+    params, model_state, batch, key = inputs
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def share_of_loss(params: PyTree, batch: PyTree, key: jax.Array, share: jax.Array) -> Any:
@@ -90,8 +88,8 @@ def _mapped(
     if weigh is not None:
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
-        other, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
-        parts = jax.tree.map(lambda x: jnp.where(outer(is_empty, x), x[other], x) if x.ndim else x, parts)
+        heaviest, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
+        parts = jax.tree.map(lambda x: jnp.where(outer(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
     total = weights.joined()
     shares = weights.divisor * n / nonzero(total.divisor)
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))

@@ -1,12 +1,13 @@
 """Computes elementwise results of arrays that are partly in host memory, a chunk of each device's shard at a time.
 
-While a chunk is computed and written back, the next one is fetched. XLA lets nothing be read from an array while a part
-of it is replaced. So the last array is written before it is fetched, the others are fetched before they are written:
-one is on its way in while another is on its way out, and both directions of the link are busy.
+While a chunk is computed and written back, the next one is fetched. XLA does not read an array while it writes a part
+of it. So the last array is written before its next chunk is fetched, and the others are fetched before they are
+written: one moves in while another moves out, and both directions of the link are busy.
 
-On GPUs the first row of a chunk depends on a chunk that came before, by adding a 0 that is not known earlier. Without
-that, XLA:GPU copies a whole array in host memory before each write, as it knows no order of reading and writing. And it
-annotates rows that follow from the loop's counter alone with wrong offsets (`dynamic_slice_config`, XLA of JAX 0.10).
+On GPUs the first row of a chunk depends on an earlier chunk, through a 0 that is computed from it. Without that
+dependence XLA:GPU does not know the order of reads and writes, and copies a whole array in host memory before each
+write. It also annotates rows that depend on the loop's counter alone with wrong offsets (`dynamic_slice_config`, XLA of
+JAX 0.10).
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A jaxpr whose results are elementwise in what they need of the host: any part of them can be computed alone.
+    """A jaxpr whose results are elementwise in the arrays of the host, so that chunks can be computed one by one.
 
     Attributes:
       shape: the shape of all arrays that are cut into chunks.
-      jaxpr: what is evaluated on chunks: it takes arrays of that shape and scalars.
-      before: the jaxpr of those of its inputs that are computed before, whole.
+      jaxpr: the jaxpr that is evaluated on chunks, of arrays of that shape and scalars.
+      before: the jaxpr of the inputs that are computed unchunked, before the loop.
       whole: the variables of its results.
     """
 
@@ -73,7 +74,7 @@ class Loop:
 
     @classmethod
     def of(cls, jaxpr: Any, on_host: Sequence[bool]) -> Loop | None:
-        """Returns the loop of a jaxpr, or None where a result is not elementwise, or not known to be."""
+        """Returns the loop of a jaxpr, or None if a result is not known to be elementwise."""
         shapes = {var.aval.shape for var in jaxpr.outvars}
         if len(shapes) != 1 or () in shapes or any(jaxprs.is_literal(var) for var in jaxpr.outvars):
             return None
@@ -91,15 +92,15 @@ class Loop:
             elif any(needs_host[var] for var in jaxprs.variables(eqn)):
                 return None
         # From the results back: what a chunk needs, down to inputs and to what is computed before.
-        wanted, needed_eqns = dict.fromkeys(jaxpr.outvars), []
+        needed, needed_eqns = dict.fromkeys(jaxpr.outvars), []
         for eqn in reversed(eqns):
-            if any(var in wanted for var in eqn.outvars):
+            if any(var in needed for var in eqn.outvars):
                 needed_eqns.append(eqn)
-                wanted.update(dict.fromkeys(jaxprs.variables(eqn)))
-        made = {var for eqn in needed_eqns for var in eqn.outvars}
-        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in wanted and var not in made]
+                needed.update(dict.fromkeys(jaxprs.variables(eqn)))
+        computed = {var for eqn in needed_eqns for var in eqn.outvars}
+        whole = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in needed and var not in computed]
         before = jaxprs.without_dead_code(jaxprs.with_results(jaxpr, whole))
-        inputs = [var for var in wanted if var not in made]
+        inputs = [var for var in needed if var not in computed]
         chunked = jaxpr.replace(constvars=[], invars=inputs, eqns=needed_eqns[::-1])
         return cls(shape=shape, jaxpr=chunked, before=before, whole=whole)
 
@@ -125,23 +126,24 @@ def _is_chunked(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 def run_chunks(
     loop: Loop,
-    window_bytes: int,
     unit: Unit,
     arguments: Sequence[Argument],
+    *,
     into: Sequence[int],
     consts: Any,
     start: Any,
+    window_bytes: int,
 ) -> tuple[list[Any], Any]:
-    """Returns the results of a unit, computed chunk by chunk, and a 0 that is not there before they are.
+    """Returns the results of a unit, computed chunk by chunk, and a 0 that depends on them.
 
     Args:
       loop: the loop of the unit's jaxpr.
-      window_bytes: bytes of a chunk on a device.
       unit: the results.
       arguments: the arguments of the whole function; those of the unit are sharded alike.
       into: for each result of the function the index of the argument that it replaces.
       consts: the values of the jaxpr's constants.
-      start: a 0, that is there when the first chunk may be fetched.
+      start: a 0 that the first fetch depends on.
+      window_bytes: bytes of a chunk on a device.
     """
     jaxpr, arrays = unit.jaxpr, [x.array for x in arguments]
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
@@ -177,7 +179,7 @@ def run_chunks(
 
 
 def zero_after(x: Any) -> Any:
-    """Returns a 0 that is not there before an array is; XLA takes barriers out before it orders instructions."""
+    """Returns a 0 that depends on an array: XLA removes optimization barriers before it schedules."""
     if not jnp.size(x):
         return jnp.int32(0)
     number = lax.convert_element_type(jnp.real(x[(0,) * jnp.ndim(x)]), jnp.int32)
@@ -186,7 +188,7 @@ def zero_after(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """The chunks of some rows, one after another, by the variables of a jaxpr.
+    """The loop over the chunks of some rows; arrays are keyed by the variables of a jaxpr.
 
     Attributes:
       rows: the chunks.
@@ -203,7 +205,7 @@ class _Pipeline:
     on_gpus: bool
 
     def run(self, state: dict[Any, Any], start: Any) -> tuple[dict[Any, Any], Any]:
-        """Returns the arrays with the rows replaced, and a 0 that is not there before they are."""
+        """Returns the arrays with the rows replaced, and a 0 that depends on them."""
         current = [self.fetch(state[var], start) for var in self.on_host]
         fixed = {var: x for var, x in state.items() if var not in self.replaced}
 
@@ -227,11 +229,11 @@ class _Pipeline:
                 values[var] = state[var] if not jnp.ndim(state[var]) else self.cut(state[var], i)
         new = self.loop.evaluate(values, current[0].shape)
         following = self.after(new[0], following)
-        made, fetched = dict(zip(self.replaced, new, strict=True)), []
+        unwritten, fetched = dict(zip(self.replaced, new, strict=True)), []
 
         def write(var: Any, i: Any = i) -> None:
-            if var in made:
-                x = made.pop(var)
+            if var in unwritten:
+                x = unwritten.pop(var)
                 x = jax.device_put(x, jax.memory.Space.Host) if var in self.on_host else x
                 state[var] = lax.dynamic_update_slice_in_dim(state[var], x, self.rows.offset(i), 0)
 
@@ -240,12 +242,12 @@ class _Pipeline:
                 write(var)
             fetched.append(self.fetch(state[var], following))
             write(var, self.after(fetched[-1], i))
-        for var in list(made):
+        for var in list(unwritten):
             write(var)
         return state, fetched
 
     def after(self, chunk: Any, i: Any) -> Any:
-        """Returns the number of a chunk, on GPUs as one that is not known before another chunk is there."""
+        """Returns the index of a chunk; on GPUs it depends on another chunk, so that XLA orders the two."""
         return i + zero_after(chunk) if self.on_gpus else i
 
     def cut(self, x: Any, i: Any) -> Any:

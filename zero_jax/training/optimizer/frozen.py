@@ -1,7 +1,7 @@
-"""What an optimizer freezes, read from a trace of its update: gradients that it does not read, params it leaves alone.
+"""Finds from a trace of an optimizer's update which gradients it does not read, and which params it does not change.
 
-Neither needs to be known by name: `optax.set_to_zero` under `multi_transform` or `masked`, and whatever else makes
-zeros of updates without a look at the gradients.
+This covers `optax.set_to_zero` under `multi_transform` or `masked`, and any other optimizer whose updates are zeros
+that do not depend on the gradients.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def flags_of_all(params: PyTree, flags: Sequence[bool]) -> list[bool]:
 
 
 def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:
-    """Tells which params an update leaves as they are, whatever they and the gradients are.
-
-    Of params whose gradients are read (`needed`), none is unchanged.
-    """
+    """Tells which params an update never changes; a param whose gradient is read (`needed`) counts as changed."""
     if all(needed):
         return [False] * len(needed)
     zeros, values = _Zeros(), {}
@@ -49,7 +46,7 @@ def unchanged(traced: TracedUpdate, *, needed: Sequence[bool]) -> list[bool]:
 
 
 class _Zeros(Pass[bool]):
-    """Which values are zeros, whatever the inputs are that are not."""
+    """Finds the values that are zeros whatever the inputs are."""
 
     enters = CALLS
 
@@ -61,9 +58,9 @@ class _Zeros(Pass[bool]):
         if name in _MOVES:
             zero = operands[0]
         elif name == "mul" and any(operands) and not all(operands):
-            other = eqn.invars[operands.index(False)]
-            # Of what is no literal, nobody knows that it is finite.
-            zero = is_literal(other) and bool(jnp.isfinite(other.val).all())
+            factor = eqn.invars[operands.index(False)]
+            # Zero times a value that is not a literal may be NaN.
+            zero = is_literal(factor) and bool(jnp.isfinite(factor.val).all())
         else:
             zero = name in ("add", "add_any", "sub", "mul") and all(operands)
         return [zero] * len(eqn.outvars)

@@ -86,16 +86,16 @@ def check_offload(offload: Offload | None, mesh: Mesh | AbstractMesh, sharded: C
     if offload is None:
         return None
     if _FETCHED.intersection(_MEMORY_OF[offload.what]) and "params" not in sharded:
-        what, remedy = ("params", ", or offload='state'") if offload.what == "all" else ("model state", "")
+        group, remedy = ("params", ", or offload='state'") if offload.what == "all" else ("model state", "")
         raise ValueError(
-            f"offload={offload.what!r} keeps the {what} on the host, which are whole on each device at stages 0 to 2, "
+            f"offload={offload.what!r} keeps the {group} on the host, which are whole on each device at stages 0 to 2, "
             f"and a copy with secondary=True: give stage=3 without it{remedy}"
         )
     if isinstance(mesh, AbstractMesh):  # nothing can be compiled for it
         return offload
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
-    if kinds and HOST not in kinds:  # of GPUs that are not there it lists none
+    if kinds and HOST not in kinds:  # compile-only GPUs list none
         raise ValueError(
             f"offload: {device.platform} devices have no memory of kind {HOST!r} (they have {', '.join(kinds)}): "
             "leave offload out"
@@ -144,12 +144,12 @@ def on_host(
             if path in chosen and can_move and math.prod(leaf.shape) >= max(min_size, 1):
                 owner[group, i] = path
                 num_bytes[path] += math.prod(leaf.shape) * leaf.dtype.itemsize
-    left, kept = offload.fraction * sum(num_bytes.values()), set()
+    remaining_bytes, host_paths = offload.fraction * sum(num_bytes.values()), set()
     for path, size in num_bytes.items():
-        if 0 < size <= left:
-            kept.add(path)
-            left -= size
-    return {group: [owner.get((group, i)) in kept for i in range(len(named))] for group, named in leaves.items()}
+        if 0 < size <= remaining_bytes:
+            host_paths.add(path)
+            remaining_bytes -= size
+    return {group: [owner.get((group, i)) in host_paths for i in range(len(named))] for group, named in leaves.items()}
 
 
 def _names(group: str, tree: PyTree) -> list[str]:
@@ -163,10 +163,7 @@ def host_shardings(shardings: PyTree, flags: Sequence[bool]) -> PyTree:
 
 
 def _in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding in host memory.
-
-    JAX knows no memories of GPUs that are not there, and drops their kind without a word, but for an abstract mesh.
-    """
+    """Returns a sharding in host memory, on an abstract mesh for compile-only GPUs, whose memory kinds JAX drops."""
     placed = sharding.with_memory_kind(HOST)
     if placed.memory_kind == HOST:
         return placed

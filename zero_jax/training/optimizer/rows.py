@@ -1,8 +1,8 @@
-"""Arrays in host memory as rows that XLA:TPU can fetch and replace by themselves.
+"""Arrays in host memory as rows that XLA:TPU can fetch and replace one by one.
 
-Its copies between the memories move slices along one dim, which is not the one in the lanes of the layout, and in
-numbers of sublanes that divide a tile or are a multiple of it. So an array is looked at in the order of its layout,
-in which the dims that pad least are last, with the first dims merged: that moves nothing.
+XLA:TPU copies slices between the memories along one dim only. It must not be the dim in the lanes of the layout, and
+the number of sublanes must divide a tile or be a multiple of it. So an array is viewed in the order of its layout, in
+which the dims that pad least are last, with the first dims merged: that moves nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Rows:
     """An array as rows.
 
     Attributes:
-      order: the dims, those that are last in memory last.
+      order: the dims in the order of memory, the minor one last.
       physical: the shape in that order.
       shape: `[rows, ...]`, of the same elements in the same order.
-      tile: what the number of rows of a chunk is a multiple of; 0 where the array cannot be cut.
+      tile: the number of rows of a chunk is a multiple of it; 0 if the array cannot be cut.
     """
 
     order: tuple[int, ...]
@@ -81,12 +81,12 @@ class Rows:
         """Cuts all rows into chunks of a number of bytes at most, or of a tile, of arrays of these itemsizes."""
         num_rows, row_bytes = self.shape[0], sum(itemsizes) * math.prod(self.shape[1:])
         most_bytes = min(window_bytes, max(num_rows * row_bytes // _NUM_CHUNKS, _SMALL_BYTES))
-        rest, strips = num_rows % self.tile if self.tile else 0, []
+        remaining, strips = num_rows % self.tile if self.tile else 0, []
         for size in (4, 2, 1):  # sublanes are packed: two of 16 bits, four of 8
-            if rest >= size and size * min(itemsizes) >= 4:
-                strips.append(Piece(start=num_rows - rest, size=size, num_chunks=1))
-                rest -= size
-        if not self.tile or rest or num_rows * row_bytes <= most_bytes:
+            if remaining >= size and size * min(itemsizes) >= 4:
+                strips.append(Piece(start=num_rows - remaining, size=size, num_chunks=1))
+                remaining -= size
+        if not self.tile or remaining or num_rows * row_bytes <= most_bytes:
             return [Piece(start=0, size=num_rows, num_chunks=1)]
         return [*_chunks(num_rows - num_rows % self.tile, self.tile, most_bytes // row_bytes), *strips]
 
@@ -96,6 +96,6 @@ def _chunks(num_rows: int, tile: int, most: int) -> list[Piece]:
     most = max(most // tile, 1) * tile
     dividing = [n for n in range(tile, most + 1, tile) if num_rows % n == 0]
     size = dividing[-1] if dividing and 2 * dividing[-1] > most else most
-    whole, rest = divmod(num_rows, size)
-    found = [Piece(start=0, size=size, num_chunks=whole)] if whole else []
-    return found + ([Piece(start=whole * size, size=rest, num_chunks=1)] if rest else [])
+    num_chunks, remaining = divmod(num_rows, size)
+    pieces = [Piece(start=0, size=size, num_chunks=num_chunks)] if num_chunks else []
+    return pieces + ([Piece(start=num_chunks * size, size=remaining, num_chunks=1)] if remaining else [])

@@ -1,7 +1,7 @@
 """Evaluates a function whose arguments are partly in host memory, a chunk of them at a time.
 
-The jaxpr of the function says which results need which arrays of the host. Results that share none are computed one
-after another: where they are elementwise chunk by chunk (`chunks`), else whole.
+The jaxpr of the function shows which results depend on which arrays of the host. Results that share none are computed
+one after another: chunk by chunk if they are elementwise (`chunks`), else in full.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def stream(
     for i, var in enumerate(jaxpr.outvars):
         if var is jaxpr.invars[into[i]] or any(unchanged[i : i + 1]):  # it stays where it is
             results[i] = arrays[into[i]]
-    todo = [i for i, result in enumerate(results) if result is None]
-    units = _units(jaxpr, arguments, todo, into)
+    computed = [i for i, result in enumerate(results) if result is None]
+    units = _units(jaxpr, arguments, computed, into)
     streamed = {i for unit in units for i in unit.results}
-    rest = [i for i in todo if i not in streamed]
-    for i, x in zip(rest, _evaluate(jaxpr, rest, consts, arrays), strict=True):
+    on_devices = [i for i in computed if i not in streamed]
+    for i, x in zip(on_devices, _evaluate(jaxpr, on_devices, consts, arrays), strict=True):
         results[i] = _pinned(x, arguments[into[i]].sharding)
     start = jnp.int32(0)
     for unit in units:
         loop = Loop.of(unit.jaxpr, [x.on_host for x in arguments]) if _sharded_alike(unit, arguments, into) else None
-        run = _run_whole if loop is None else functools.partial(run_chunks, loop, window_bytes)
-        made, start = run(unit, arguments, into, consts, start)
-        for i, x in zip(unit.results, made, strict=True):
+        run = _run_unchunked if loop is None else functools.partial(run_chunks, loop, window_bytes=window_bytes)
+        outputs, start = run(unit, arguments, into=into, consts=consts, start=start)
+        for i, x in zip(unit.results, outputs, strict=True):
             results[i] = x
     return results
 
@@ -72,17 +72,17 @@ def _evaluate(jaxpr: Any, which: Sequence[int], consts: Sequence[Any], values: S
     return evaluate(some, consts, values)
 
 
-def _units(jaxpr: Any, arguments: Sequence[Argument], todo: Sequence[int], into: Sequence[int]) -> list[Unit]:
+def _units(jaxpr: Any, arguments: Sequence[Argument], computed: Sequence[int], into: Sequence[int]) -> list[Unit]:
     """Returns the results that need arrays of the host, or replace them, by the arrays that they share."""
     needs = Dependence().run(jaxpr, [frozenset([i] if x.on_host else []) for i, x in enumerate(arguments)])
     groups: list[tuple[set[int], list[int]]] = []  # arrays of the host, results
-    for i in todo:
-        found = {*needs[i], *([into[i]] if arguments[into[i]].on_host else [])}
-        if not found:
+    for i in computed:
+        host_arrays = {*needs[i], *([into[i]] if arguments[into[i]].on_host else [])}
+        if not host_arrays:
             continue
-        same = [group for group in groups if group[0] & found]
+        same = [group for group in groups if group[0] & host_arrays]
         groups = [group for group in groups if group not in same]
-        groups.append((found.union(*(g[0] for g in same)), [*(i for g in same for i in g[1]), i]))
+        groups.append((host_arrays.union(*(g[0] for g in same)), [*(i for g in same for i in g[1]), i]))
     return [
         Unit(sorted(which), sorted(arrays), jaxprs.with_results(jaxpr, [jaxpr.outvars[i] for i in sorted(which)]))
         for arrays, which in groups
@@ -91,27 +91,27 @@ def _units(jaxpr: Any, arguments: Sequence[Argument], todo: Sequence[int], into:
 
 def _sharded_alike(unit: Unit, arguments: Sequence[Argument], into: Sequence[int]) -> bool:
     """Tells whether all arrays that a unit fetches or replaces have the same sharding."""
-    found = set()
+    shardings = set()
     for i in (*unit.on_host, *(into[i] for i in unit.results)):
         sharding = arguments[i].sharding
         if sharding is None:
             return False
-        found.add((sharding.mesh, dims_of(sharding.spec, jnp.ndim(arguments[i].array))))
-    return len(found) == 1
+        shardings.add((sharding.mesh, dims_of(sharding.spec, jnp.ndim(arguments[i].array))))
+    return len(shardings) == 1
 
 
-def _run_whole(
-    unit: Unit, arguments: Sequence[Argument], into: Sequence[int], consts: Any, start: Any
+def _run_unchunked(
+    unit: Unit, arguments: Sequence[Argument], *, into: Sequence[int], consts: Any, start: Any
 ) -> tuple[list[Any], Any]:
-    """Computes results whose arrays of the host have to be on the device whole."""
+    """Computes results that are not elementwise: their arrays of the host are fetched in full."""
     arrays = [x.array for x in arguments]
     for i in unit.on_host:
         x, _ = lax.optimization_barrier((arrays[i], start))
         arrays[i] = jax.device_put(x, jax.memory.Space.Device)
-    made = _evaluate(unit.jaxpr, range(len(unit.results)), consts, arrays)
+    outputs = _evaluate(unit.jaxpr, range(len(unit.results)), consts, arrays)
     results = []
-    for i, x in zip(unit.results, made, strict=True):
-        goal = arguments[into[i]]
-        x = _pinned(x, goal.sharding)
-        results.append(jax.device_put(x, jax.memory.Space.Host) if goal.on_host else x)
-    return results, zero_after(made[0])
+    for i, x in zip(unit.results, outputs, strict=True):
+        replaced = arguments[into[i]]
+        x = _pinned(x, replaced.sharding)
+        results.append(jax.device_put(x, jax.memory.Space.Host) if replaced.on_host else x)
+    return results, zero_after(outputs[0])

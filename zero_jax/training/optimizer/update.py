@@ -1,7 +1,7 @@
-"""Calls an optimizer's `update` with what it asks for beside gradients: the loss, or functions of the params.
+"""Calls an optimizer's `update` with the extra arguments that it takes: the loss, or functions of the params.
 
-optax passes such values by keyword (`optax.GradientTransformationExtraArgs`). Which of them an optimizer takes shows
-when it is called: wrappers such as `optax.chain` take all and hand them on.
+optax passes such values by keyword (`optax.GradientTransformationExtraArgs`). Only a call shows which of them an
+optimizer takes: wrappers such as `optax.chain` accept and forward any.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def call_update(
 ) -> tuple[PyTree, PyTree]:
     """Returns the updates and the new state of an optimizer, called with the extra arguments that it takes.
 
-    The functions cost nothing unless the optimizer calls them. Where one is None, a stand-in takes its place: the
-    result then shows shapes, and what depends on what. The gradients of a stand-in depend on `grads`, leaf by leaf.
+    The functions cost nothing unless the optimizer calls them. A stand-in replaces one that is None: the result then
+    has the right shapes and data dependences only. The gradients of a stand-in depend on `grads`, leaf by leaf.
 
     Args:
       tx: the optimizer.
@@ -62,7 +62,7 @@ def call_update(
     loss_of, grad_of = loss_fn or _stand_in_loss(grads), grad_fn or _stand_in_grads(grads)
 
     def value_fn(at: PyTree, *, loss: Any = None, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
-        del loss, obj_fn, grad_fn  # optax's line searches hand on what they do not take, and refuse what this does not
+        del loss, obj_fn, grad_fn  # optax's line searches forward them, and refuse a function that does not take them
         return loss_of(_unmasked(at, params))
 
     value = jnp.asarray(value, value_dtype(params))
@@ -103,9 +103,9 @@ def update_if(
 ) -> tuple[PyTree, PyTree]:
     """Returns `update(*state)` where `finite`, else `state` bit for bit.
 
-    A select fuses into the one loop that XLA:TPU updates a leaf, its moments and its copies in; a conditional would
-    break that loop up. XLA:CPU has no loops of several results: there, each loop reads what another has to keep for
-    the select, and all of the state is copied first. A conditional updates it in place.
+    On XLA:TPU a select fuses into the single loop that updates a leaf, its moments and its copies; a conditional would
+    split that loop. XLA:CPU has no fusions with several results: each loop reads values that another must keep for the
+    select, so all of the state would be copied first. A conditional updates it in place.
 
     Args:
       finite: `bool[]`.
@@ -142,7 +142,7 @@ def _traced_update(
 
 
 class _Optimizer:
-    """An optimizer as a static argument: equal by its own equality, or by identity if it has no hash."""
+    """An optimizer as a static argument of `jax.jit`, compared by identity if it has no hash."""
 
     def __init__(self, tx: Any):
         self.value = tx
@@ -188,7 +188,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     params, opt_state = jax.tree.map(_without_memory, (params, opt_state))
     leaves = jax.tree.leaves(params)
     sharding = getattr(getattr(leaves[0], "aval", leaves[0]), "sharding", None) if leaves else None
-    # On the mesh of the params: JAX takes what it has traced for arguments of the same mesh alone.
+    # On the mesh of the params: JAX's cache of traces distinguishes the meshes of arguments.
     sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
     traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
@@ -200,7 +200,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
 
 
 def _without_memory(x: Any) -> Any:
-    """Returns the shape of an array that is in host memory, and anything else as it is."""
+    """Replaces an array in host memory by its shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
         is_away = x.sharding is not None and x.sharding.memory_kind == HOST
     else:
@@ -209,14 +209,14 @@ def _without_memory(x: Any) -> Any:
 
 
 def value_dtype(params: PyTree) -> Any:
-    """Returns the dtype of the loss that an optimizer of such params is given: float32, or theirs where it is wider."""
+    """Returns the dtype of the loss that an optimizer of these params gets: float32, or theirs if it is wider."""
     return promoted(jnp.float32, *(jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(params)))
 
 
 def apply_update(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *, value: Any, full_grads: PyTree, **functions: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns updated params and the new state, from the trace of the update if it has no `functions` to call."""
+    """Returns updated params and the new state; the trace of the update is reused if it calls no `functions`."""
     if functions:
         updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
         return optax.apply_updates(params, updates), strongly_typed(state)
@@ -226,8 +226,8 @@ def apply_update(
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:
     """Returns an optimizer's first state, with the leaves and dtypes that it has after an update.
 
-    Some optimizers widen a leaf in the first update or add leaves (`optax.monitor`): a step would be compiled twice,
-    and could not be skipped. Leaves that are added are zeros, which no update reads.
+    Some optimizers widen a leaf or add leaves in the first update (`optax.monitor`): a step would be compiled twice,
+    and could not be skipped. Added leaves are zeros that no update reads.
 
     Raises:
       ValueError: an update changes the state's structure in another way.
@@ -244,7 +244,7 @@ def init_opt_state(tx: Any, params: PyTree) -> PyTree:
 
 
 def first_opt_state(tx: Any, params: PyTree) -> PyTree:
-    """Returns the shapes of what `init_opt_state` returns; the last ones are remembered.
+    """Returns the shapes of the state that `init_opt_state` returns, cached.
 
     Args:
       tx: the optimizer.
@@ -289,7 +289,7 @@ def described(tree: PyTree) -> list[tuple[str, Any, Any]]:
 
 
 def _widened(old: PyTree, new: PyTree) -> PyTree:
-    """Returns the shapes of a new state, each leaf in a dtype that holds the old one's values too."""
+    """Returns the shapes of a new state, each leaf promoted to a dtype that also holds the old values."""
     shapes = {name: (shape, dtype) for name, shape, dtype in described(old)}
 
     def widen(name: str, shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -328,7 +328,7 @@ def _stand_in_grads(grads: PyTree) -> Callable[[PyTree], PyTree]:
 
 
 def _unmasked(at: PyTree, params: PyTree) -> PyTree:
-    """Returns params with the values of `at` where `optax.masked` has left any."""
+    """Fills the gaps that `optax.masked` left in a tree of params."""
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     return jax.tree.map(lambda new, old: old if is_masked(new) else new, at, params, is_leaf=is_masked)
 

@@ -1,4 +1,4 @@
-"""Whether a state is one that a step can take."""
+"""Checks that a step can take a state: not donated, and made for the same mesh, config and optimizer."""
 
 from __future__ import annotations
 
@@ -36,21 +36,20 @@ def check_no_leaf_twice(state: PyTree) -> None:
     leaves = jax.tree.leaves(state)
     if len(set(map(id, leaves))) == len(leaves):
         return
-    seen: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, leaf in zip(leaf_names(state), leaves, strict=True):
-        if is_array(leaf) and seen.setdefault(id(leaf), name) != name:
+        if is_array(leaf) and names.setdefault(id(leaf), name) != name:
             raise ValueError(
-                f"leaf {name!r} of the state is the same array as {seen[id(leaf)]!r}, and a step donates both: "
+                f"leaf {name!r} of the state is the same array as {names[id(leaf)]!r}, and a step donates both: "
                 "copy it first, as in jax.tree.map(jnp.copy, state.params)"
             )
 
 
 def place_state(state: PyTree, shardings: Sequence[NamedSharding], dtypes: Sequence[Any]) -> PyTree:
-    """Returns a state as a step was compiled for: its leaves, or host arrays and equivalent shardings moved there.
+    """Moves host arrays, and arrays with equivalent shardings, to the shardings that a step was compiled for.
 
-    Another placement would compile a second program, which could not reuse the state's memory.
-
-    A state of a trace is returned as it is; shardings and dtypes are in the order of `jax.tree.leaves`.
+    With other shardings `jax.jit` would compile a second program, which could not reuse the state's memory. Traced
+    leaves are returned as they are. Shardings and dtypes are in the order of `jax.tree.leaves`.
 
     Raises:
       ValueError: a leaf that is sharded otherwise, or of another dtype.
@@ -88,7 +87,7 @@ def _shown(sharding: Any) -> str:
 
 
 def _array_types(leaves: Sequence[Any]) -> set[type]:
-    """Returns the types of leaves that are arrays on devices: whether a type is one takes long to tell leaf by leaf."""
+    """Returns the types of leaves that are arrays on devices; `isinstance` for every leaf would take longer."""
     return {kind for kind, leaf in {type(x): x for x in leaves}.items() if is_array(leaf)}
 
 
@@ -135,11 +134,11 @@ def checked_placement(
             f"state.grad_errors does not match the error feedback of the config: it holds {odd}, and the step needs "
             f"{lacks}. Make the state with the mesh, config and optimizer that the step was made with"
         )
-    wanted = first_opt_state(tx, trainable(state.masters))
+    expected = first_opt_state(tx, trainable(state.masters))
     of_leaves = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])  # noqa: E731
-    if of_leaves(state.opt_state) == of_leaves(wanted):
+    if of_leaves(state.opt_state) == of_leaves(expected):
         return placement
-    trees = map(described, (state.opt_state, wanted))
+    trees = map(described, (state.opt_state, expected))
     have, need = ([f"{name} {dtype}{list(shape)}" for name, shape, dtype in tree] for tree in trees)
     if have != need:
         odd, lacks = (next((x for x in a if x not in b), "no other leaf") for a, b in ((have, need), (need, have)))

@@ -39,8 +39,8 @@ def nonfinite_leaves(state: TrainState, *, mesh: Mesh) -> list[str]:
     as the best value so far of `reduce_on_plateau`.
     """
     groups = {"params": state.params} | ({} if state.master is None else {"master": state.master})
-    named = zip(leaf_names(groups), jax.tree.leaves(groups), strict=True)
-    floating = {name: x for name, x in named if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
+    leaves = zip(leaf_names(groups), jax.tree.leaves(groups), strict=True)
+    floating = {name: x for name, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
     if not floating:
         return []
     check = jax.jit(_are_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,4 +1,4 @@
-"""Makes train states that are born sharded, from a function of a key or from given params; and their shapes."""
+"""Initializes train states in shards, from a function of a key or from existing params; and their shapes."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def abstract_state(
 
 
 def check_optimizer(tx: Any) -> optax.GradientTransformation:
-    """Returns the optimizer; raises `ValueError` for anything that is none."""
+    """Returns the optimizer; raises `ValueError` for anything that is not an optax transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(f"tx={tx!r} is no optimizer: give an optax transformation, as optax.adamw(3e-4)")
     return tx
 
 
 def _checked_key(key: Any) -> Any:
-    """Returns a key, old or new; raises `ValueError` for anything that is none."""
+    """Returns a PRNG key, typed or `uint32[2]`; raises `ValueError` for anything else."""
     if isinstance(key, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         is_new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
         if is_new or (key.dtype == jnp.uint32 and key.ndim == 1):
@@ -132,8 +132,8 @@ def init_state(
     shapes = abstract_state(make or (lambda _: init_fn), tx, _checked_key(key), mesh=mesh, config=config)
     placement = make_placement(shapes.variables, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    build, given = _init_program(make, init_fn, tx, shapes, placement)
-    state = build(given, put_global(key, NamedSharding(mesh, PartitionSpec())))
+    build, initial = _init_program(make, init_fn, tx, shapes, placement)
+    state = build(initial, put_global(key, NamedSharding(mesh, PartitionSpec())))
     # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
     params = jax.tree.map(reshard_array, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
@@ -146,9 +146,9 @@ def _init_program(
     shapes: TrainState,
     placement: Placement,
 ) -> tuple[Any, PyTree]:
-    """Returns the jitted `program(given, key)` that makes a state whose params are still sharded, and `given`.
+    """Returns the jitted `program(initial, key)` that makes a state whose params are still sharded, and `initial`.
 
-    `make` is the function that makes the variables from a key, or None where `variables` are given.
+    `make` makes the variables from a key; if it is None, `initial` are the `variables` on the devices.
     """
 
     def build(variables: PyTree, key: jax.Array) -> TrainState:
@@ -158,14 +158,14 @@ def _init_program(
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     if not placement.params_are_masters:  # these are gathered after
         shardings = dataclasses.replace(shardings, params=placement.param_shardings("master"))
-    given, donated = None, False
+    initial, donated = None, False
     if make is None:
         variables = joined(as_variables(variables).params, as_variables(variables).model_state)
-        given = jax.tree.map(put_global, variables, placement.variable_shardings())
-        made = joined(shapes.masters, shapes.model_state)
+        initial = jax.tree.map(put_global, variables, placement.variable_shardings())
+        results = joined(shapes.masters, shapes.model_state)
         # Host arrays are donated once they are on the devices, so that params are not held twice. Device arrays may
         # share memory with the user's own, even if `device_put` is called with `may_alias=False` (JAX 0.10 and 0.12).
         donated = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
-        kinds = [[(x.dtype, x.sharding.memory_kind) for x in jax.tree.leaves(tree)] for tree in (given, made)]
+        kinds = [[(x.dtype, x.sharding.memory_kind) for x in jax.tree.leaves(tree)] for tree in (initial, results)]
         donated &= kinds[0] == kinds[1]
-    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), given
+    return jax.jit(build, out_shardings=shardings, donate_argnums=(0,) if donated else ()), initial

@@ -47,7 +47,7 @@ _GATHERED_AT_ONCE_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How the groups of a train state are sharded: what `ZeroConfig` and the shapes of the variables decide."""
+    """How the groups of a train state are sharded: a function of `ZeroConfig` and the shapes of the variables."""
 
     mesh: Mesh
     axes: Axes
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def sends_own_grads(self) -> bool:
-        """Whether each device has gradients of its own, sent quantized at each use: not those of a copy's devices."""
+        """Whether each device sends its own gradients, quantized, at each use of a param (not once per copy)."""
         return not set(self.grad_axes) <= set(self.axes.copies)
 
     @property
@@ -107,12 +107,12 @@ class Placement:
         ]
 
     def grad_errors(self, has_grad: Sequence[bool]) -> PyTree:
-        """Returns shapes and shardings of the errors of gradients, of params that have one; None if there are none."""
+        """Returns shapes and shardings of the quantization errors of gradients; None if no param has one."""
         leaves, tree = jax.tree.flatten(self.params, is_leaf=_is_placement)
         errors = []
-        for leaf, how, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
+        for leaf, grad_sum, wanted in zip(leaves, self.grad_sums(), has_grad, strict=True):
             feeds_back = wanted and self.quantize and self.quantize.format_of("error_feedback", leaf.path)
-            dims = how.error_dims(leaf.shape) if feeds_back else None
+            dims = grad_sum.error_dims(leaf.shape) if feeds_back else None
             if dims is not None:
                 shape = (axis_size(self.mesh, dims[0]), *leaf.shape)
                 dims = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=named(self.mesh, dims))
@@ -133,16 +133,16 @@ class Placement:
         return to_shardings(self.model_state, mesh=self.mesh, axes=self.axes, over=over)
 
     def variable_shardings(self) -> PyTree:
-        """Returns the shardings of `Variables` as they are given at first, of params those of the master params."""
+        """Returns the shardings of initial `Variables`; params are sharded as the master params."""
         return joined(self.param_shardings("master"), self.model_state_shardings())
 
     def loss_shardings(self) -> PyTree:
-        """Returns the shardings that the loss function's params are gathered from, or their gradients scattered to."""
+        """Returns the shardings from which the loss function gathers params, or to which it scatters gradients."""
         group = "params" if self.axes.secondary else "master"
         return joined(self.param_shardings(group), self.model_state_shardings())
 
     def cast(self, variables: PyTree) -> PyTree:
-        """Returns what the placed loss function is given: params in the compute dtype, and what is in host memory."""
+        """Returns the arguments of the placed loss function: params in the compute dtype, `HostParam`s on the host."""
 
         def place(x: jax.Array, dtype: Any = None) -> Any:
             return HostParam.of(x, dtype) if is_on_host(jax.typeof(x)) else cast_floating(x, dtype)
@@ -166,7 +166,7 @@ class Placement:
         )
 
     def params_of(self, masters: PyTree, *, into: PyTree) -> PyTree:
-        """Returns the params that master params make: themselves, or gathered copies in the place of the old ones."""
+        """Returns params from master params: themselves, or gathered copies written over the old params `into`."""
         if self.params_are_masters:
             return masters
         return self.gather(masters, self.precision.param if self.keeps_copy else None, into=into)
@@ -174,12 +174,13 @@ class Placement:
     def gather(self, tree: PyTree, dtype: Any, *, into: PyTree) -> PyTree:
         """Casts sharded master params and gathers them, one mesh axis at a time, in the narrower dtype.
 
-        Large stacks of layers are gathered layer by layer into the params that they replace: XLA:TPU would hold a whole
-        one beside them. Those of as many layers go together, so that several gathers are under way at once.
+        Large stacks of layers are gathered layer by layer into the params that they replace, as XLA:TPU would
+        otherwise hold a full stack beside them. Stacks of equally many layers share a loop, so that several gathers
+        run at once.
         """
         leaves, placements = jax.tree.leaves(tree), placement_leaves(self.params)
-        kept = self.axes_of_group("params")
-        if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in kept]) == 1:
+        param_axes = self.axes_of_group("params")
+        if axis_size(self.mesh, [axis for axis in self.axes_of_group("master") if axis not in param_axes]) == 1:
             return cast_floating(tree, dtype)
         gathered, stacks = list(jax.tree.leaves(into)), collections.defaultdict(list)
         for i, (placement, x) in enumerate(zip(placements, leaves, strict=True)):
@@ -187,36 +188,36 @@ class Placement:
             if is_stack and gathered[i].nbytes > _GATHERED_AT_ONCE_BYTES:
                 stacks[x.shape[0]].append(i)
             else:
-                gathered[i] = self._gather_whole(placement, cast_floating(x, dtype))
+                gathered[i] = self._gather_leaf(placement, cast_floating(x, dtype))
         for indices in stacks.values():
             rows = self._gather_rows(*([each[i] for i in indices] for each in (placements, leaves, gathered)))
             for i, x in zip(indices, rows, strict=True):
                 gathered[i] = x
         return jax.tree.unflatten(jax.tree.structure(tree), gathered)
 
-    def _gather_whole(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
-        kept = self.axes_of_group("params")
-        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in kept])
-        # A secondary shard is gathered as it is: its own gathers, one for each use, are quantized.
-        quantize = None if kept else self.quantize
+    def _gather_leaf(self, placement: LeafPlacement, x: jax.Array) -> jax.Array:
+        param_axes = self.axes_of_group("params")
+        steps = gather_shardings(self.mesh, placement.dims, [axis for axis in self.axes.data if axis not in param_axes])
+        # A secondary shard is made at full precision: its own gathers, one for each use, are quantized.
+        quantize = None if param_axes else self.quantize
         coding = blocks_of_leaf(quantize, "gathers", placement, mesh=self.mesh, shape=x.shape)
         with gather_scope(placement.path):
             return reshard(x, forward=Chain(steps, barrier=True, coding=coding), backward=Chain())
 
     def _gather_rows(
-        self, placements: list[LeafPlacement], stacks: list[jax.Array], olds: list[jax.Array]
+        self, placements: list[LeafPlacement], stacks: list[jax.Array], old_params: list[jax.Array]
     ) -> list[jax.Array]:
         """Gathers stacks of the same number of rows one row at a time, each written over the old one."""
 
-        def gather_row(i: jax.Array, wholes: list[jax.Array]) -> list[jax.Array]:
+        def gather_row(i: jax.Array, params: list[jax.Array]) -> list[jax.Array]:
             rows = [
-                self._gather_whole(placement, cast_floating(lax.dynamic_slice_in_dim(x, i, 1), whole.dtype))
-                for placement, x, whole in zip(placements, stacks, wholes, strict=True)
+                self._gather_leaf(placement, cast_floating(lax.dynamic_slice_in_dim(x, i, 1), param.dtype))
+                for placement, x, param in zip(placements, stacks, params, strict=True)
             ]
-            return [lax.dynamic_update_slice_in_dim(whole, row, i, 0) for whole, row in zip(wholes, rows, strict=True)]
+            return [lax.dynamic_update_slice_in_dim(param, row, i, 0) for param, row in zip(params, rows, strict=True)]
 
         # Two rows at a time: while one is written, the other is gathered.
-        return lax.fori_loop(0, stacks[0].shape[0], gather_row, olds, unroll=2)
+        return lax.fori_loop(0, stacks[0].shape[0], gather_row, old_params, unroll=2)
 
 
 def _is_placement(x: Any) -> bool:
@@ -280,7 +281,7 @@ def _check_error_feedback(placement: Placement) -> None:
 
 
 def new_grad_errors(state: TrainState, tx: optax.GradientTransformation, placement: Placement) -> PyTree:
-    """Returns shapes and shardings of the errors that a state has for an optimizer; None without error feedback."""
+    """Returns shapes and shardings of `grad_errors` for an optimizer; None without error feedback."""
     if placement.quantize is None or not placement.quantize.error_feedback:
         return None
     return placement.grad_errors(trained_params(tx, state))
@@ -292,19 +293,19 @@ def train_state_shardings(state: TrainState, placement: Placement) -> TrainState
     Raises:
       ValueError: errors of gradients that the config does not have.
     """
-    whole: Any = NamedSharding(placement.mesh, PartitionSpec())
+    replicated: Any = NamedSharding(placement.mesh, PartitionSpec())
     if placement.rules.overrides:
         names = variable_names(state.variables) + leaf_names(state.opt_state)
         check_matched("overrides", placement.rules.overrides, names)
     flags = placement.on_host(state)
     return TrainState(
-        step=whole,
+        step=replicated,
         params=host_shardings(placement.param_shardings("params"), flags["params"]),
         master=None if state.master is None else host_shardings(placement.param_shardings("master"), flags["master"]),
         opt_state=host_shardings(placement.opt_shardings(state.opt_state), flags["opt_state"]),
-        key=whole,
-        loss_scale=jax.tree.map(lambda _: whole, state.loss_scale),
-        num_skipped_steps=whole,
+        key=replicated,
+        loss_scale=jax.tree.map(lambda _: replicated, state.loss_scale),
+        num_skipped_steps=replicated,
         model_state=host_shardings(placement.model_state_shardings(), flags[MODEL_STATE]),
         grad_errors=_error_shardings(state.grad_errors, placement),
     )

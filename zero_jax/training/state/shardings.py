@@ -40,40 +40,40 @@ def state_shardings(
         placement = make_placement(abstract_state.variables, mesh=mesh, config=config)
         return train_state_shardings(abstract_state, placement)
     abstract_state = with_shapes("state", abstract_state, remedy=ARRAYS)
-    inside, subtree = _subtree(abstract_state, params, what="params")
-    in_model_state, model_state_tree = {}, None
+    param_paths, subtree = _subtree(abstract_state, params, what="params")
+    model_state_paths, model_state_tree = {}, None
     if model_state is not None:
-        in_model_state, model_state_tree = _subtree(abstract_state, model_state, what=MODEL_STATE)
+        model_state_paths, model_state_tree = _subtree(abstract_state, model_state, what=MODEL_STATE)
     placement = make_placement(joined(subtree, model_state_tree), mesh=mesh, config=config)
     names, (leaves, tree) = leaf_names(abstract_state), jax.tree.flatten(abstract_state)
-    paths = inside | {name: f"{MODEL_STATE}/{path}" for name, path in in_model_state.items()}
+    paths = param_paths | {name: f"{MODEL_STATE}/{path}" for name, path in model_state_paths.items()}
     check_matched("overrides", config.overrides, [paths.get(name, name) for name in names])
-    rest = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in paths}
-    by_name = placement.opt_shardings(rest)
+    opt_leaves = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name not in paths}
+    opt_shardings = placement.opt_shardings(opt_leaves)
     of_params = iter(jax.tree.leaves(placement.param_shardings("params")))
     of_model_state = iter(jax.tree.leaves(placement.model_state_shardings()))
 
     def sharding(name: str) -> NamedSharding:
-        if name in inside:
+        if name in param_paths:
             return next(of_params)
-        return next(of_model_state) if name in in_model_state else by_name[name]
+        return next(of_model_state) if name in model_state_paths else opt_shardings[name]
 
     return tree.unflatten([sharding(name) for name in names])
 
 
 def _subtree(state: PyTree, at: str, *, what: str) -> tuple[dict[str, str], PyTree]:
-    """Returns the subtree at a path: its leaves' paths in the state mapped to those in the subtree, and itself."""
+    """Returns the subtree at a path, after a dict from the paths of its leaves in the state to those inside it."""
     names = leaf_names(state)
-    inside = {n: n.removeprefix(at).removeprefix("/") for n in names if n == at or n.startswith(at + "/")}
-    if not inside:
-        tops = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
+    paths = {n: n.removeprefix(at).removeprefix("/") for n in names if n == at or n.startswith(at + "/")}
+    if not paths:
+        groups = ", ".join(dict.fromkeys(name.split("/")[0] for name in names))
         raise ValueError(
-            f"the state has no {what} at {at!r} (it has {tops or 'no leaves'}): say where they are with "
+            f"the state has no {what} at {at!r} (it has {groups or 'no leaves'}): say where they are with "
             f"state_shardings(..., {what}='path/of/{what}')"
         )
-    is_it = lambda path, _: path_name(path) == at  # noqa: E731
-    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_it, is_leaf_takes_path=True)
-    return inside, next(node for path, node in nodes if path_name(path) == at)
+    is_root = lambda path, _: path_name(path) == at  # noqa: E731
+    nodes, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_root, is_leaf_takes_path=True)
+    return paths, next(node for path, node in nodes if path_name(path) == at)
 
 
 def sharding_report(params: PyTree, *, mesh: Mesh, config: ZeroConfig) -> ShardingReport:

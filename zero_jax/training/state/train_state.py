@@ -56,7 +56,7 @@ class TrainState:
 
 
 def trainable(params: PyTree) -> PyTree:
-    """Returns the params that have gradients; integers and PRNG keys are replaced by None, which optax passes over."""
+    """Returns the params that have gradients; integers and PRNG keys are replaced by None, which optax skips."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, params)
 
 
@@ -66,9 +66,9 @@ def merge(params: PyTree, updated: PyTree) -> PyTree:
 
 
 def used_by_optimizer(tx: optax.GradientTransformation | None, state: TrainState) -> tuple[list[bool], list[bool]]:
-    """Returns flags of a state's trainable params: whose gradients an optimizer reads, and which it does not change.
+    """Returns flags of the trainable params: whether the optimizer reads their gradients, and leaves them unchanged.
 
-    All, and none, where the optimizer is not known (None).
+    Without an optimizer (None) all gradients count as read, and no param as unchanged.
     """
     params = trainable(state.masters)
     if tx is None:

@@ -19,7 +19,7 @@ from zero_jax.core.tree import PyTree, check_arrays, leaves_by_name, shown
 from zero_jax.training.state.train_state import TrainState
 
 _SHOWN_PATHS = 3
-# From one kind to a later one nothing but precision is lost.
+# Casts from one kind to a later one lose nothing but precision.
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -40,9 +40,9 @@ def read_leaf(tree: PyTree, path: str) -> np.ndarray:
       ValueError: no such leaf, one that is gone or has no values, or another path in another process.
     """
     leaves = leaves_by_name(tree)
-    leaf = leaves[_found(leaves, path)]
+    leaf = leaves[_existing(leaves, path)]
     _check_agreed(f"read_leaf of {path}")
-    return _whole(path, leaf)
+    return _host_array(path, leaf)
 
 
 def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.ndarray]]:
@@ -69,7 +69,7 @@ def read_leaves(tree: PyTree, pattern: str = ".*") -> Iterator[tuple[str, np.nda
     if not matching:
         raise ValueError(f"pattern={pattern!r} matches no leaf: {_nearest(pattern, leaves)}")
     _check_agreed(f"read_leaves of {pattern}")
-    return ((path, _whole(path, leaves[path])) for path in matching)
+    return ((path, _host_array(path, leaves[path])) for path in matching)
 
 
 def write_leaf(tree: PyTree, path: str, value: Any) -> PyTree:
@@ -99,25 +99,25 @@ def write_leaves(tree: PyTree, values: Mapping[str, Any] | Iterable[tuple[str, A
     """
     leaves = leaves_by_name(tree)
     for path, value in _pairs(values):
-        for name in _copies(tree, _found(leaves, path)):
+        for name in _copies(tree, _existing(leaves, path)):
             leaves[name] = _written(name, leaves[name], value)
     return jax.tree.structure(tree).unflatten(leaves.values())
 
 
 def _pairs(values: Any) -> Iterator[tuple[str, Any]]:
     """Yields paths and values; raises `ValueError` for anything else."""
-    # Of an iterator, which may not be looked into, the type.
-    given = f"of type {type(values).__name__}" if isinstance(values, Iterator) else shown(values)
-    wrong = f"values={given}: give a dict of values by path, or an iterable of (path, value)"
+    # An iterator cannot be shown without consuming it.
+    description = f"of type {type(values).__name__}" if isinstance(values, Iterator) else shown(values)
+    message = f"values={description}: give a dict of values by path, or an iterable of (path, value)"
     if isinstance(values, jax.Array | np.ndarray | str | bytes) or not isinstance(values, Iterable):
-        raise ValueError(wrong)
+        raise ValueError(message)
     for pair in values.items() if isinstance(values, Mapping) else values:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(wrong)
+            raise ValueError(message)
         yield pair[0], pair[1]
 
 
-def _found(names: Collection[str], path: str) -> str:
+def _existing(names: Collection[str], path: str) -> str:
     """Returns a path that a tree has.
 
     Raises:
@@ -144,13 +144,13 @@ def _nearest(path: str, names: Iterable[str]) -> str:
 def _copies(tree: PyTree, path: str) -> list[str]:
     """Returns the path, and that of the same param among the master params, or of its low-precision copy."""
     group, _, inside = path.partition("/")
-    other = {"params": "master", "master": "params"}.get(group)
-    if not isinstance(tree, TrainState) or tree.master is None or other is None:
+    counterpart = {"params": "master", "master": "params"}.get(group)
+    if not isinstance(tree, TrainState) or tree.master is None or counterpart is None:
         return [path]
-    return [path, f"{other}/{inside}"]
+    return [path, f"{counterpart}/{inside}"]
 
 
-def _whole(path: str, leaf: Any) -> np.ndarray:
+def _host_array(path: str, leaf: Any) -> np.ndarray:
     _check_values(path, leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -159,7 +159,7 @@ def _whole(path: str, leaf: Any) -> np.ndarray:
         if leaf.sharding.memory_kind != default:  # offloaded: collectives are of the devices' own memory
             leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(default))
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-    return np.array(leaf)  # a copy: what NumPy shows of a CPU device's memory ends with its donation
+    return np.array(leaf)  # a copy: a NumPy view of a CPU device's memory is invalid after donation
 
 
 def _check_values(path: str, leaf: Any) -> None:
@@ -203,13 +203,13 @@ def _cast(path: str, leaf: Any, value: np.ndarray) -> np.ndarray:
     return cast
 
 
-def _check_agreed(what: str, value: int = 0) -> None:
-    """Raises `ValueError` in all processes if one of them does something else, or has another value."""
+def _check_agreed(operation: str, value: int = 0) -> None:
+    """Raises `ValueError` in all processes if their operations or values differ."""
     if jax.process_count() == 1:
         return
-    own = f"{what}, {value:x}"
-    first = from_first_process(own)
+    call = f"{operation}, {value:x}"
+    first = from_first_process(call)
     failure = "processes {} differ from the first one: make the same calls with the same values in all"
     with Agreement(lambda failed: ValueError(failure.format(failed))):
-        if own != first:
-            raise ValueError(f"this process is at {own!r} and the first one at {first!r}: make the same calls in all")
+        if call != first:
+            raise ValueError(f"this process is at {call!r} and the first one at {first!r}: make the same calls in all")

@@ -108,7 +108,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saving, "copy_companions", full)
-    with pytest.raises(ValueError, match="No space left on device; nothing was left there"):
+    with pytest.raises(ValueError, match=r"No space left on device .*free some space.; nothing was left there"):
         zero.save_hf(tmp_path / "out", loaded.params, loaded)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -265,7 +265,7 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot make the folder .* choose another out"):
+    with pytest.raises(ValueError, match=r"cannot make the folder .* choose another path"):
         training_run.prepare(dataclasses.replace(config, out=str(tmp_path / "file" / "runs")), model=MODEL)
 
 

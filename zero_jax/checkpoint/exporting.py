@@ -17,6 +17,7 @@ from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import RECORD_FILE, Record, SavedLeaf
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -92,7 +93,7 @@ def export(
         written = [*files, *([INDEX] if len(files) > 1 else [])]
         _publish(partial, folder, written, old)
     except OSError as error:
-        raise ValueError(f"cannot write {folder}: {error.strerror or error}; nothing was left there") from error
+        raise ValueError(f"cannot write {folder}: {with_remedy(error)}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Exported(

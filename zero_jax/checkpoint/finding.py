@@ -20,6 +20,7 @@ from zero_jax.checkpoint.record import (
     resolve_folder,
     step_path,
 )
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket
 
 
@@ -39,7 +40,7 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
         folders = {step: path for step, path in paths.items() if path.name in names and path.is_dir()}
         return sorted(s for s, path in folders.items() if not is_bucket(path) or (path / COMMITTED).exists())
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"{directory} cannot be read: {with_remedy(error)}") from error
 
 
 def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:

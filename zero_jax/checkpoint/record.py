@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import (
     is_bucket,
     json_checksum,
@@ -167,7 +168,7 @@ def read_record(path: epath.Path) -> Record:
         names = f"; the folder holds {names}" if names else ""
         raise CheckpointError(f"{file} is missing{names}: this is not a complete checkpoint of zero_jax") from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"{file} cannot be read: {with_remedy(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

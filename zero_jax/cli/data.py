@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -146,7 +147,7 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig
     try:
         return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
     except OSError as error:
-        raise ValueError(f"cannot write {folder} ({error}): give another --tokens FOLDER") from error
+        raise ValueError(f"cannot write {folder}: {with_remedy(error)}") from error
 
 
 def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:

@@ -22,6 +22,7 @@ from jax import Array
 from zero_jax.checkpoint import open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
@@ -232,7 +233,7 @@ def write_folder(
                 os.fsync(file.fileno())
         partial.rename(target)
     except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror or error}; nothing was left there") from error
+        raise ValueError(f"cannot write {target}: {with_remedy(error)}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)

@@ -263,6 +263,15 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
         training_run.prepare(dataclasses.replace(config, name="mine"), model=MODEL)
 
 
+def test_a_run_in_a_checkpoint_is_refused(config, tmp_path):
+    step = tmp_path / "runs/mine/checkpoints/step_00000004"
+    (step / "record").mkdir(parents=True)
+    (step / "record/metadata").touch()
+    with pytest.raises(ValueError, match=r"step_00000004 is a checkpoint, .*: choose a folder outside it"):
+        training_run.prepare(dataclasses.replace(config, out=str(step / "state")), model=MODEL)
+    assert [path.name for path in step.iterdir()] == ["record"]
+
+
 def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot make the folder .* choose another path"):

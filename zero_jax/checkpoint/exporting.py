@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.finding import find_checkpoint
+from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
-from zero_jax.checkpoint.record import RECORD_FILE, Record, SavedLeaf
+from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create, split_by_size, write_index
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.variables import MODEL_STATE
@@ -226,9 +226,7 @@ def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...],
 def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another folder")
-    for parent in (folder, *folder.parents):
-        if (parent / RECORD_FILE).exists():
-            raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
+    check_outside(folder)
     return sorted(folder.glob("model*.safetensors*"))
 
 

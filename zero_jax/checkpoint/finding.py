@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 from collections.abc import Sequence
 
 from etils import epath
@@ -111,6 +112,14 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     if record is None:
         raise CheckpointError(all_damaged_message(folder, problems))
     return record, problems
+
+
+def check_outside(folder: str | os.PathLike[str]) -> None:
+    """Raises `ValueError` for a folder to write into that is a checkpoint, or below one by any links."""
+    place = pathlib.Path(folder).resolve()
+    for parent in (place, *place.parents):
+        if (parent / RECORD_FILE).exists():
+            raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
 
 
 def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
+from zero_jax.checkpoint import check_outside
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.data import (
@@ -137,6 +138,8 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
         )
     if is_token_folder(pathlib.Path(config.data).expanduser()):
         raise ValueError(f"{config.data} holds tokens already: train on it with `zero-jax train --data {config.data}`")
+    if options.tokens:
+        check_outside(pathlib.Path(options.tokens).expanduser())
     if options.tokens and pathlib.Path(options.tokens).exists():
         raise ValueError(f"{options.tokens} exists already: give another --tokens FOLDER, or remove it")
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zero_jax.checkpoint import open_params
+from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
 from zero_jax.core.files.system_errors import with_remedy
@@ -71,7 +71,7 @@ def save_hf(
       max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
 
     Raises:
-      ValueError: the folder has something in it, params of another model, a shape that no family has, no space.
+      ValueError: the folder has something in it or is below a checkpoint, other params, a shape of no family, no space.
     """
     check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
     source = like.source if isinstance(like, Pretrained) else like
@@ -98,7 +98,7 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it, params without names, no space.
+      ValueError: the folder has something in it or is below a checkpoint, params without names, no space.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     tree = params.masters if isinstance(params, TrainState) else params
@@ -263,7 +263,8 @@ def plan_tensors(
 
 
 def check_free(target: pathlib.Path) -> None:
-    """Raises `ValueError` for a folder that has something in it: nothing is overwritten."""
+    """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
+    check_outside(target)
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ValueError(f"{target} is no folder: choose another one")
     if target.exists() and any(target.iterdir()):

@@ -17,7 +17,14 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_step_folders, resolve_folder
+from zero_jax.checkpoint import (
+    LOCK,
+    CheckpointConfig,
+    check_outside,
+    find_checkpoint,
+    list_step_folders,
+    resolve_folder,
+)
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderLock
 from zero_jax.core.signatures import check_takes
@@ -331,7 +338,8 @@ def _check_no_text(config: TrainConfig) -> None:
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
-    """Raises for the name of a new run whose folder of checkpoints is locked, or has checkpoints."""
+    """Raises for the name of a run in a checkpoint, or of a new one whose checkpoints are locked or there already."""
+    check_outside(pathlib.Path(config.out) / name)
     if config.checkpoints is None:
         return
     folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")

@@ -75,7 +75,7 @@ def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     except ValueError as error:  # an integer of too many digits raises no TOMLDecodeError
         other = pathlib.Path(path).with_suffix(".toml")
         hint = f"; did you mean {other}?" if other != pathlib.Path(path) and other.is_file() else ""
-        raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}{hint}") from error
+        raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}; mend that{hint}") from error
 
 
 def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:

@@ -62,14 +62,16 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     try:
         file_of = {name: text(file) for name, file in mapping(index.get("weight_map")).items()}
     except ValueError as error:
-        raise ValueError(f"{path / INDEX} has no weight_map from tensors to files: {error}") from error
+        why = f"{path / INDEX} has no weight_map from tensors to files: {error}"
+        raise ValueError(f"{why}: copy or download it again") from error
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
-        if file != pathlib.PurePath(file).name or not (path / file).exists():
-            there = [entry.name for entry in path.glob("*.safetensors")]
+        if file != pathlib.PurePath(file).name or not os.path.isfile(path / file):
+            there = [entry.name for entry in path.glob("*.safetensors") if entry.name not in file_of.values()]
+            why = "no file, or a link to none" if os.path.lexists(path / file) else "not there"
             raise ValueError(
-                f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, there)}copy or "
-                "download it"
+                f"{path / INDEX} names the file {file!r}, which is {why}: {did_you_mean(file, there)}copy or download "
+                "it again"
             )
         of_file = read_header(path / file)
         twice = sorted(tensors.keys() & of_file.keys())

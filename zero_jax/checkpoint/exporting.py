@@ -18,6 +18,7 @@ from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slice
 from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, create, split_by_size, write_index
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -76,7 +77,7 @@ def export(
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
     """
-    (record, _), folder = find_checkpoint(path, step), pathlib.Path(out).absolute()
+    (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     old = _existing(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Sequence
 
 from etils import epath
@@ -22,7 +21,7 @@ from zero_jax.checkpoint.record import (
     step_path,
 )
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import is_bucket
+from zero_jax.core.files.untrusted import is_bucket, user_path
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
@@ -116,9 +115,9 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
 
 def check_outside(folder: str | os.PathLike[str]) -> None:
     """Raises `ValueError` for a folder to write into that is a checkpoint, or below one by any links."""
-    place = pathlib.Path(folder).resolve()
+    place = user_path(folder).resolve()
     for parent in (place, *place.parents):
-        if (parent / RECORD_FILE).exists():
+        if os.path.exists(parent / RECORD_FILE):
             raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +26,7 @@ from zero_jax.core.files.untrusted import (
     read_file,
     shape,
     text,
+    user_path,
     whole_number,
 )
 
@@ -55,10 +55,9 @@ class CheckpointRemoved(CheckpointError):
 
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns a folder as an absolute path, or as the URL that it is."""
-    if not isinstance(directory, str | os.PathLike):
+    if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
-    path = epath.Path(directory).expanduser()
-    return path if is_bucket(directory) else epath.Path(pathlib.Path(path).absolute())
+    return epath.Path(directory if is_bucket(directory) else user_path(directory).absolute())
 
 
 def step_path(directory: epath.Path, step: int) -> epath.Path:

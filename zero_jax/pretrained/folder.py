@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import warnings
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
-from zero_jax.core.files.untrusted import mapping, read_json, text
+from zero_jax.core.files.untrusted import mapping, read_json, text, user_path
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -87,10 +88,16 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> None:
-    """Copies the config, tokenizer and generation settings of a folder to another one."""
+    """Copies the config, tokenizer and generation settings of a folder to another one; warns of what cannot be."""
+    folder = _local(source)
+    if not folder.is_dir():
+        warnings.warn(f"{folder} is gone: its tokenizer is not saved, copy it from elsewhere", stacklevel=2)
     for name in (CONFIG, *COMPANIONS):
-        if (_local(source) / name).is_file():
-            shutil.copyfile(_local(source) / name, target / name)
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+        elif os.path.lexists(folder / name):
+            told = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
+            warnings.warn(told, stacklevel=2)
 
 
 def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
@@ -99,7 +106,7 @@ def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
-    return pathlib.Path(folder).expanduser()
+    return user_path(folder)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

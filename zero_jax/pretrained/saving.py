@@ -23,6 +23,7 @@ from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
@@ -158,7 +159,7 @@ def save_arrays(
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, names, pieces, **how)
-    target = pathlib.Path(folder).absolute()
+    target = user_path(folder).absolute()
 
     def begin() -> str:
         check_free(target)
@@ -207,7 +208,7 @@ def write_folder(
       ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
     """
     plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)
-    target = pathlib.Path(folder).absolute()
+    target = user_path(folder).absolute()
     check_free(target)
     tensors = [tensor for each in plan.values() for tensor in each.values()]
     files = split_by_size(tensors, max_file_bytes)
@@ -265,9 +266,9 @@ def plan_tensors(
 def check_free(target: pathlib.Path) -> None:
     """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
     check_outside(target)
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
         raise ValueError(f"{target} is no folder: choose another one")
-    if target.exists() and any(target.iterdir()):
+    if os.path.exists(target) and any(target.iterdir()):
         raise ValueError(f"{target} has {next(target.iterdir()).name} in it: choose a folder that is new or empty")
 
 
@@ -315,6 +316,6 @@ def _decoder(model: Any) -> DecoderConfig:
 
 def _source(path: pathlib.Path) -> pathlib.Path | None:
     """Returns the folder with the config that a run began with, or None where it began without one."""
-    absolute = path.expanduser().absolute()
+    absolute = user_path(path).absolute()
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)

@@ -27,6 +27,7 @@ from zero_jax.checkpoint import (
 )
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderLock
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig, Dataset
@@ -294,7 +295,7 @@ def prepare(
         tx=tx,
         schedule=schedule,
         folder=make_folder(
-            pathlib.Path(config.out),
+            user_path(config.out),
             config.name,
             f"{model.name}-stage{config.zero.stage}",
             resume=config.resume == "auto",
@@ -339,7 +340,7 @@ def _check_no_text(config: TrainConfig) -> None:
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
     """Raises for the name of a run in a checkpoint, or of a new one whose checkpoints are locked or there already."""
-    check_outside(pathlib.Path(config.out) / name)
+    check_outside(user_path(config.out) / name)
     if config.checkpoints is None:
         return
     folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")

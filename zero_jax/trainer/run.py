@@ -64,6 +64,7 @@ class Model:
       base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
       base_param_specs: with adapters, the `param_specs` of these.
       adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
+      adapters: with adapters, a dataclass of their settings, saved with the run.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Model:
     base_init_fn: Callable[[Array], Any] | None = None
     base_param_specs: Any = None
     adapt_fn: Callable[[Any, Array], Any] | None = None
+    adapters: Any = None
 
 
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.
@@ -227,6 +229,8 @@ class Run:
     def saved_config(self) -> dict[str, Any]:
         """The config and the model's, as they are saved with the run and its checkpoints."""
         shape = {} if self.model.config is None else as_json(self.model.config)
+        if isinstance(self.model, Model) and self.model.adapters is not None:
+            shape["adapters"] = as_json(self.model.adapters)
         return {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
 
     @property

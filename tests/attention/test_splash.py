@@ -1,6 +1,7 @@
 """The kernel of TPUs, interpreted, computes what XLA does, and so do its gradients."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -67,6 +68,15 @@ def test_blocks_cover_a_sequence_with_little_padding(num_places, head_size):
         assert padded - num_places < max(0.25 * num_places, 256)
     num_parts = -(-num_places // blocks.block_kv_dkv)
     assert not blocks.use_fused_bwd_kernel or num_parts <= 8  # each is a copy of the queries' cotangent
+
+
+def test_queries_without_a_key_are_found_without_a_list_of_all_places():
+    sides = [None, *range(-3, 7)]
+    for left, right, num_queries, num_keys in itertools.product(sides, sides, range(6), range(6)):
+        band = Band(left, right)
+        expected = bool(np.any(band.first(num_queries) > band.last(num_queries, num_keys)))
+        assert band.has_unseeing(num_queries, num_keys) == expected, (band, num_queries, num_keys)
+    assert not Band(None, 0).has_unseeing(10**15, 10**15)
 
 
 def test_a_causal_mask_halves_the_work():

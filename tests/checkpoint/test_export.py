@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, CheckpointError
 from zero_jax.checkpoint.exporting import export, parse_size
 from zero_jax.cli import build_parser
+from zero_jax.pretrained import TensorName, save_tensors
 from zero_jax.training import ema
 
 TX = optax.adamw(1e-2)
@@ -103,14 +105,19 @@ def test_an_older_export_is_written_over_only_by_force(run, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "tokenizer.json"]
 
 
-@pytest.mark.parametrize("below", ["", "export"])
-def test_nothing_is_written_into_a_checkpoint(run, below):
+@pytest.mark.parametrize("below", ["", "export", "state/../record/export"])
+def test_nothing_is_written_into_a_checkpoint(run, below, tmp_path):
     folder, _ = run
     (step,) = folder.glob("**/step_*")
     before = sorted(step.rglob("*"))
-    with pytest.raises(ValueError, match=r"step_\d+ is a checkpoint, .*: choose a folder outside it"):
-        export(folder, step / below, force=True)
+    (tmp_path / "link").symlink_to(step / "state")
+    for place in (step / below, tmp_path / "link" / "new"):
+        with pytest.raises(ValueError, match=r"step_\d+ is a checkpoint, .*: choose a folder outside it"):
+            export(folder, place, force=True)
+        with pytest.raises(ValueError, match=r"step_\d+ is a checkpoint, .*: choose a folder outside it"):
+            save_tensors(place, {"w": jnp.ones(4)}, {"w": TensorName("w")})
     assert sorted(step.rglob("*")) == before
+    export(folder, step / os.path.relpath(tmp_path / "out", step))  # which is not in it
 
 
 def test_the_average_of_the_params(tmp_path):
@@ -166,7 +173,7 @@ def test_a_full_disk_leaves_no_export(run, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("zero_jax.checkpoint.exporting._write", full)
-    with pytest.raises(ValueError, match=r"cannot write .*out: No space left on device; nothing was left"):
+    with pytest.raises(ValueError, match=r"cannot write .*out: No space left on device .*; nothing was left"):
         export(folder, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ import pytest
 from faults import GPT, ZERO, checkpoints, make_model, read, step_folder, train
 
 from zero_jax.checkpoint import folder as checkpoint_folder
-from zero_jax.checkpoint import saving as checkpoint_save
+from zero_jax.core.files import system_errors
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer.inputs import text
 from zero_jax.trainer.optimizers import OptimizerConfig
@@ -253,7 +253,7 @@ def test_a_system_that_refuses_to_write_is_told_with_the_remedy(number, tmp_path
     assert (result.status, result.num_failed_saves) == ("done", 1)
     (told,) = [line for line in lines if "NOT saved" in line]
     assert os.strerror(number) in told and "Training goes on; complete: step 4" in told
-    assert checkpoint_save._ADVICE.get(number, "") in told
+    assert system_errors._REMEDIES[number] in told
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000012"] and read(tmp_path) == read(unbroken)
 
 

@@ -43,8 +43,9 @@ def test_adapters_are_trained_on_the_base_of_another_run_and_resumed(tmp_path, c
     assert f"params of step 1 of {tmp_path / 'base'}" in log
     # The base of the new run has the loss that the other run ended with, up to the rounding of NF4.
     assert first["first_validation_loss"] == pytest.approx(base["final_validation_loss"], abs=0.05)
-    assert train(tmp_path, *options, "--steps", "4", "--resume", "auto") == 0
+    assert train(tmp_path, *options, "--steps", "4", "--resume", "auto", "--lora-alpha", "4") == 0
     out, log = capsys.readouterr()
+    assert "changed since: model.adapters.lora_alpha: 16.0 -> 4.0" in log  # another function of the same shapes
     assert "resuming after step 2" in log and json.loads(out)["num_steps"] == 4
     saved = (tmp_path / "lora" / "config.toml").read_text()
     assert 'lora = "blocks/query,blocks/up"' in saved and 'lora_base = "nf4_double"' in saved

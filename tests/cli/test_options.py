@@ -36,6 +36,18 @@ def test_what_is_written_is_read(tmp_path):
     }
 
 
+def test_every_character_of_a_text_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "config.toml"
+    text = "".join(map(chr, [*range(1, 0x250), 0x2028, 0x1F600, 0x10FFFF]))
+    for part in (text[:300], text[300:]):
+        written = {"zero": {"remat": part, "compiler_options": {part: part}}}
+        write_file(path, written, title=part)
+        assert read_file(path, SECTIONS) == {
+            "ZeroConfig.remat": part,
+            "ZeroConfig.compiler_options": {part: part},
+        }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

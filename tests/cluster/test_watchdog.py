@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, monkeypatch):
     watched.dog._write_heartbeat()
     watched.dog._write_heartbeat()
     (line,) = watched.texts
-    assert "cannot write heartbeats" in line and "it watches all the same" in line
+    assert "cannot write heartbeats" in line and "It watches all the same" in line
 
 
 def test_a_file_system_that_hangs_does_not_stop_it(tmp_path, monkeypatch, capsys):

@@ -431,6 +431,28 @@ def bad_parquet(folder):
     path.write_bytes(path.read_bytes()[:-30])
 
 
+def encoded_parquet(column):
+    """Returns a function that writes the column `text` with repeated documents as a dictionary, as pandas does."""
+
+    def write(folder):
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = [pyarrow.array(values).dictionary_encode() for values in column]
+        parquet.write_table(pyarrow.table(columns, names=["text"] * len(column)), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return write
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_dictionary_of_strings_is_read_as_strings(as_bytes, load, tmp_path):
+    documents = [DOCUMENTS[index] for index in (0, 1, 0, 2, 3)]
+    path = encoded_parquet([[text.encode() if as_bytes else text for text in documents]])(tmp_path)
+    tokens = [token for text in documents for token in [*text.encode(), 0]]
+    assert in_order(load(path, validation_fraction=0.4)) == tokens
+
+
 def null_parquet(folder):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -464,6 +486,8 @@ def file(name, content):
         (null_parquet, {}, "row 2 of .*a.parquet: column 'text' is null"),
         (write_parquet, {"text_field": "body"}, "a.parquet has no column 'body' .*'text', 'id'"),
         (write_parquet, {"text_field": "id"}, "column 'id' holds int64"),
+        (encoded_parquet([["some", None]]), {}, "row 2 of .*a.parquet: column 'text' is null"),
+        (encoded_parquet([["some"], ["other"]]), {}, "a.parquet has several columns 'text'"),
         (bad_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off"),
         (damaged_array_record, {}, r"a.arrayrecord is damaged at record 256 or soon after \(.*\): write it again"),
         (empty_array_record, {}, "a.arrayrecord is no ArrayRecord file, is empty or was cut off .*no records"),

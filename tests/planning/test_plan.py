@@ -311,7 +311,9 @@ def test_the_command_takes_a_file(cache, capsys, tmp_path):
         (["--model", "gpt-tiny", "--batch-size", "6"], "give a multiple of 4"),
         (["--topology", "v5p-16"], "did you mean 'v5p:2x2x4'"),
         (["--data-layout", "2by2"], "give sizes of mesh axes, such as 8x8x16"),
-        (["--data-layout", "2x3"], "multiplies to 6"),
+        (["--data-layout", "2x3"], "multiplies to 6, not to data=4: give sizes whose product is that"),
+        (["--model", "GPT-Tiny"], "unknown model 'GPT-Tiny': did you mean 'gpt-tiny'? Choose one of"),
+        (["--model", "../x"], "unknown model '../x': Choose one of"),
     ],
 )
 def test_bad_input_of_the_command(arguments, message, cache, capsys):
@@ -321,6 +323,18 @@ def test_bad_input_of_the_command(arguments, message, cache, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_trace_that_needs_more_memory_than_there_is_is_a_line(cache, capsys, monkeypatch):
+    def too_large(*_, **__):
+        raise MemoryError("Unable to allocate 4.63 TiB")
+
+    monkeypatch.setattr("zero_jax.cli.request.trace_loss", too_large)
+    with pytest.raises(SystemExit):
+        run("comms", capsys, cache, "--estimate", "--model", "gpt-tiny")
+    err = capsys.readouterr().err.splitlines()
+    assert "too small (Unable to allocate 4.63 TiB): give a smaller model, seq_len or batch" in err[-1]
+    assert len([line for line in err if "error" in line]) == 1
 
 
 def test_the_papers_tables(capsys):

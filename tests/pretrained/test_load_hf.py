@@ -1,6 +1,7 @@
 """Folders of the hub on meshes: the right slices of the right tensors, little memory, and no folder half loaded."""
 
 import json
+import os
 import tracemalloc
 
 import jax
@@ -185,6 +186,30 @@ def of_index(**changes):
     return change
 
 
+def of_header(**changes):
+    """Returns a change of the first tensor's entry in the header of a file."""
+
+    def change(folder):
+        raw = (folder / FILE).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        next(entry for name, entry in header.items() if name != "__metadata__").update(changes)
+        text = json.dumps(header).encode()
+        (folder / FILE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return change
+
+
+def instead(make, name=FILE):
+    """Returns a change that makes something else in the place of a file."""
+
+    def change(folder):
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
 def cut(num_bytes):
     def change(folder):
         (folder / FILE).write_bytes((folder / FILE).read_bytes()[:num_bytes])
@@ -196,6 +221,8 @@ def cut(num_bytes):
 WRONG_CONTENTS = {
     FAMILY: of_config({"model_type": "lama"}),
     "quantization_config=.* is not supported": of_config({"quantization_config": {"bits": 4}}),
+    "rope_theta=1000.*: the config needs a number above 0 and of float32": of_config({"rope_theta": 10**400}),
+    "factor=1e[+]39: the config needs": of_config({"rope_scaling": {"rope_type": "linear", "factor": 1e39}}),
     "hidden_size='x': the config needs a whole number": of_config({"hidden_size": "x"}),
     f"{GATE} of the param 'blocks/gate' is missing": of_tensors(lambda t: t.pop(GATE)),
     "is missing; is it 'model.layers.1.mlp.gate.weight'": of_tensors(
@@ -213,6 +240,14 @@ WRONG_FILES = {
     f"names the file '{FILE}', which is not there": lambda folder: (folder / FILE).unlink(),
     "names the file '../a/model.safetensors', which is not": of_index(model__norm__weight="../a/model.safetensors"),
     "says that .* is in .*, which does not have it": of_index(model__norm__weights=FILE),
+    f"names the file '{'x' * 300}', which is not there": of_index(model__norm__weight="x" * 300),
+    "names the file '', which is no file": of_index(model__norm__weight=""),
+    f"names the file '{FILE}', which is no file, or a link to none: copy": instead(lambda path: path.symlink_to("no")),
+    f"'{FILE}', which is no file, or a link to none": instead(os.mkfifo),
+    "has no weight_map .* is not an object: copy or download it again": instead(lambda p: p.write_text("{}"), INDEX),
+    f"{INCOMPLETE}\\['F32'\\] is not a text": of_header(dtype=["F32"]),
+    f"{INCOMPLETE}'.*' of shape .* would be at bytes": of_header(data_offsets=[0, 2**62]),
+    f"{INCOMPLETE}.* has more elements than an array": of_header(shape=[2**40, 2**40]),
     f"has neither model.safetensors nor {INDEX}": lambda folder: (folder / INDEX).unlink(),
     "cannot read .*config.json": lambda folder: (folder / "config.json").unlink(),
 }
@@ -230,6 +265,33 @@ def test_what_cannot_be_loaded_is_named_and_nothing_is_loaded(message, tmp_path,
     with pytest.raises(ValueError, match=message) as refused:
         zero.load_hf(folder, mesh=zero.make_mesh(), config=config_of(3))
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(file, tmp_path):
+    folder = write(tmp_path / "a", FOLDERS["llama"], tensors_of(FOLDERS["llama"]))
+    instead(os.mkfifo, file)(folder)
+    with pytest.raises(ValueError, match=f"{file}.* (it is no regular file|is a named pipe)"):
+        zero.load_hf(folder, mesh=zero.make_mesh(), config=config_of(3))
+
+
+@pytest.mark.parametrize("change", ["cut", "new", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path, monkeypatch):
+    """A map of a file that is cut ends the process; one of another version mixes the values of two."""
+    folder = write(tmp_path / "a", FOLDERS["llama"], tensors_of(FOLDERS["llama"]))
+    path, load_leaf, calls = folder / "model.safetensors", loading.load_leaf, []
+    happen = {"cut": lambda: os.truncate(path, 100), "new": lambda: os.utime(path, ns=(1, 1)), "gone": path.unlink}
+
+    def meanwhile(*arguments):
+        calls.append(load_leaf(*arguments))
+        if len(calls) == (12 if change == "new" else 3):  # the last one, of which nothing is opened any more
+            happen[change]()
+        return calls[-1]
+
+    monkeypatch.setattr(loading, "load_leaf", meanwhile)
+    told = "it was there when the reading began" if change == "gone" else "changed while it was read: load again"
+    with pytest.raises(ValueError, match=f"model.safetensors.* {told}"):
+        zero.load_hf(folder, mesh=zero.make_mesh(), config=config_of(3))
 
 
 def test_tensors_that_transformers_does_not_read_are_left(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -101,6 +102,29 @@ def test_what_is_there_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "in"]
 
 
+def test_a_tokenizer_that_is_gone_is_warned_of_and_the_params_are_saved(tmp_path):
+    loaded = loaded_llama(tmp_path)
+    (tmp_path / "in/tokenizer.json").symlink_to("pruned")
+    with pytest.warns(UserWarning, match=r"tokenizer.json is no file, or a link to none, and is not saved: copy it"):
+        zero.save_hf(tmp_path / "a", loaded.params, loaded)
+    shutil.rmtree(tmp_path / "in")
+    with pytest.warns(UserWarning, match="in is gone: its tokenizer is not saved, copy it from elsewhere"):
+        zero.save_hf(tmp_path / "b", loaded.params, loaded)
+    for name in ("a", "b"):
+        assert_same_bits(read(tmp_path / name), tensors_of(FOLDERS["llama"]))
+
+
+def test_paths_are_those_of_the_user_or_refused(tmp_path, monkeypatch):
+    loaded = loaded_llama(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "in")
+    zero.save_hf("~/a b/ü%41", loaded.params, loaded)
+    assert (tmp_path / "home/a b/ü%41/config.json").is_file() and not (tmp_path / "in/~").exists()
+    for path, told in [("a\0b", "give the path of a folder"), ("x" * 300, "File name too long .the name is too long")]:
+        with pytest.raises(ValueError, match=told):
+            zero.save_hf(path, loaded.params, loaded)
+
+
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     loaded = loaded_llama(tmp_path)
 
@@ -108,7 +132,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saving, "copy_companions", full)
-    with pytest.raises(ValueError, match="No space left on device; nothing was left there"):
+    with pytest.raises(ValueError, match=r"No space left on device .*free some space.; nothing was left there"):
         zero.save_hf(tmp_path / "out", loaded.params, loaded)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -104,6 +104,12 @@ def test_the_losses_of_one_run(tmp_path):
         assert path.exists() == bool(train or validation)
 
 
+def test_names_and_titles_with_dollars_are_no_formulas(tmp_path):
+    run, out = write_run(tmp_path / "$\\frac{$", 5), tmp_path / "a.svg"
+    assert plot(run, "--out", out, "--title", "$\\frac{$ 5%") == 0
+    assert out.is_file()
+
+
 def error_of(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         plot(*arguments)

@@ -183,7 +183,27 @@ def test_other_values_shapes_and_names_are_other_batches(config):
         assert len(lines) == num_lines
     # With other processes or another batch size each process's part is another one, and older records have none.
     for change in ({"num_processes": 2}, {"batch_size": 16}, {"fingerprints": None}):
-        record(changed)[0].open(saved | change, say=pytest.fail, beat=lambda: None)
+        say = (lambda line: None) if "batch_size" in change else pytest.fail
+        record(changed)[0].open(saved | change, say=say, beat=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        (4, "the 12 examples between 12 and 24 are never read"),
+        (16, "the 24 examples between 24 and 48 are read twice"),
+        (8, None),
+    ],
+)
+def test_a_resumed_run_with_another_batch_size_says_what_is_skipped_or_repeated(before, told, config):
+    data = prepare(config, model=OwnModel(init_fn=init_fn, loss_fn=loss_fn, batches=batch_of)).input
+    saved, lines = {"position": 3, "batches": "own", "num_processes": 1, "batch_size": before}, []
+    with data.open(saved, say=lines.append, beat=lambda: None) as opened:
+        assert np.array_equal(next(opened)["x"], batch_of(3)["x"])
+    assert len(lines) == (told is not None)
+    if told:
+        assert f"a batch has 8 examples, and had {before}. The run goes on after batch 3: " in lines[0]
+        assert told in lines[0]
 
 
 # Sources of batches

@@ -203,6 +203,21 @@ def test_the_same_seed_gives_the_same_run_and_folders_do_not_clash(config):
 
 
 @pytest.mark.slow
+def test_params_in_host_memory_are_shown_validated_sampled_and_saved_as_others(config):
+    """What the loop computes of them itself, norms and samples, is in device memory."""
+    zero = ZeroConfig(stage=3, precision="bf16", min_shard_size=8)
+    config = dataclasses.replace(config, steps=4, devices=2, zero=zero)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, ema_decay=0.9))
+    offloaded = dataclasses.replace(config, zero=dataclasses.replace(zero, offload="all"))
+    first, second = (trainer.train(config, model=MODEL, log=lambda _: None) for config in (config, offloaded))
+    same = ("status", "final_train_loss", "final_validation_loss", "sample")
+    assert [getattr(first, name) for name in same] == [getattr(second, name) for name in same]
+    records = [(pathlib.Path(run.directory) / "metrics.jsonl").read_text().splitlines() for run in (first, second)]
+    norms = [[json.loads(line).get("param_norm") for line in lines] for lines in records]
+    assert norms[0] == norms[1] and any(norms[0])
+
+
+@pytest.mark.slow
 def test_replicas_and_microbatches(config):
     zero = ZeroConfig(stage=2, precision="bf16", num_microbatches=2)
     config = dataclasses.replace(config, replica=2, batch_size=16, zero=zero, sample_tokens=0, devices=4)
@@ -263,9 +278,18 @@ def test_a_name_that_is_taken_is_refused(config, tmp_path):
         training_run.prepare(dataclasses.replace(config, name="mine"), model=MODEL)
 
 
+def test_a_run_in_a_checkpoint_is_refused(config, tmp_path):
+    step = tmp_path / "runs/mine/checkpoints/step_00000004"
+    (step / "record").mkdir(parents=True)
+    (step / "record/metadata").touch()
+    with pytest.raises(ValueError, match=r"step_00000004 is a checkpoint, .*: choose a folder outside it"):
+        training_run.prepare(dataclasses.replace(config, out=str(step / "state")), model=MODEL)
+    assert [path.name for path in step.iterdir()] == ["record"]
+
+
 def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot make the folder .* choose another out"):
+    with pytest.raises(ValueError, match=r"cannot make the folder .* choose another path"):
         training_run.prepare(dataclasses.replace(config, out=str(tmp_path / "file" / "runs")), model=MODEL)
 
 

@@ -137,8 +137,8 @@ def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_it_has_roo
         assert steps_of(path) == [1, 2, 3, 4]
         disk.room = 0
         w.write(train(5))
-    error = "[Errno 28] No space left on device"
-    full = f"metrics.jsonl: writing failed, it is tried again with each record: {error}: '{path}'"
+    error = "No space left on device (the disk is full: free some space)"
+    full = f"metrics.jsonl: writing failed, it is tried again with each record: {path}: {error}"
     again = "metrics.jsonl: writing works again, and what waited is written"
     lost = f"metrics.jsonl: writing failed, nothing more is written there: OSError: {error}"
     assert lines == [full, again, full, lost]

@@ -7,7 +7,7 @@ them, `describe` lists what a checkpoint has without devices, `export` writes sa
 
 from zero_jax.checkpoint.description import Description, describe
 from zero_jax.checkpoint.exporting import SavedParams, export, open_params, parse_size
-from zero_jax.checkpoint.finding import find_checkpoint, latest_step, list_step_folders, list_steps
+from zero_jax.checkpoint.finding import check_outside, find_checkpoint, latest_step, list_step_folders, list_steps
 from zero_jax.checkpoint.record import CheckpointError, resolve_folder, step_path
 from zero_jax.checkpoint.restoring import Restored, restore
 from zero_jax.checkpoint.saving import LOCK, CheckpointConfig, Checkpointer
@@ -20,6 +20,7 @@ __all__ = [
     "Description",
     "Restored",
     "SavedParams",
+    "check_outside",
     "describe",
     "export",
     "find_checkpoint",

@@ -13,10 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.checkpoint.finding import find_checkpoint
+from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
-from zero_jax.checkpoint.record import RECORD_FILE, Record, SavedLeaf
+from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, cast_values, create, split_by_size, write_index
+from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -75,7 +77,7 @@ def export(
       CheckpointError: no checkpoint, or a damaged one.
       ValueError: an export is there already, a dtype that the format does not have, no moving average, no space.
     """
-    (record, _), folder = find_checkpoint(path, step), pathlib.Path(out).absolute()
+    (record, _), folder = find_checkpoint(path, step), user_path(out).absolute()
     check_files(record)
     tensors = _tensors(record, dtype=dtype, ema=ema)
     old = _existing(folder)
@@ -92,7 +94,7 @@ def export(
         written = [*files, *([INDEX] if len(files) > 1 else [])]
         _publish(partial, folder, written, old)
     except OSError as error:
-        raise ValueError(f"cannot write {folder}: {error.strerror or error}; nothing was left there") from error
+        raise ValueError(f"cannot write {folder}: {with_remedy(error)}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Exported(
@@ -220,9 +222,7 @@ def _parts(record: Record, tensor: _Tensor) -> Iterator[tuple[tuple[slice, ...],
 def _existing(folder: pathlib.Path) -> list[pathlib.Path]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another folder")
-    for parent in (folder, *folder.parents):
-        if (parent / RECORD_FILE).exists():
-            raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
+    check_outside(folder)
     return sorted(folder.glob("model*.safetensors*"))
 
 

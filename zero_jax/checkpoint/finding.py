@@ -20,7 +20,8 @@ from zero_jax.checkpoint.record import (
     resolve_folder,
     step_path,
 )
-from zero_jax.core.files.untrusted import is_bucket
+from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import is_bucket, user_path
 
 
 def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
@@ -39,7 +40,7 @@ def list_step_folders(directory: str | os.PathLike[str]) -> list[int]:
         folders = {step: path for step, path in paths.items() if path.name in names and path.is_dir()}
         return sorted(s for s, path in folders.items() if not is_bucket(path) or (path / COMMITTED).exists())
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"{directory} cannot be read: {with_remedy(error)}") from error
 
 
 def newest_record(directory: str | os.PathLike[str]) -> tuple[Record | None, list[str]]:
@@ -110,6 +111,14 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> tu
     if record is None:
         raise CheckpointError(all_damaged_message(folder, problems))
     return record, problems
+
+
+def check_outside(folder: str | os.PathLike[str]) -> None:
+    """Raises `ValueError` for a folder to write into that is a checkpoint, or below one by any links."""
+    place = user_path(folder).resolve()
+    for parent in (place, *place.parents):
+        if os.path.exists(parent / RECORD_FILE):
+            raise ValueError(f"{parent} is a checkpoint, in which nothing else is written: choose a folder outside it")
 
 
 def all_damaged_message(folder: epath.Path, problems: Sequence[str]) -> str:

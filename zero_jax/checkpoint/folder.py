@@ -22,6 +22,7 @@ from etils import epath
 
 from zero_jax.checkpoint.finding import list_step_folders
 from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, STEP, CheckpointError, read_record, step_path
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
 
 MARK = "zero_jax.json"
@@ -107,7 +108,8 @@ class CheckpointFolder:
             try:
                 self._discard(old, step)
             except OSError as error:
-                self._log(f"the checkpoint of step {step} is saved, but the older one of it cannot be deleted: {error}")
+                why = with_remedy(error)
+                self._log(f"the checkpoint of step {step} is saved, but the older one of it cannot be deleted: {why}")
 
     def abandon(self) -> None:
         """Removes a failed save, and restores the checkpoint that it was to replace."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import (
     is_bucket,
     json_checksum,
@@ -26,6 +26,7 @@ from zero_jax.core.files.untrusted import (
     read_file,
     shape,
     text,
+    user_path,
     whole_number,
 )
 
@@ -54,10 +55,9 @@ class CheckpointRemoved(CheckpointError):
 
 def resolve_folder(directory: str | os.PathLike[str]) -> epath.Path:
     """Returns a folder as an absolute path, or as the URL that it is."""
-    if not isinstance(directory, str | os.PathLike):
+    if not isinstance(directory, str | os.PathLike) or "\0" in os.fsdecode(directory):
         raise ValueError(f"directory={directory!r} is not a path: give the folder of the checkpoints")
-    path = epath.Path(directory).expanduser()
-    return path if is_bucket(directory) else epath.Path(pathlib.Path(path).absolute())
+    return epath.Path(directory if is_bucket(directory) else user_path(directory).absolute())
 
 
 def step_path(directory: epath.Path, step: int) -> epath.Path:
@@ -167,7 +167,7 @@ def read_record(path: epath.Path) -> Record:
         names = f"; the folder holds {names}" if names else ""
         raise CheckpointError(f"{file} is missing{names}: this is not a complete checkpoint of zero_jax") from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"{file} cannot be read: {with_remedy(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

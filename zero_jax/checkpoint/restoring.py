@@ -295,7 +295,10 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
         "of its params and other model_state is made by init_state(zero.Variables(params=..., model_state=...), ...)",
     }
     differ = {_group(line) for line in lines}
-    default = "Restore it with the optimizer that it was saved with, or its params alone (params_only=True)"
+    default = (
+        "Restore it with the optimizer that it was saved with, or its params alone (params_only=True, or a run "
+        "of another name with init_from)"
+    )
     remedy = next((remedy for group, remedy in remedies.items() if group in differ), default)
     raise ValueError(f"{record.path} does not fit the state:\n  " + "\n  ".join(shown) + f"\n{remedy}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import numbers
 import operator
@@ -26,20 +25,13 @@ from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.core.agreement import Agreement, Barrier, OtherProcessFailed, from_first_process
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.tree import shown
 from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
 
 Log = Callable[[str], None]
 
 LOCK = "zero_jax.lock"
-_ADVICE: Mapping[int, str] = {
-    errno.ENOSPC: "the disk is full: free some space",
-    errno.EDQUOT: "the disk quota is used up: free some space",
-    errno.EFBIG: "a file may not grow that large: raise the limit (`ulimit -f`)",
-    errno.EACCES: "permission was denied: make the folder writable",
-    errno.EPERM: "permission was denied: make the folder writable",
-    errno.EROFS: "the file system is read-only: mount it for writing",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +102,7 @@ class Checkpointer:
             try:
                 self._folder.make()
             except OSError as error:
-                raise ValueError(f"cannot write checkpoints to {self.directory}: {_explain(error)}") from error
+                raise ValueError(f"cannot write checkpoints to {self.directory}: {with_remedy(error)}") from error
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -258,7 +250,9 @@ class Checkpointer:
             for old in set(steps) - self._steps_to_keep(steps) - {step}:
                 self._folder.delete(old)
         except (OSError, FolderInUse, CheckpointError) as error:
-            self._log(f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {_explain(error)}")
+            self._log(
+                f"the checkpoint of step {step} is saved, but an older one cannot be deleted: {with_remedy(error)}"
+            )
 
     def _steps_to_keep(self, steps: list[int]) -> set[int]:
         losses = {step: self._loss_of(step) for step in steps}
@@ -274,13 +268,13 @@ class Checkpointer:
     def _failed(self, step: int, error: Exception) -> None:
         """Logs that a save failed, and removes its files."""
         self.num_failed += 1
-        why = _explain(error)
+        why = with_remedy(error)
         try:
             if _is_primary():
                 self._folder.abandon()
             complete = self.steps()
         except (OSError, CheckpointError) as second:
-            complete, why = [], f"{why}, and the folder cannot be read or tidied ({second})"
+            complete, why = [], f"{why}, and the folder cannot be read or tidied ({with_remedy(second)})"
         others = f"complete: step {', '.join(map(str, complete))}" if complete else "there is no other checkpoint"
         self._log(f"checkpoint of step {step} NOT saved to {self.directory}: {why}. Training goes on; {others}")
 
@@ -307,12 +301,3 @@ def _checked_step(step: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"step={step!r}: give the number of steps done, a whole number that is not negative")
     return number
-
-
-def _explain(error: Exception) -> str:
-    """Returns the first line of an error and, where the system's reason is known, what to do about it."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    first = lines[0].split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-    code = error.errno if isinstance(error, OSError) else None
-    advice = [text for known, text in _ADVICE.items() if known == code or os.strerror(known) in first]
-    return f"{first} ({advice[0]})" if advice else first

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import pathlib
 
 import jax
 
@@ -20,6 +19,7 @@ from zero_jax.cli.options import (
     with_config_file,
 )
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
 
@@ -139,7 +139,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _merged(options: argparse.Namespace, config: ExportConfig) -> PyTree:
     """Returns the params of a run with its adapters merged, whose model and adapters its config file describes."""
-    path = pathlib.Path(options.path).expanduser().absolute()
+    path = user_path(options.path).absolute()
     file = next((folder / _CONFIG for folder in (path, *path.parents[:2]) if (folder / _CONFIG).is_file()), None)
     if file is None:
         raise ValueError(f"{options.path} has no {_CONFIG} with the options of --lora: give the folder of a run")

@@ -75,7 +75,7 @@ def _read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     except ValueError as error:  # an integer of too many digits raises no TOMLDecodeError
         other = pathlib.Path(path).with_suffix(".toml")
         hint = f"; did you mean {other}?" if other != pathlib.Path(path) and other.is_file() else ""
-        raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}{hint}") from error
+        raise ValueError(f"the config file {path} is no TOML: {str(error).splitlines()[0]}; mend that{hint}") from error
 
 
 def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any]], *, title: str) -> None:
@@ -85,7 +85,7 @@ def write_file(path: str | pathlib.Path, sections: Mapping[str, Mapping[str, Any
 
 def format_config(sections: Mapping[str, Mapping[str, Any]], *, title: str) -> str:
     """Returns the text of a config file; None is written as "none"."""
-    lines = [f"# {line}".rstrip() for line in title.splitlines()]
+    lines = [f"# {''.join(x if x.isprintable() else '?' for x in line)}".rstrip() for line in title.splitlines()]
     for section, entries in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{name} = {_toml(value)}" for name, value in entries.items()]
@@ -94,5 +94,6 @@ def format_config(sections: Mapping[str, Mapping[str, Any]], *, title: str) -> s
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(entry)}' for name, entry in value.items())}}}"
-    return json.dumps("none" if value is None else value)
+        return f"{{{', '.join(f'{_toml(name)} = {_toml(entry)}' for name, entry in value.items())}}}"
+    # TOML has no surrogates, by which JSON escapes an emoji, and no bare DEL.
+    return json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -8,7 +8,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
+from zero_jax.checkpoint import check_outside
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
+from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -134,8 +137,10 @@ def _check_options(options: argparse.Namespace, config: DataConfig) -> None:
         raise ValueError(
             f"--vocab-size trains a tokenizer, --tokenizer {config.tokenizer} takes one that is there: give one of them"
         )
-    if is_token_folder(pathlib.Path(config.data).expanduser()):
+    if is_token_folder(user_path(config.data)):
         raise ValueError(f"{config.data} holds tokens already: train on it with `zero-jax train --data {config.data}`")
+    if options.tokens:
+        check_outside(user_path(options.tokens))
     if options.tokens and pathlib.Path(options.tokens).exists():
         raise ValueError(f"{options.tokens} exists already: give another --tokens FOLDER, or remove it")
 
@@ -144,9 +149,9 @@ def _write(folder: str, source: Source, tokenizer: Tokenizer, config: DataConfig
     chunks = source_chunks(source, tokenizer, text_field=config.text_field, token_dtype=config.token_dtype)
     chunks = log_progress(chunks, source.name, log=log_line)
     try:
-        return make_tokens(chunks, source.name, tokenizer, folder=pathlib.Path(folder).expanduser())
+        return make_tokens(chunks, source.name, tokenizer, folder=user_path(folder))
     except OSError as error:
-        raise ValueError(f"cannot write {folder} ({error}): give another --tokens FOLDER") from error
+        raise ValueError(f"cannot write {folder}: {with_remedy(error)}") from error
 
 
 def _tokens_per_byte(pieces: Iterable[Piece], tokenizer: Tokenizer) -> float:

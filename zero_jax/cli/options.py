@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import os
 import pkgutil
 import re
 import shutil
@@ -201,6 +202,7 @@ def reader(base: type, *, is_optional: bool = False, **limits: Any) -> Callable[
     def parse(text: str) -> Any:
         if is_optional and text.lower() == "none":
             return None
+        text = os.path.expanduser(text) if limits.get("place") else text  # not every shell does it after `=`
         check(text)
         value = base(text)
         check(value, **{"largest": _LARGEST_COUNT, **limits})

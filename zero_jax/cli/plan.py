@@ -114,6 +114,10 @@ def _guarded(run: Callable[[argparse.Namespace], int], options: argparse.Namespa
         return 130
     except OSError:
         raise
+    except MemoryError as error:
+        return options.parser.error(
+            f"the memory of this machine is too small ({error}): give a smaller model, seq_len or batch"
+        )
     except Exception as error:
         explained = explain(error)
         if isinstance(explained, ValueError | CompilerCrash | ModelError):

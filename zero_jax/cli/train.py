@@ -29,6 +29,7 @@ from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
@@ -179,7 +180,8 @@ def _failed_saves_in_a_line() -> Iterator[None]:
 
 
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
-    print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+    text = with_remedy(error) if isinstance(error, OSError) else str(error)
+    print(f"{options.parser.prog}: error: {text}", file=sys.stderr)
     return place.leave(status)
 
 
@@ -272,6 +274,6 @@ def _plot(options: argparse.Namespace) -> int:
         runs = _named_apart(options.runs, [read_run(run) for run in options.runs])
         plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
     except OSError as error:
-        raise ValueError(f"cannot draw {options.out!r} ({error.strerror})") from error
+        raise ValueError(f"cannot draw {options.out!r}: {with_remedy(error)}") from error
     print(f"drew {options.out}")
     return 0

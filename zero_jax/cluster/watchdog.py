@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_jax.core.field_checks import check_value
 from zero_jax.core.files.json_lines import write_text
+from zero_jax.core.files.system_errors import with_remedy
 
 EXIT_CODE = 76
 
@@ -216,7 +217,8 @@ class Watchdog:
         except OSError as error:
             if not self._has_failed_to_write:
                 self._has_failed_to_write = True
-                message = f"watchdog: cannot write heartbeats to {self._folder} ({error}); it watches all the same"
+                why = with_remedy(error)
+                message = f"watchdog: cannot write heartbeats to {self._folder}: {why}. It watches all the same"
                 _within(5, _to_stderr, message)
 
 

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 def did_you_mean(
     name: object, known: Iterable[object], text: str = "did you mean {!r}? ", *, cutoff: float = 0.6
 ) -> str:
-    """Returns a hint with the closest known name (formatted by `text`), or '' if none is as similar as `cutoff`."""
-    near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1, cutoff=cutoff)
-    return text.format(near[0]) if near else ""
+    """Returns a hint with the closest known name (formatted by `text`), or '' if none is as similar as `cutoff`.
+
+    Upper and lower case are the same.
+    """
+    by_lower = {str(other).lower(): str(other) for other in known}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    return text.format(by_lower[near[0]]) if near else ""

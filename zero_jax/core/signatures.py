@@ -92,6 +92,10 @@ def _is_count(lowest: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= lowest
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and "\0" not in os.fsdecode(value)
+
+
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
         isinstance(value, Sequence) and not isinstance(value, str | bytes) and all(map(is_right, value))
@@ -147,7 +151,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "data_layout": (_optional(_are(_is_count(1))), "give sizes of mesh axes, such as (2, 4)"),
     "dim": (_is_count(0), "give the number of the dim, counted from 0"),
     "dtype": (_optional(_is_dtype), "give a floating dtype, such as 'bfloat16', or None"),
-    "folder": (_is(str, os.PathLike), "give the path of a folder"),
+    "folder": (_is_path, "give the path of a folder"),
     "host_memory_bytes": (
         _optional(_is_count(1)),
         "give the bytes of a host's memory for each of its devices, or None",

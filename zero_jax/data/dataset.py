@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 
 from zero_jax.core.field_checks import check_fields
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import ConversationPart, load_conversations
@@ -74,7 +75,7 @@ class DataConfig:
         """The folder of the token cache, or None."""
         if self.token_cache == "default":
             return cache_folder("tokens")
-        return None if self.token_cache is None else pathlib.Path(self.token_cache).expanduser()
+        return None if self.token_cache is None else user_path(self.token_cache)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,7 +126,7 @@ def load_dataset(
       ValueError: there is no such path, a file cannot be read (with its name, and line or row), the tokens were made
         with another tokenizer, or there are too few for a row.
     """
-    folder = pathlib.Path(config.data).expanduser()
+    folder = user_path(config.data)
     if config.format == "chat":
         return _load_chat(config, tokenizer, seq_len)
     num_left_out = 0
@@ -164,7 +165,7 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
     tokenizer = tokenizer or load_tokenizer("bytes" if config.tokenizer == "auto" else config.tokenizer)
     template = None
     if isinstance(tokenizer, JsonTokenizer) and config.tokenizer != "auto":
-        template = find_chat_template(pathlib.Path(config.tokenizer).expanduser().parent)
+        template = find_chat_template(user_path(config.tokenizer).parent)
     conversations = load_conversations(
         source, tokenizer, template=template, seq_len=seq_len, validation_fraction=config.validation_fraction
     )

@@ -185,7 +185,10 @@ def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
             f"{file.path} has no column {text_field!r} (it has {columns}): name the one that holds the text with "
             "--text-field"
         )
+    if schema.names.count(text_field) > 1:
+        raise ValueError(f"{file.path} has several columns {text_field!r}: write it again with one of them")
     kind = schema.field(text_field).type
+    kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
     if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary"):
         raise ValueError(f"{file.path}: column {text_field!r} holds {kind}, not strings: choose another --text-field")
 

@@ -8,6 +8,8 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from zero_jax.core.files.untrusted import user_path
+
 Format = Literal["auto", "text", "jsonl", "chat", "parquet", "tokens", "arrayrecord"]
 
 # Tables, generated text and code about syntax, unlike the Python that people write.
@@ -100,7 +102,7 @@ def _find_files(data: str, format: Format) -> Source:
         if not paths:
             raise ValueError(f"this Python has no .py files at {root}: give the path of some text with --data PATH")
         return _source(f"Python's standard library ({root})", root, paths, "text")
-    root = pathlib.Path(data).expanduser()
+    root = user_path(data)
     if root.is_file():
         return _source(str(root), root.parent, [root], _choose([root], format, root))
     if root.is_dir():

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from zero_jax.core.extras import extra
+from zero_jax.core.files.untrusted import user_path
 
 # Names of the end-of-document token in tokenizer files, the most frequent first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
@@ -138,7 +139,7 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = pathlib.Path(name).expanduser()
+    path = user_path(name)
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device may never end
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -204,7 +205,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    path = pathlib.Path(path).expanduser()
+    path = user_path(path)
     if vocab_size < _NUM_BYTES + 1:
         raise ValueError(
             f"vocab_size={vocab_size}: give at least {_NUM_BYTES + 1}, for the bytes and the end of a document; "

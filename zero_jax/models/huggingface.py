@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import string
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
 }
 _GEMMA_DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "head_dim": 256}
+_LARGEST = 3.4e38  # of float32
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
@@ -161,8 +161,8 @@ def _first(*values: Any) -> Any:
 def _positive(settings: Mapping[str, Any], key: str) -> float:
     """Returns a number of a config; raises `ValueError` for anything else, and for what is missing."""
     value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key}={value!r}: the config needs a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        raise ValueError(f"{key}={value!r:.60}: the config needs a number above 0 and of float32")
     return float(value)
 
 

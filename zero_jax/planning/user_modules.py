@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.files.untrusted import user_path
 
 _PREFIX = "zero_jax_user_"  # followed by the folder's path in hexadecimal
 _FILE = "file_"  # followed by the file's name in hexadecimal, if that is no identifier
@@ -59,7 +60,7 @@ def resolve(option: str, reference: str) -> Any:
 
 
 def _from_file(label: str, path: pathlib.Path) -> types.ModuleType:
-    path = path.expanduser()
+    path = user_path(path)
     if path.is_dir():
         raise ValueError(f"{label}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
     if not path.is_file():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import warnings
 from typing import Any
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
-from zero_jax.core.files.untrusted import mapping, read_json, text
+from zero_jax.core.files.untrusted import mapping, read_json, text, user_path
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -62,14 +63,16 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     try:
         file_of = {name: text(file) for name, file in mapping(index.get("weight_map")).items()}
     except ValueError as error:
-        raise ValueError(f"{path / INDEX} has no weight_map from tensors to files: {error}") from error
+        why = f"{path / INDEX} has no weight_map from tensors to files: {error}"
+        raise ValueError(f"{why}: copy or download it again") from error
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(file_of.values())):
-        if file != pathlib.PurePath(file).name or not (path / file).exists():
-            there = [entry.name for entry in path.glob("*.safetensors")]
+        if file != pathlib.PurePath(file).name or not os.path.isfile(path / file):
+            there = [entry.name for entry in path.glob("*.safetensors") if entry.name not in file_of.values()]
+            why = "no file, or a link to none" if os.path.lexists(path / file) else "not there"
             raise ValueError(
-                f"{path / INDEX} names the file {file!r}, which is not there: {did_you_mean(file, there)}copy or "
-                "download it"
+                f"{path / INDEX} names the file {file!r}, which is {why}: {did_you_mean(file, there)}copy or download "
+                "it again"
             )
         of_file = read_header(path / file)
         repeated = sorted(tensors.keys() & of_file.keys())
@@ -85,10 +88,16 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> None:
-    """Copies the config, tokenizer and generation settings of a folder to another one."""
+    """Copies the config, tokenizer and generation settings of a folder to another one; warns of what cannot be."""
+    folder = _local(source)
+    if not folder.is_dir():
+        warnings.warn(f"{folder} is gone: its tokenizer is not saved, copy it from elsewhere", stacklevel=2)
     for name in (CONFIG, *COMPANIONS):
-        if (_local(source) / name).is_file():
-            shutil.copyfile(_local(source) / name, target / name)
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+        elif os.path.lexists(folder / name):
+            told = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
+            warnings.warn(told, stacklevel=2)
 
 
 def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
@@ -97,7 +106,7 @@ def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _local(folder: str | os.PathLike[str]) -> pathlib.Path:
-    return pathlib.Path(folder).expanduser()
+    return user_path(folder)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

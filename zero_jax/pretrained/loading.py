@@ -91,7 +91,7 @@ def read_decoder(folder: str | os.PathLike[str], *, seq_len: int | None = None) 
     hf_config = read_config(folder)
     try:
         config = decoder_config(hf_config, seq_len=seq_len)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{os.fspath(folder)}/config.json: {error}") from error
     longest = hf_config["max_position_embeddings"]
     if seq_len is not None and seq_len > longest:
@@ -185,10 +185,13 @@ def _load(shapes: PyTree, leaves: Mapping[str, LeafTensors], *, mesh: Mesh, conf
     if dtype is None and resolve_precision(config.precision).master is None:
         dtype = jnp.float32
     shardings = jax.tree.leaves(placement.param_shardings("master"))
-    arrays = [
-        load_leaf(leaves[path], sharding, leaves[path].dtype if dtype is None else dtype)
-        for path, sharding in zip(leaf_names(shapes), shardings, strict=True)
-    ]
+    with Agreement(lambda failed: ValueError(f"process {failed} cannot read the tensors: see its log")):
+        arrays = [
+            load_leaf(leaves[path], sharding, leaves[path].dtype if dtype is None else dtype)
+            for path, sharding in zip(leaf_names(shapes), shardings, strict=True)
+        ]
+        for tensor in {tensor.path: tensor for leaf in leaves.values() for tensor in leaf.tensors.values()}.values():
+            tensor.check()  # or values of two versions of a file are mixed
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 

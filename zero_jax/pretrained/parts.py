@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from zero_jax.core.files.safetensors import StoredTensor
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.pretrained.mapping import Index
 
 # Returns slices of a param, which are read one after the other.
@@ -48,7 +49,7 @@ def make_parts(target: pathlib.Path) -> pathlib.Path:
     try:
         parts.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror or error}") from error
+        raise ValueError(f"cannot write {target}: {with_remedy(error)}") from error
     return parts
 
 
@@ -66,7 +67,7 @@ def write_parts(path: pathlib.Path, leaves: Iterable[Array]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}; all processes need this folder") from error
+        raise ValueError(f"cannot write {path}: {with_remedy(error)}; all processes need this folder") from error
 
 
 def pieces_of_parts(parts: pathlib.Path, leaves: Mapping[str, Array]) -> dict[str, Pieces]:

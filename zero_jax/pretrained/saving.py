@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zero_jax.checkpoint import open_params
+from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
+from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
@@ -70,7 +72,7 @@ def save_hf(
       max_file_bytes: bytes of tensors in a file; a larger tensor has a file of its own.
 
     Raises:
-      ValueError: the folder has something in it, params of another model, a shape that no family has, no space.
+      ValueError: the folder has something in it or is below a checkpoint, other params, a shape of no family, no space.
     """
     check_arguments(folder=folder, like=like, dtype=dtype, max_file_bytes=max_file_bytes)
     source = like.source if isinstance(like, Pretrained) else like
@@ -97,7 +99,7 @@ def save_tensors(
     """Writes the params of any model as safetensors files, by the names of their tensors, as `save_hf` does.
 
     Raises:
-      ValueError: the folder has something in it, params without names, no space.
+      ValueError: the folder has something in it or is below a checkpoint, params without names, no space.
     """
     check_arguments(folder=folder, dtype=dtype, max_file_bytes=max_file_bytes)
     tree = params.masters if isinstance(params, TrainState) else params
@@ -157,7 +159,7 @@ def save_arrays(
     if jax.process_count() == 1:
         pieces: dict[str, Pieces] = {path: lambda x=x: own_shards(x) for path, x in leaves.items()}
         return write_folder(folder, leaves, names, pieces, **how)
-    target = pathlib.Path(folder).absolute()
+    target = user_path(folder).absolute()
 
     def begin() -> str:
         check_free(target)
@@ -206,7 +208,7 @@ def write_folder(
       ValueError: the folder has something in it, params without names, a dtype that is none of the files', no space.
     """
     plan = plan_tensors(leaves, names, dtype=dtype, dtypes=dtypes)
-    target = pathlib.Path(folder).absolute()
+    target = user_path(folder).absolute()
     check_free(target)
     tensors = [tensor for each in plan.values() for tensor in each.values()]
     files = split_by_size(tensors, max_file_bytes)
@@ -232,7 +234,7 @@ def write_folder(
                 os.fsync(file.fileno())
         partial.rename(target)
     except OSError as error:
-        raise ValueError(f"cannot write {target}: {error.strerror or error}; nothing was left there") from error
+        raise ValueError(f"cannot write {target}: {with_remedy(error)}; nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -262,10 +264,11 @@ def plan_tensors(
 
 
 def check_free(target: pathlib.Path) -> None:
-    """Raises `ValueError` for a folder that has something in it: nothing is overwritten."""
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
+    """Raises `ValueError` for a folder that has something in it, or is below a checkpoint: nothing is overwritten."""
+    check_outside(target)
+    if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
         raise ValueError(f"{target} is no folder: choose another one")
-    if target.exists() and any(target.iterdir()):
+    if os.path.exists(target) and any(target.iterdir()):
         raise ValueError(f"{target} has {next(target.iterdir()).name} in it: choose a folder that is new or empty")
 
 
@@ -313,6 +316,6 @@ def _decoder(model: Any) -> DecoderConfig:
 
 def _source(path: pathlib.Path) -> pathlib.Path | None:
     """Returns the folder with the config that a run began with, or None where it began without one."""
-    absolute = path.expanduser().absolute()
+    absolute = user_path(path).absolute()
     folders = [run_companions(folder) for folder in (absolute, *absolute.parents[:2])]
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)

@@ -259,7 +259,7 @@ def _layout(
         if math.prod(data_layout) != data:
             raise ValueError(
                 f"make_mesh: data_layout={tuple(data_layout)} multiplies to {math.prod(data_layout)}, "
-                f"not to data={data}"
+                f"not to data={data}: give sizes whose product is that"
             )
     levels = _network_levels(devices, sizes, data_layout)
     if levels is not None:

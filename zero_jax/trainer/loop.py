@@ -15,7 +15,7 @@ import optax
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.cluster import Preemption, Watchdog, report_start
-from zero_jax.core.device_put import platform_of
+from zero_jax.core.device_put import map_on_device, platform_of
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
@@ -333,7 +333,7 @@ class _Training:
         return Dispatched(
             step=self.step,
             metrics=metrics,
-            param_norm=self.norm(self.state.params) if shows_norm else None,
+            param_norm=self.norm(trainable(self.state.params)) if shows_norm else None,
             data_wait_seconds=waited_seconds,
         )
 
@@ -387,7 +387,9 @@ class _Training:
 
 
 def _norm(params: Any) -> jax.Array:
-    return optax.tree.norm(optax.tree.cast(trainable(params), jnp.float32))
+    """Returns the norm of the params that are trained, those in host memory included."""
+    squares = map_on_device(lambda x: optax.tree.norm(x.astype(jnp.float32), squared=True), jax.tree.leaves(params))
+    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:

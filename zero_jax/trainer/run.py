@@ -17,9 +17,17 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from zero_jax.checkpoint import LOCK, CheckpointConfig, find_checkpoint, list_step_folders, resolve_folder
+from zero_jax.checkpoint import (
+    LOCK,
+    CheckpointConfig,
+    check_outside,
+    find_checkpoint,
+    list_step_folders,
+    resolve_folder,
+)
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderLock
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import shown
 from zero_jax.data import DataConfig, Dataset
@@ -56,6 +64,7 @@ class Model:
       base_init_fn: with adapters, makes the params that `TrainConfig.init_from` restores.
       base_param_specs: with adapters, the `param_specs` of these.
       adapt_fn: with adapters, `adapt_fn(params, key)` returns the `Variables` of adapters and frozen base.
+      adapters: with adapters, a dataclass of their settings, saved with the run.
     """
 
     name: str
@@ -70,6 +79,7 @@ class Model:
     base_init_fn: Callable[[Array], Any] | None = None
     base_param_specs: Any = None
     adapt_fn: Callable[[Any, Array], Any] | None = None
+    adapters: Any = None
 
 
 # The fields that are about text, or are the batches' own in a run of an `OwnModel`.
@@ -219,6 +229,8 @@ class Run:
     def saved_config(self) -> dict[str, Any]:
         """The config and the model's, as they are saved with the run and its checkpoints."""
         shape = {} if self.model.config is None else as_json(self.model.config)
+        if isinstance(self.model, Model) and self.model.adapters is not None:
+            shape["adapters"] = as_json(self.model.adapters)
         return {"model": {"name": self.model.name, **shape}, **as_json(self.config)}
 
     @property
@@ -287,7 +299,7 @@ def prepare(
         tx=tx,
         schedule=schedule,
         folder=make_folder(
-            pathlib.Path(config.out),
+            user_path(config.out),
             config.name,
             f"{model.name}-stage{config.zero.stage}",
             resume=config.resume == "auto",
@@ -331,7 +343,8 @@ def _check_no_text(config: TrainConfig) -> None:
 
 
 def _check_checkpoints(config: TrainConfig, name: str) -> None:
-    """Raises for the name of a new run whose folder of checkpoints is locked, or has checkpoints."""
+    """Raises for the name of a run in a checkpoint, or of a new one whose checkpoints are locked or there already."""
+    check_outside(user_path(config.out) / name)
     if config.checkpoints is None:
         return
     folder = resolve_folder(f"{config.checkpoints.rstrip('/')}/{name}")

@@ -16,6 +16,7 @@ from etils import epath
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.json_lines import write_text
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.tree import shown
 
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; names of partial files are longer
@@ -65,9 +66,7 @@ def make_folder(
             except FileExistsError as error:
                 existing = error.filename or existing
             except OSError as error:
-                raise ValueError(
-                    f"cannot make the folder {out / candidate} ({error.strerror}): choose another out"
-                ) from error
+                raise ValueError(f"cannot make the folder of the run: {with_remedy(error)}") from error
         raise ValueError(
             f"{existing} holds a run already: choose another name, remove that folder, or go on with that run by "
             "resume='auto' (--resume auto)"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS, Kind
+from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import read_text
 from zero_jax.core.tree import shown
@@ -102,6 +103,11 @@ def _checked(key: str, value: Any, kind: Kind) -> Any:
     if kind == "any" or value is None or (value == "auto" and kind != "block"):
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number:
+        try:
+            check_value(value)  # Python's integers may be larger than any float
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
     if kind == "bool" and isinstance(value, str) and value.lower() in _WORDS:
         return _WORDS[value.lower()]
     if kind == "int" and is_number and float(value).is_integer():

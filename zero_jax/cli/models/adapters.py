@@ -95,6 +95,7 @@ def adapted_model(model: Model, options: argparse.Namespace) -> Model:
         base_init_fn=init_fn,
         base_param_specs=model.param_specs,
         adapt_fn=adapt,
+        adapters=config,
     )
 
 

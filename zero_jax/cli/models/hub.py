@@ -10,6 +10,7 @@ from typing import Any
 
 from zero_jax.cli.models.presets import shape_changes
 from zero_jax.cli.options import explicit, option_of
+from zero_jax.core.files.untrusted import user_path
 from zero_jax.data import DataConfig, load_tokenizer
 from zero_jax.models.decoder_config import DecoderConfig
 from zero_jax.pretrained import TOKENIZER, copy_companions, open_hf, read_decoder, run_companions, write_config
@@ -28,7 +29,7 @@ def model_section(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the section `model` of a config file: the preset, or the hub's folder, with the changes by options."""
     if options.from_hf is None:
         return {"preset": options.preset, **shape_changes(options)}
-    return {"from_hf": str(pathlib.Path(options.from_hf).expanduser().absolute()), **shape_changes(options)}
+    return {"from_hf": str(user_path(options.from_hf).absolute()), **shape_changes(options)}
 
 
 def hub_config(options: argparse.Namespace) -> DecoderConfig:
@@ -60,7 +61,7 @@ def hub_data(config: DataConfig, folder: str, *, vocab_size: int) -> DataConfig:
     """
     path = config.tokenizer
     if path == "auto":
-        path = str(pathlib.Path(folder).expanduser() / TOKENIZER)
+        path = str(user_path(folder) / TOKENIZER)
         if not pathlib.Path(path).is_file():
             raise ValueError(
                 f"{folder} has no {TOKENIZER}: give --tokenizer, or save the folder's tokenizer anew with "

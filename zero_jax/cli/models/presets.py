@@ -68,7 +68,7 @@ def shape_changes(options: argparse.Namespace) -> dict[str, Any]:
 def find_preset(name: str) -> ModelConfig:
     """Returns the shape of a preset; raises `ValueError` if there is none of that name."""
     if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS, cutoff=0)
+        hint = did_you_mean(name, PRESETS)
         raise ValueError(f"unknown model {name!r}: {hint}Choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from zero_jax.core.files.untrusted import parse_json, shape, whole_number
+from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.files.untrusted import parse_json, shape, text, whole_number
 
 # Names of dtypes in the format's headers.
 DTYPES: Mapping[str, str] = {
@@ -70,11 +71,22 @@ class StoredTensor(Tensor):
 
     path: pathlib.Path
     offset: int
+    version: tuple[int, int] | None = None  # size and time of modification of the file whose header was read
+
+    def check(self) -> None:
+        """Raises `ValueError` if the file is gone, or has changed since its header was read."""
+        try:
+            is_same = self.version in (None, _version(os.stat(self.path)))
+        except OSError as error:
+            raise ValueError(f"{with_remedy(error)}: it was there when the reading began") from error
+        if not is_same:
+            raise ValueError(f"{self.path} changed while it was read: load again when it is written completely")
 
     def open(self, mode: Any = "r") -> np.ndarray:
         """Returns the tensor as a map of the file, of which only what is used is read ("r") or written ("r+")."""
         if 0 in self.shape:
             return np.empty(self.shape, jnp.dtype(self.dtype))
+        self.check()  # a map beyond the end of a file would end the process
         mapped = np.memmap(self.path, jnp.dtype(self.dtype), mode, self.offset, self.shape or (1,))
         if mode != "r":
             _map_single_pages(mapped)
@@ -94,7 +106,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       ValueError: the file is missing, cut off, or no safetensors file.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # pipes block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is no regular file")
@@ -103,37 +115,42 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"its header would take {length:,} of its {size:,} bytes")
             header = _parse(file.read(length))
-        return _tensors(path, header, start=8 + length, size=size)
+        return _tensors(path, header, start=8 + length, version=_version(status))
     except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror})") from error
+        raise ValueError(f"cannot read {path}: {with_remedy(error)}") from error
     except ValueError as error:
         raise ValueError(f"{path} is no complete safetensors file: {error}. Copy or download it again") from error
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             raise ValueError("a name is in its header twice")
         return dict(pairs)
 
-    parse_json(text)  # refuses what is nested too deeply
-    header = json.loads(text, object_pairs_hook=unique)
+    parse_json(content)  # refuses what is nested too deeply
+    header = json.loads(content, object_pairs_hook=unique)
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
     return header
 
 
-def _tensors(path: pathlib.Path, header: Mapping[str, Any], *, start: int, size: int) -> dict[str, StoredTensor]:
-    tensors, end = {}, 0
+def _version(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _tensors(
+    path: pathlib.Path, header: Mapping[str, Any], *, start: int, version: tuple[int, int]
+) -> dict[str, StoredTensor]:
+    tensors, end, size = {}, 0, version[0]
     entries = {name: entry for name, entry in header.items() if name != _METADATA}
     for name, entry in sorted(entries.items(), key=lambda item: _offsets(*item)):
         first, last = _offsets(name, entry)
-        if entry["dtype"] not in _NAMES:
+        if (dtype := _NAMES.get(text(entry["dtype"]))) is None:
             raise ValueError(f"the dtype {entry['dtype']!r} of {name!r} is unknown")
-        tensor = StoredTensor(
-            path=path, name=name, dtype=_NAMES[entry["dtype"]], shape=shape(entry["shape"]), offset=start + first
-        )
+        where = {"path": path, "offset": start + first, "version": version}
+        tensor = StoredTensor(name=name, dtype=dtype, shape=shape(entry["shape"]), **where)
         if first != end or last - first != tensor.num_bytes:
             raise ValueError(f"{name!r} of shape {list(tensor.shape)} would be at bytes {first} to {last}")
         tensors[name], end = tensor, last
@@ -189,11 +206,11 @@ def create(path: pathlib.Path, tensors: Sequence[Tensor], *, metadata: Mapping[s
         offsets = [end, end + tensor.num_bytes]
         header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         end = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    start = 8 + len(content)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(content).to_bytes(8, "little") + content)
         file.flush()
         if end and hasattr(os, "posix_fallocate"):  # a map of a file without space ends the process
             os.posix_fallocate(file.fileno(), 0, start + end)

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import pathlib
 import stat
 import zlib
 from collections.abc import Mapping
@@ -26,6 +27,11 @@ _KINDS = {
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is in a bucket, which has no locks, no rename and no folders."""
     return "://" in os.fspath(path)
+
+
+def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns a local path with `~` as the user's home folder; where there is no such user, it is a name."""
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:

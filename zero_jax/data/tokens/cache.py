@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.user_cache import evict_oldest, in_use
 from zero_jax.data.documents import read_text
 from zero_jax.data.sources import Source
@@ -64,7 +65,8 @@ def read_tokens(
         evict_oldest(cache, is_own=_is_entry, max_bytes=MAX_BYTES, keep=folder)
         return tokens
     except OSError as error:
-        log(f"cannot keep the tokens in {folder} ({error}): they stay in memory, and the next run makes them again")
+        why = with_remedy(error)
+        log(f"cannot keep the tokens in {folder}: {why}. They stay in memory, and the next run makes them again")
         return make(None)
 
 

@@ -144,10 +144,18 @@ class OwnInput:
             )
 
     def _compare_first_batch(self, saved: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Says so if the first batch, of as many examples and processes, is another one than before."""
+        """Says so if the first batch has another size than before, or of as many examples and processes is another."""
         before = saved.get("fingerprints")  # None: written before there were any
-        sizes = saved.get("num_processes"), saved.get("batch_size")
-        if sizes != (jax.process_count(), self.batch_size) or before in (None, list(self.fingerprints)):
+        num_processes, size = saved.get("num_processes"), saved.get("batch_size")
+        if size is not None and (size := whole_number(size)) != self.batch_size:  # positions count batches
+            first, last = sorted((saved["position"] * size, saved["position"] * self.batch_size))
+            what = "never read" if size < self.batch_size else "read twice"
+            say(
+                f"batches: WARNING: a batch has {self.batch_size:,} examples, and had {size:,}. The run goes on after "
+                f"batch {saved['position']:,}: where batches go through the data in order, the {last - first:,} "
+                f"examples between {first:,} and {last:,} are {what}. To prevent that, resume with the size of before"
+            )
+        if (num_processes, size) != (jax.process_count(), self.batch_size) or before in (None, list(self.fingerprints)):
             return
         say(
             "batches: WARNING: the first batch is not the one of the run before: these are other data, or they come in "

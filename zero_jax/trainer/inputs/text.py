@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.agreement import from_first_process
+from zero_jax.core.device_put import to_device
 from zero_jax.core.extras import extra
 from zero_jax.core.tree import PyTree, key_shape, shapes_of, shown
 from zero_jax.core.variables import as_variables
@@ -215,4 +216,5 @@ class Sampler:
 
     def _tokens(self, params: Any, key: Array) -> Array:
         settings = {"num_tokens": self.num_tokens, "temperature": self.temperature, "top_k": self.top_k}
-        return self.generate_fn(cast_floating(params, self.compute), self._prompt_tokens, key, **settings)
+        params = cast_floating(jax.tree.map(to_device, params), self.compute)
+        return self.generate_fn(params, self._prompt_tokens, key, **settings)

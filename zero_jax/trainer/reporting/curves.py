@@ -166,11 +166,15 @@ def plot_runs(
     label = _LABELS.get(metric, metric.replace("_", " "))
     if metric == "loss" and not all(run.is_text for run in runs):
         label = "loss"
-    axes.set(title=title, xlabel=X_LABELS[x], ylabel=label)
+    axes.set_xlabel(X_LABELS[x])
+    axes.set_ylabel(label, parse_math=False)
+    axes.set_title(title, parse_math=False)
     figures.tidy(axes)
     handles = axes.get_legend_handles_labels()[0] + _styles(curves)
     # Below the curves, so that long names and many runs do not cover them.
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False, fontsize=8)
+    style = {"ncols": min(3, len(handles)), "frameon": False, "fontsize": 8}
+    for text in figure.legend(handles=handles, loc="outside lower center", **style).get_texts():
+        text.set_parse_math(False)  # a name with dollars is no formula
     figures.save_figure(figure, path)
 
 

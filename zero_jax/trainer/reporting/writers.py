@@ -16,6 +16,7 @@ from typing import Any
 from zero_jax.core.extras import extra
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.json_lines import JsonLinesWriter, Record, WrittenLater, read_records
+from zero_jax.core.files.system_errors import with_remedy
 
 _FLUSH_SECONDS = 10.0  # of the events for TensorBoard
 
@@ -189,10 +190,12 @@ class Writers:
         except WrittenLater as error:
             if name not in self._late:
                 self._late.add(name)
-                self._log(f"{name}: writing failed, it is tried again with each record: {error}")
+                self._log(f"{name}: writing failed, it is tried again with each record: {with_remedy(error)}")
             return None
         except Exception as error:
-            self._log(f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {error}")
+            self._log(
+                f"{name}: writing failed, nothing more is written there: {type(error).__name__}: {with_remedy(error)}"
+            )
             broken = self._writers.pop(name, None)
         if broken is not None:
             try:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 from zero_jax.checkpoint.finding import check_outside, find_checkpoint
 from zero_jax.checkpoint.leaf_files import check_files, make_context, read_slices
 from zero_jax.checkpoint.record import Record, SavedLeaf
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, cast_values, create, split_by_size, write_index
-from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.variables import MODEL_STATE
 
@@ -84,19 +83,13 @@ def export(
     if old and not force:
         raise ValueError(f"{folder} holds {old[0].name} already: choose another folder, or write over it (--force)")
     files = split_by_size(tensors, max_shard_bytes)
-    partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
-    try:
-        partial.mkdir(parents=True)
+    with partial_folder(folder) as partial:
         for name, shard in files.items():
             _write(partial / name, record, shard)
         if len(files) > 1:
             write_index(partial / INDEX, files)
         written = [*files, *([INDEX] if len(files) > 1 else [])]
         _publish(partial, folder, written, old)
-    except OSError as error:
-        raise ValueError(f"cannot write {folder}: {with_remedy(error)}; nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Exported(
         files=tuple(str(folder / name) for name in written),
         step=record.step,

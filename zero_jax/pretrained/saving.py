@@ -21,8 +21,8 @@ from jax import Array
 
 from zero_jax.checkpoint import check_outside, open_params
 from zero_jax.core.agreement import Agreement, from_first_process
+from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
-from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, leaves_by_name
@@ -212,9 +212,7 @@ def write_folder(
     check_free(target)
     tensors = [tensor for each in plan.values() for tensor in each.values()]
     files = split_by_size(tensors, max_file_bytes)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    try:
-        partial.mkdir(parents=True)
+    with partial_folder(target) as partial:
         stored: dict[str, StoredTensor] = {}
         for name, each in files.items():
             stored |= create(partial / name, each, metadata={})
@@ -233,10 +231,6 @@ def write_folder(
             with (partial / name).open("r+b") as file:
                 os.fsync(file.fileno())
         partial.rename(target)
-    except OSError as error:
-        raise ValueError(f"cannot write {target}: {with_remedy(error)}; nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     return SavedHF(folder=str(target), num_files=len(files), num_tensors=len(tensors), num_bytes=num_bytes)
 

@@ -5,8 +5,11 @@ The `cli` modules are the only ones that change process-wide settings, such as t
 
 import argparse
 import contextlib
+import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +42,7 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     _prepare_streams()
+    _prepare_interrupts()
     options = parse(arguments)
     status = 0
     try:
@@ -55,6 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{options.parser.prog}: error: {with_remedy(error)}", file=sys.stderr)
         return status or 1
     return status
+
+
+@functools.cache
+def _prepare_interrupts() -> None:
+    """Makes a Ctrl-C that no command handles a line instead of a traceback, and repeats one that was swallowed.
+
+    Python ignores exceptions in callbacks, such as JAX's at each garbage collection, which importing causes many of.
+    """
+    uncaught, ignored = sys.excepthook, sys.unraisablehook
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            return uncaught(kind, error, trace)
+        with contextlib.suppress(OSError):
+            print("\nzero-jax: stopped by Ctrl-C", file=sys.stderr)
+
+    def repeat(event: Any) -> None:
+        if not issubclass(event.exc_type, KeyboardInterrupt):
+            return ignored(event)
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))  # when the callback has ended
+        timer.daemon = True
+        timer.start()
+
+    sys.excepthook, sys.unraisablehook = report, repeat
 
 
 def _prepare_streams() -> None:

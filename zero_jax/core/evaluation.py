@@ -117,7 +117,8 @@ class TracedFunction:
             return self.fn(*args)
         closed, out_shape = self.trace(*args)
         results = evaluate(*open_jaxpr(closed), jax.tree.leaves(args), inlining())
-        return jax.tree.unflatten(jax.tree.structure(out_shape), results)
+        arrays = [jax.numpy.asarray(x) for x in results]  # a literal may be among them
+        return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
 
     def trace(self, *args: Any) -> tuple[Any, Any]:
         """Returns the closed jaxpr of the leaves of arguments, and the shape of the result."""

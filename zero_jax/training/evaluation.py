@@ -27,7 +27,14 @@ from zero_jax.training.state.placement import Placement, make_placement
 from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
-from zero_jax.transforms import fuse_attention, gather_on_use, scatter_grads, summed_on_use, used_shapes
+from zero_jax.transforms import (
+    fuse_attention,
+    gather_on_use,
+    scatter_grads,
+    summed_on_use,
+    unsharded_windows,
+    used_shapes,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +96,7 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, used_shapes(cast), batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
+        fused = unsharded_windows(fused, mesh=mesh, axes=axes)
         loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
         return replicated(Metrics(loss=loss.astype(wide(loss.dtype)), aux=aux), mesh)
 

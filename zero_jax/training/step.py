@@ -38,6 +38,7 @@ from zero_jax.transforms import (
     fuse_attention,
     rematerialize,
     separability,
+    unsharded_windows,
     used_shapes,
     with_gradient,
     with_weight,
@@ -222,6 +223,7 @@ class _Program(UpdateProgram):
         if k > 1 or mapped or sends_own:
             traced = with_weight(traced, config.loss_weight)
         loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+        loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
         variables = used_shapes(variables)

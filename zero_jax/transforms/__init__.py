@@ -4,8 +4,8 @@
 recomputes blocks in the backward pass, `low_rank/` makes frozen weights with low-rank updates where they are used,
 `separable/` decides whether a loss may be called on parts of a batch, `propagation/` estimates the sharding of every
 value, `blocks/` finds the layers of a Python loop. All read jaxprs through `zero_jax.core`: `jaxprs`, `subcalls`,
-`passes`. `facts` says what values are made of, and where they are read last;
-`dim_map`, which dims of an operation's results are which dims of its operands.
+`passes`. `windows` mends what XLA partitions wrongly. `facts` says what values are made of, and where
+they are read last; `dim_map`, which dims of an operation's results are which dims of its operands.
 """
 
 from zero_jax.transforms.attention.report import AttentionReport
@@ -33,3 +33,4 @@ from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
 from zero_jax.transforms.separable.decision import Separability, separability
+from zero_jax.transforms.windows import unsharded_windows

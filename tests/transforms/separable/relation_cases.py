@@ -207,6 +207,8 @@ PROGRAMS = {
     "iota": (lambda x: [x * jnp.arange(x.shape[0])[:, None], x * lax.broadcasted_iota(int, x.shape, 1)], X),
     "positions": (lambda x: (jnp.arange(len(x)) < 2) * x[:, 0], X),
     "shapes in numbers": (lambda x: [x.sum() / len(x), x.sum() / x.size, x * len(x), x + len(x), x / x.shape[1]], X),
+    "platform": (lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X),
+    "diagonal": (lambda x: (jnp.diagonal(x), jnp.diagonal(x, axis1=1, axis2=2)), MATRIX),
     "eye": (lambda x: jnp.eye(len(x)) * x[:, :1], X),
     "reductions": (
         lambda x: [f(x, d) for f in (jnp.sum, jnp.max, jnp.min, jnp.prod, jnp.argmax, jnp.argmin) for d in (0, 1)],

@@ -7,12 +7,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-from jax import lax
-
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import evaluate, flattened, run_scan
-from zero_jax.core.subcalls import Subcall, equations_of, scan_of, subcall
+from zero_jax.core.evaluation import evaluate, flattened, run_region
+from zero_jax.core.subcalls import Subcall, equations_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
 from zero_jax.transforms.attention.masks import Affine, Choice, View
@@ -236,26 +233,13 @@ def run(body: Body, arrays: Sequence[Any], kernel: Callable[..., Any]) -> list[A
             with jaxprs.source_context(eqn):
                 values = [kernel(body.cores[eqn.outvars[0]], read, eqn.outvars[0].aval)]
         elif any(each.is_changed for each in inner):
-            values = _run_inner(eqn, inner, values, kernel)
+            values = run_region(eqn, [functools.partial(_call, each, kernel) for each in inner], values)
         else:
             values = jaxprs.bind(eqn, values)
         return note(eqn.outvars, values)
 
     note((*jaxpr.constvars, *jaxpr.invars), (*body.consts, *arrays))
     return evaluate(jaxpr, body.consts, arrays, equation, env)
-
-
-def _run_inner(eqn: Any, bodies: list[Body], values: list[Any], kernel: Callable[..., Any]) -> list[Any]:
-    """Evaluates a loop, a branch or a `jax.checkpoint` with the bodies in place of its own."""
-    calls = [functools.partial(_call, body, kernel) for body in bodies]
-    if eqn.primitive.name == "scan":
-        consts, carry, xs = scan_of(eqn).split(values)
-        return run_scan(eqn, lambda carry, x: calls[0](*consts, *carry, *x), carry, xs)
-    with jaxprs.source_context(eqn):
-        if eqn.primitive.name == "cond":
-            return list(lax.switch(values[0], calls, *values[1:]))
-        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        return list(jax.checkpoint(calls[0], policy=policy, prevent_cse=prevent_cse)(*values))
 
 
 def _call(body: Body, kernel: Callable[..., Any], *arrays: Any) -> list[Any]:

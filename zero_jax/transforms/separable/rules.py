@@ -263,6 +263,7 @@ RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "concatenate": _concatenate,
     "iota": _iota,
+    "platform_index": lambda pair, inputs: [SAME],  # of `lax.platform_dependent`, as in `jnp.diagonal`
     **dict.fromkeys(
         "random_bits random_split random_fold_in random_wrap random_unwrap random_seed random_clone random_gamma "
         "rng_bit_generator".split(),

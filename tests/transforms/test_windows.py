@@ -1,0 +1,131 @@
+"""Pools and convolutions along sharded dims, which XLA partitions wrongly: docs/xla_faults.md."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from jax import lax
+from jax.sharding import PartitionSpec
+from reference import mesh_of
+
+import zero_jax as zero
+
+SLOW = pytest.mark.slow
+DIMS = ("NWC", "WIO", "NWC")
+SHAPES = {"w": (16, 16), "kernel": (3, 16, 16), "layers": (2, 16, 16), "depthwise": (3, 1, 16)}
+
+
+def largest(x, *window):
+    return lax.reduce_window(x, -jnp.inf, lax.max, window, (1,) * x.ndim, "SAME")
+
+
+def smallest(x, *window):
+    return lax.reduce_window(x, jnp.inf, lax.min, window, (1,) * x.ndim, "SAME")
+
+
+def along_examples(params, batch, place):
+    """Pools and convolutions of one series, whose steps are the examples: in loops, branches and derivatives, too."""
+    del place
+
+    @jax.checkpoint
+    def layer(h, weight):
+        return h + jnp.tanh(largest(h @ weight, 3, 1)), None
+
+    h, _ = lax.scan(layer, jnp.tanh(batch["x"].mean(1) @ params["w"]), params["layers"])
+    h = lax.conv_general_dilated(h[None], params["kernel"], (1,), "SAME", dimension_numbers=DIMS)[0]
+    h = lax.cond(batch["x"][0, 0, 0] > 9, jnp.sin, lambda h: smallest(jnp.sin(h), 2, 1), h)
+    h += jax.jit(jax.grad(lambda h: jnp.square(largest(h, 3, 1)).mean()))(h)
+    return jnp.square(lax.reduce_window(h, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID") - 1).mean()
+
+
+def along_a_sequence(params, batch, place):
+    h = place(batch["x"] @ params["w"], "residual")
+    return jnp.square(largest(h, 1, 3, 1) @ params["layers"][0] - 1).mean()
+
+
+def along_a_param(params, batch, place):
+    del place
+    return jnp.square(batch["x"] @ largest(params["w"], 3, 1) @ smallest(params["layers"], 1, 2, 3)[1] - 1).mean()
+
+
+def with_kernels_of_examples(params, batch, place):
+    """Gradients of each example by kernels, steps along them, and kernels that an example makes."""
+    del place
+
+    def of_one(x):
+        def loss(kernels):
+            h = x[None]
+            for kernel, groups in zip(kernels, (1, 1, 16), strict=True):
+                h = lax.conv_general_dilated(
+                    h, kernel, (1,), "SAME", dimension_numbers=DIMS, feature_group_count=groups
+                )
+                h = jnp.tanh(h)
+            return jnp.square(h @ params["w"] - 1).mean()
+
+        kernels = params["kernel"], params["layers"][:1] * (1 + x.mean()), params["depthwise"]
+        grads = jax.grad(loss)(kernels)
+        return loss([k - 0.5 * g for k, g in zip(kernels, grads, strict=True)]) + jnp.square(grads[0]).sum()
+
+    return jax.vmap(of_one)(batch["x"]).mean()
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal(shape, dtype=np.float32) / 4 for name, shape in SHAPES.items()}
+    return params, {"x": rng.standard_normal((16, 8, 16), dtype=np.float32)}
+
+
+def check(loss_fn, mesh, **fields):
+    params, batch = arrays()
+    loss = zero.MeshLoss(lambda mesh: lambda params, batch: loss_fn(params, batch, zero.sequence_parallel(mesh)))
+    state, step = reference.make_trainer(loss, optax.sgd(0.1), mesh=mesh_of(mesh), params=params, **fields)
+    value, grads = step.grads(state, batch)
+    alone = jax.value_and_grad(lambda params, batch: loss_fn(params, batch, lambda x, kind: x))
+    wanted, wanted_grads = jax.jit(alone)(params, batch)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for name in params:
+        assert reference.norm(grads[name] - wanted_grads[name]) <= 1e-5 * reference.norm(wanted_grads[name]), name
+    evaluate = zero.make_eval_step(loss, mesh=mesh_of(mesh), config=reference.make_config(stage=fields["stage"]))
+    np.testing.assert_allclose(evaluate(state.params, batch).loss, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [("8", 0), *(pytest.param(m, s, marks=SLOW) for m, s in [("model4", 3), ("8", 2), ("replica", 3), ("model2", 0)])],
+)
+def test_along_the_examples(mesh, stage):
+    check(along_examples, mesh, stage=stage)
+
+
+@pytest.mark.parametrize(("stage", "remat"), [(0, "own"), pytest.param(3, "none", marks=SLOW)])
+def test_along_a_sequence_that_is_sharded_over_the_model(stage, remat):
+    check(along_a_sequence, "model4", stage=stage, remat=remat)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stage": 0, "num_microbatches": 2}, pytest.param({"stage": 3}, marks=SLOW)], ids=str
+)
+def test_along_a_param_that_is_sharded_over_the_model(fields):
+    specs = {"w": PartitionSpec("model", None), "layers": PartitionSpec(None, "model", None)}
+    check(along_a_param, "model4", param_specs=specs, **fields)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"), [("8", 0), *(pytest.param(m, 3, marks=SLOW) for m in ("8", "replica", "model2"))]
+)
+def test_kernels_of_each_example(mesh, stage):
+    check(with_kernels_of_examples, mesh, stage=stage)
+
+
+def convolutional(params, batch, place):
+    """A convolution and a pool within examples, which are mapped over devices."""
+    del place
+    h = lax.conv_general_dilated(batch["x"], params["kernel"], (1,), "SAME", dimension_numbers=DIMS)
+    return jnp.square(lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID") @ params["w"] - 1).mean()
+
+
+@pytest.mark.parametrize(("mesh", "stage"), [("8", 1), pytest.param("replica", 3, marks=SLOW)])
+def test_within_examples_that_are_mapped_over_devices(mesh, stage):
+    check(convolutional, mesh, stage=stage, num_microbatches=2)

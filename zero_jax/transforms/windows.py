@@ -1,0 +1,139 @@
+"""Windows along a sharded dim, and convolutions with a kernel for each example, which XLA partitions wrongly.
+
+Max-pooling has a wrong gradient along every sharded dim: that of the examples, of a sequence over `model`, of a param.
+A convolution along the dim of the examples has a multiple of its kernel's gradient where the mesh has other axes, too.
+Both are given values that are whole along these dims. Of a convolution that `jax.vmap` maps over examples, kernels and
+all, each device computes its own examples (docs/xla_faults.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zero_jax.core.evaluation import TracedFunction, evaluate, run_region, trace_flat
+from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
+from zero_jax.core.passes import Dependence
+from zero_jax.core.subcalls import equations, equations_of, subcall
+from zero_jax.sharding.mesh import Axes, axis_size
+
+_POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
+_ENTERED = frozenset({"call", "remat", "scan", "cond"})
+_CONVOLUTION = "conv_general_dilated"
+_WINDOWED = _POOLS | {_CONVOLUTION}
+_SKIPPED = ("shard_map",)
+
+
+def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
+    """Transforms `loss_fn(params, batch, ...)` so that XLA partitions neither windows nor mapped convolutions wrongly.
+
+    The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
+    `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
+    """
+    base = loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn)
+
+    def rewrite(closed: Any, out_shape: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        eqns = [eqn for eqn in equations(closed, skip=_SKIPPED) if eqn.primitive.name in _WINDOWED]
+        is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
+        if mesh.size == 1 or is_manual or not eqns:
+            return closed, out_shape
+        params, rest = jax.tree.leaves(args[0]), jax.tree.leaves(args[1:])
+        of_examples = _OfExamples()
+        of_examples.run(closed, [*(frozenset() for _ in params), *(frozenset([0]) for _ in rest)])
+        windows = _Windows(mesh, axes, {x.shape[0] for x in rest if x.ndim}, of_examples.notes)
+        if not any(map(windows.is_wrong, eqns)):
+            return closed, out_shape
+        jaxpr, consts = open_jaxpr(closed)
+        avals = [var.aval for var in jaxpr.invars]
+        return trace_flat(lambda *arrays: evaluate(jaxpr, consts, arrays, windows.equation), avals), out_shape
+
+    return TracedFunction(base, rewrite)
+
+
+class _OfExamples(Dependence):
+    """Notes of each convolution, by `id`, whether its kernel is made of the batch."""
+
+    enters = _ENTERED
+
+    def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        if eqn.primitive.name == _CONVOLUTION:
+            self.notes[id(eqn)] = bool(operands[1]) or self.notes.get(id(eqn), False)
+        return super().operation(eqn, operands)
+
+
+class _Windows:
+    """Evaluates equations, those that XLA partitions wrongly otherwise."""
+
+    def __init__(self, mesh: Mesh, axes: Axes, sizes: set[int], kernels_of_examples: dict[int, bool]):
+        self.mesh, self.batch_axes, self.sizes = mesh, axes.batch, sizes
+        self.kernels_of_examples = kernels_of_examples
+        self.num_shards, self.has_others = axis_size(mesh, axes.batch), axes.size_beside_batch(mesh) > 1
+
+    def equation(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """Returns the values of the results of an equation."""
+        if self.is_mapped(eqn):
+            return [self.mapped(eqn, *values)]
+        if windows := self.windows(eqn):
+            values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
+            return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
+        sub = subcall(eqn)
+        if sub is None or sub.kind not in _ENTERED or not any(map(self.is_wrong, equations_of(eqn, skip=_SKIPPED))):
+            return bind(eqn, values)
+        calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
+        if sub.kind == "call":
+            with source_context(eqn):
+                return calls[0](*values)
+        return run_region(eqn, calls, values)
+
+    def call(self, jaxpr: Any, *values: Any) -> list[Any]:
+        return evaluate(*open_jaxpr(jaxpr), values, self.equation)
+
+    def is_wrong(self, eqn: Any) -> bool:
+        return self.is_mapped(eqn) or bool(self.windows(eqn))
+
+    def windows(self, eqn: Any) -> list[set[int]]:
+        """Returns for each operand and then for the result the dims along which it has to be whole, if any has."""
+        params = eqn.params
+        if eqn.primitive.name in _POOLS:
+            window = zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)
+            dims = {i for i, (size, stride, pads) in enumerate(window) if (size, stride, *pads) != (1, 1, 0, 0)}
+            return [dims] * (len(eqn.invars) + 1) if dims else []
+        if eqn.primitive.name != _CONVOLUTION or not self.has_others:
+            return []
+        numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
+        has_examples = shape[numbers.lhs_spec[0]] % self.num_shards == 0
+        if has_examples and self.sizes.isdisjoint(shape[i] for i in numbers.lhs_spec[2:]):
+            return []
+        return [{*numbers.lhs_spec[2:]}, set(), {*numbers.out_spec[2:]}]
+
+    def whole(self, x: jax.Array, dims: set[int]) -> jax.Array:
+        """Returns a value, and takes its cotangent, unsharded along some dims; others are sharded as XLA has them."""
+        if not dims:
+            return x
+        spec = PartitionSpec(*(None if i in dims else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def is_mapped(self, eqn: Any) -> bool:
+        """Tells whether a convolution may be one of `jax.vmap` over examples: in as many groups, by kernels of them."""
+        if eqn.primitive.name != _CONVOLUTION or not self.kernels_of_examples.get(id(eqn), False):
+            return False
+        groups = max(eqn.params["feature_group_count"], eqn.params["batch_group_count"])
+        is_cut = self.num_shards > 1 and groups % self.num_shards == 0
+        return is_cut and any(size > 1 and groups % size == 0 for size in self.sizes)
+
+    def mapped(self, eqn: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Evaluates a convolution with each device's own groups on it."""
+        numbers, counts = eqn.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
+        params = eqn.params | {n: eqn.params[n] // self.num_shards for n in counts if eqn.params[n] > 1}
+        dims = numbers.lhs_spec[eqn.params["batch_group_count"] == 1], numbers.rhs_spec[0], numbers.out_spec[1]
+        *specs, out_spec = (PartitionSpec(*[None] * dim, self.batch_axes) for dim in dims)
+        own = functools.partial(bind_primitive, eqn.primitive, params)
+        with source_context(eqn):
+            return jax.shard_map(own, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_spec, check_vma=False)(
+                x, kernel
+            )

@@ -1,7 +1,7 @@
 """Trains a GPT on the standard library's text with quantized collectives, and draws the losses beside bf16's.
 
 python scripts/quantized_curves.py --steps 1000 --out docs/pictures
-python scripts/quantized_curves.py --steps 1000 --model gpt-mini --seq-len 128 --batch-size 8 --out build
+python scripts/quantized_curves.py --steps 1000 --model gpt-mini --seq-len 128 --batch-size 8 --out docs/pictures
 python scripts/quantized_curves.py --steps 1000 --replicas --out docs/pictures
 
 All runs have the same data, seed and optimizer, at stage 3 on 8 simulated devices. With `--outliers`, some features of

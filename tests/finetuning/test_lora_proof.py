@@ -48,7 +48,7 @@ def num_bytes(tree):
     ("stage", "base"),
     [
         pytest.param(0, "nf4", marks=pytest.mark.slow),
-        (3, "nf4"),
+        pytest.param(3, "nf4", marks=pytest.mark.slow),
         pytest.param(1, "int8", marks=pytest.mark.slow),
         pytest.param(2, "bfloat16", marks=pytest.mark.slow),
     ],

@@ -116,8 +116,9 @@ def test_a_token_attends_to_its_own_document_within_its_window():
     assert seen(GEMMA, params, batch(1)["segments"]) == list(range(6, 16))
 
 
-@pytest.mark.parametrize("config", [EXPERTS, pytest.param(GEMMA, marks=pytest.mark.slow)], ids=["experts", "gemma"])
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [EXPERTS, GEMMA], ids=["experts", "gemma"])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_stages_train_as_plain_optax_does(config, stage):
     loss_fn, tx = decoder.loss_fn(config), optax.adam(1e-2)
     params = decoder.init(config, jax.random.key(0))

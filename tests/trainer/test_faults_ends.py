@@ -202,6 +202,7 @@ def test_a_stop_whose_state_cannot_be_saved_does_not_say_saved(tmp_path, tamper,
     assert_goes_on_as_if_nothing_had_happened(tmp_path, unbroken, after=4)
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_log_that_has_gone_is_a_signal_to_save_and_stop(tmp_path, unbroken):
     """As of `| tee log` where that is killed: no step is lost."""
 

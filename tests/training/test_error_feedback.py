@@ -87,7 +87,7 @@ CASES = {
     "masters on the host": (dict(stage=2, precision=MASTERS, offload="state"), MESH),
     "remat": (dict(remat="full"), MESH),
 }
-FAST = {"four replicas, stage 2, microbatches"}
+FAST = {"stage 1"}
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

@@ -11,8 +11,10 @@ def did_you_mean(
 ) -> str:
     """Returns a hint with the closest known name (formatted by `text`), or '' if none is as similar as `cutoff`.
 
-    Upper and lower case are the same.
+    Upper and lower case are the same, unless names differ in nothing else.
     """
-    by_lower = {str(other).lower(): str(other) for other in known}
+    by_lower: dict[str, list[str]] = {}
+    for other in map(str, known):
+        by_lower.setdefault(other.lower(), []).append(other)
     near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
-    return text.format(by_lower[near[0]]) if near else ""
+    return text.format(*difflib.get_close_matches(str(name), by_lower[near[0]], n=1, cutoff=0.0)) if near else ""

@@ -54,14 +54,14 @@ def test_examples_are_short():
         assert f"python examples/{name}" in text, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
-        ("pjit_loop.py", 8),
         # Each takes some ten seconds where all cores are busy.
-        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in IN_PROCESSES if name != "pjit_loop.py"),
-        pytest.param("pjit_loop.py", 1, marks=pytest.mark.slow),
-        pytest.param("flax_linen.py", 3, marks=pytest.mark.slow),
+        *((name, 8) for name in IN_PROCESSES),
+        ("pjit_loop.py", 1),
+        ("flax_linen.py", 3),
     ],
 )
 def test_example(name, num_devices):

@@ -16,7 +16,7 @@ from zero_jax.transforms import separability, with_weight
 
 L, D, N, K, H, T, B = 2, 16, 4, 2, 8, 6, 16
 SETTINGS = [
-    ({"stage": 3}, {"data": 8}),
+    pytest.param({"stage": 3}, {"data": 8}, marks=pytest.mark.slow),
     pytest.param({"stage": 0, "remat": "full"}, {"data": 4, "model": 2}, marks=pytest.mark.slow),
     pytest.param({"stage": 1, "num_microbatches": 2, "remat": "attention"}, {"data": 8}, marks=pytest.mark.slow),
     pytest.param(

@@ -67,7 +67,7 @@ def to_nnx(params, config: gpt.GPTConfig):
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(v, id=str(v), marks=() if v["remat"] and v["scan"] else pytest.mark.slow) for v in VARIANTS],
+    [pytest.param(v, id=str(v), marks=pytest.mark.slow) for v in VARIANTS],
 )
 def test_linen_and_nnx_are_the_same_function(variant):
     config = gpt.GPTConfig(**SIZES, **variant)

@@ -327,6 +327,7 @@ def lora_run(base, num_steps=3, **fields):
     return state, metrics, evaluate(state, BATCH).loss, lora
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "fields"),
     [

@@ -117,7 +117,7 @@ CASES = {
     ),
     "masters on the host": (dict(stage=2, precision=MASTERS, offload="state"), dict(data=8), {}),
 }
-FAST = {"stage 3, remat, microbatches", "between four replicas, microbatches"}
+FAST = {"between four replicas, microbatches"}
 
 
 @pytest.mark.slow

@@ -86,6 +86,7 @@ class LinenModel(nn.Module):
         return embed.attend(nn.RMSNorm()(x))
 
 
+@pytest.mark.slow
 @FEWER_FORMS
 def test_linen(scan, remat):
     model = LinenModel(scan, remat)
@@ -153,6 +154,7 @@ class NNXModel(nnx.Module):
         return self.embed.attend(x)
 
 
+@pytest.mark.slow
 @FORMS
 def test_nnx(scan, remat):
     graphdef, params = nnx.split(NNXModel(scan, remat, nnx.Rngs(0)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core.jaxprs import bind, is_literal, open_jaxpr, source_context
@@ -117,9 +118,8 @@ class TracedFunction:
             return self.fn(*args)
         closed, out_shape = self.trace(*args)
         results = evaluate(*open_jaxpr(closed), jax.tree.leaves(args), inlining())
-        arrays = [
-            x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in results
-        ]  # a literal may be among them
+        # Literals are Python's or numpy's numbers.
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
         return jax.tree.unflatten(jax.tree.structure(out_shape), arrays)
 
     def trace(self, *args: Any) -> tuple[Any, Any]:

@@ -28,6 +28,8 @@ KINDS = {
     "while": "while",
     "cond": "cond",
 }
+# The primitives whose jaxpr is on each device's own values: XLA partitions nothing in it.
+MANUAL = frozenset({"shard_map"})
 # The kinds whose jaxpr makes the values of the results, whatever else they do.
 CALLS = frozenset({"call", "sharded_call", "remat", "custom_jvp", "custom_vjp"})
 

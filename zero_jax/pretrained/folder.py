@@ -96,8 +96,8 @@ def copy_companions(source: str | os.PathLike[str], target: pathlib.Path) -> Non
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
         elif os.path.lexists(folder / name):
-            told = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
-            warnings.warn(told, stacklevel=2)
+            message = f"{folder / name} is no file, or a link to none, and is not saved: copy it from elsewhere"
+            warnings.warn(message, stacklevel=2)
 
 
 def run_companions(run: str | os.PathLike[str]) -> pathlib.Path:

@@ -19,14 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction, evaluate, run_region, trace_flat
 from zero_jax.core.jaxprs import bind, bind_primitive, open_jaxpr, source_context
 from zero_jax.core.passes import Dependence
-from zero_jax.core.subcalls import equations, equations_of, subcall
+from zero_jax.core.subcalls import MANUAL, equations, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
 _ENTERED = frozenset({"call", "remat", "scan", "cond"})
 _CONVOLUTION = "conv_general_dilated"
 _WINDOWED = _POOLS | {_CONVOLUTION}
-_SKIPPED = ("shard_map",)
 
 
 def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
@@ -38,7 +37,7 @@ def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) ->
     base = loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn)
 
     def rewrite(closed: Any, out_shape: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-        eqns = [eqn for eqn in equations(closed, skip=_SKIPPED) if eqn.primitive.name in _WINDOWED]
+        eqns = [eqn for eqn in equations(closed, skip=MANUAL) if eqn.primitive.name in _WINDOWED]
         is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)  # each device has its own values already
         if mesh.size == 1 or is_manual or not eqns:
             return closed, out_shape
@@ -82,7 +81,7 @@ class _Windows:
             values = [self.whole(x, dims) for x, dims in zip(values, windows, strict=False)]
             return [self.whole(x, windows[-1]) for x in bind(eqn, values)]
         sub = subcall(eqn)
-        if sub is None or sub.kind not in _ENTERED or not any(map(self.is_wrong, equations_of(eqn, skip=_SKIPPED))):
+        if sub is None or sub.kind not in _ENTERED or not any(map(self.is_wrong, equations_of(eqn, skip=MANUAL))):
             return bind(eqn, values)
         calls = [functools.partial(self.call, jaxpr) for jaxpr in sub.branches or (sub.jaxpr,)]
         if sub.kind == "call":

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 import pathlib
-import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core.files.system_errors import with_remedy
-from zero_jax.core.files.untrusted import parse_json, shape, text, whole_number
+from zero_jax.core.files.untrusted import open_regular, parse_json, shape, text, whole_number
 
 # Names of dtypes in the format's headers.
 DTYPES: Mapping[str, str] = {
@@ -106,10 +105,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       ValueError: the file is missing, cut off, or no safetensors file.
     """
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # pipes block
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is no regular file")
             size = status.st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):

@@ -10,7 +10,7 @@ import pathlib
 import stat
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from etils import epath
 
@@ -47,18 +47,32 @@ def read_file(path: epath.Path, *, limit_bytes: int) -> bytes:
         if (size := path.stat().length) > limit_bytes:
             raise ValueError(f"it has {size:,} bytes, more than the {limit_bytes:,} that are read")
         return path.read_bytes()
-    _check_kind(os.stat(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        _check_kind(status)
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
         # `read` allocates what it is asked for; a file that grows meanwhile is read on.
-        content = file.read(min(status.st_size, limit_bytes) + 1)
-        if status.st_size < len(content) <= limit_bytes:
+        content = file.read(min(num_bytes, limit_bytes) + 1)
+        if num_bytes < len(content) <= limit_bytes:
             content += file.read(limit_bytes + 1 - len(content))
     if len(content) > limit_bytes:
         raise ValueError(f"it has more than the {limit_bytes:,} bytes that are read")
     return content
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a local file to read its bytes; never waits for a pipe or a device.
+
+    Raises:
+      ValueError: it is no regular file.
+      OSError: it cannot be read.
+    """
+    _check_kind(os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_kind(os.fstat(descriptor))  # it may be another file by now
+    except ValueError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> str:

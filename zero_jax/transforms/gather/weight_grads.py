@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.jaxprs import bind, open_jaxpr, source_line
-from zero_jax.core.subcalls import equations_of, subcall
+from zero_jax.core.subcalls import MANUAL, equations_of, subcall
 from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import promoted
 from zero_jax.sharding.spec import Dims
@@ -51,13 +51,13 @@ def is_partitioned_wrongly(eqn: Any, dims: Dims | None = None) -> bool:
 
 def holds_convolution(eqn: Any) -> bool:
     """Tells whether an equation is such a convolution, or runs one, other than in a `shard_map`."""
-    return any(map(is_partitioned_wrongly, equations_of(eqn, skip=["shard_map"])))
+    return any(map(is_partitioned_wrongly, equations_of(eqn, skip=MANUAL)))
 
 
 def refuse_convolution(eqn: Any) -> None:
     """Raises `ValueError` for such a convolution in an equation that is not looked into."""
     if subcall(eqn) is not None and holds_convolution(eqn):
-        found = next(filter(is_partitioned_wrongly, equations_of(eqn, skip=["shard_map"])))
+        found = next(filter(is_partitioned_wrongly, equations_of(eqn, skip=MANUAL)))
         kernel = list(found.invars[1].aval.shape)
         raise ValueError(
             f"a convolution in groups, of a kernel {kernel}, is within {eqn.primitive.name} at {source_line(eqn)}: XLA "

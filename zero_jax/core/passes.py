@@ -53,10 +53,17 @@ class Pass(Generic[V]):
         env = {} if env is None else env
         env.update((var, self.constant(var)) for var in opened.constvars)
         env.update(zip(opened.invars, inputs, strict=True))
-        read = lambda atom: self.constant(atom) if is_literal(atom) else env[atom]  # noqa: E731
         for eqn in opened.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-        return [read(atom) for atom in opened.outvars]
+            env.update(zip(eqn.outvars, self.visit(eqn, env), strict=True))
+        return [self.read(atom, env) for atom in opened.outvars]
+
+    def read(self, atom: Any, env: dict[Any, V]) -> V:
+        """Returns what is known of an operand or a result."""
+        return self.constant(atom) if is_literal(atom) else env[atom]
+
+    def visit(self, eqn: Any, env: dict[Any, V]) -> Sequence[V]:
+        """Returns what is known of the results of an equation; a pass may first change what is known of its inputs."""
+        return self.equation(eqn, [self.read(atom, env) for atom in eqn.invars])
 
     def equation(self, eqn: Any, operands: list[V]) -> Sequence[V]:
         """Returns what is known of the results of an equation: of the jaxprs in it, if the pass enters them."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining
-from zero_jax.core.passes import Pass
+from zero_jax.core.passes import Dependence, Pass
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
 
@@ -24,6 +24,7 @@ from zero_jax.sharding.precision import wide
 _KEEP_WEIGHT = frozenset(
     {"convert_element_type", "neg", "reshape", "squeeze", "copy", "mul", "name", "add", "sub", "stop_gradient"}
 )
+_PARAMS = frozenset({0})
 
 
 class PartWeight(NamedTuple):
@@ -117,16 +118,17 @@ def _named(aux: PyTree, name: str) -> Any:
 def _without_duplicates(closed: Any, *, num_params: int) -> Any:
     """Returns a jaxpr that computes each value of the batch once: sums of one mask are one divisor, not two."""
     opened, _ = jaxprs.open_jaxpr(closed)
-    of_params, read = set(opened.invars[:num_params]), {x for x in opened.outvars if not jaxprs.is_literal(x)}
+    read = {x for x in opened.outvars if not jaxprs.is_literal(x)}
     read.update(var for eqn in opened.eqns for var in jaxprs.variables(eqn))
+    made_of: dict[Any, frozenset[int]] = {}
+    Dependence().run(opened, [_PARAMS if i < num_params else frozenset() for i in range(len(opened.invars))], made_of)
     known: dict[Any, Any] = {}
     same: dict[Any, Any] = {}
     eqns = []
     for eqn in opened.eqns:
         eqn = eqn.replace(invars=[x if jaxprs.is_literal(x) else same.get(x, x) for x in eqn.invars])
-        if not of_params.isdisjoint(jaxprs.variables(eqn)):
-            of_params.update(eqn.outvars)
-        elif not eqn.effects and read.issuperset(eqn.outvars):
+        of_params = any(made_of[var] for var in eqn.outvars)
+        if not of_params and not eqn.effects and read.issuperset(eqn.outvars):
             try:
                 first = known.setdefault((eqn.primitive, *map(_key, eqn.invars), *sorted(eqn.params.items())), eqn)
             except TypeError:  # a parameter that has no hash

@@ -15,7 +15,7 @@ class Alive:
     """Bytes alive as a jaxpr is run in its order; what only elementwise work reads and makes counts as fused."""
 
     def __init__(self, jaxpr: Any, ends: Collection[int]):
-        self.peak, self.now = 0.0, 0.0
+        self.peak, self.now, self.place = 0.0, 0.0, -1
         self.roots: dict[Any, Any] = {}
         self.held: dict[Any, float] = {}
         heavy_reads, last = set(), {}
@@ -39,12 +39,13 @@ class Alive:
         """Returns the value that a reshaped or transposed one is."""
         return self.roots.get(var, var)
 
-    def step(self, i: int, made: Sequence[tuple[Any, float]], inner_peak: float) -> None:
-        """Counts what equation `i` makes, what is alive while it runs, and what dies after it.
+    def step(self, made: Sequence[tuple[Any, float]], inner_peak: float) -> None:
+        """Counts what the next equation makes, what is alive while it runs, and what dies after it.
 
         What a call makes is among its own peak; what loops make grows while they run.
         """
-        before = self.now
+        self.place += 1
+        i, before = self.place, self.now
         for var, num_bytes in made:
             root = self.root(var)
             is_stored = i in self.is_heavy or root in self.heavy_reads or root in self.outputs

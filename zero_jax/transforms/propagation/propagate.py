@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.jaxprs import is_literal, is_on_host, name_stack, open_jaxpr, source_line
-from zero_jax.core.passes import fixed_point
+from zero_jax.core.passes import Pass, fixed_point
 from zero_jax.core.subcalls import CALLS, Subcall, subcall
 from zero_jax.sharding.spec import Dims, without
 from zero_jax.transforms.propagation.alive import Alive
@@ -87,33 +87,35 @@ def propagate_shardings(
     """
     walk = _Walk(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
     opened, _ = open_jaxpr(jaxpr)
-    outputs, peak = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
+    outputs = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
     outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
     sizes_of = [walk.local_bytes(var.aval, out) for var, out in zip(opened.outvars, outputs, strict=True)]
     return Propagation(
         outputs=tuple(outputs),
         local_bytes=tuple(sizes_of),
         moves=tuple(walk.moves),
-        peak_bytes=peak,
+        peak_bytes=walk.peak,
         sliced_param_bytes=walk.sliced_param_bytes,
         unknown=walk.unknown,
         values=walk.values,
     )
 
 
-def _unsharded(var: Any, *, varies: bool = False) -> ValueSharding:
-    return ValueSharding(dims=((),) * len(getattr(var.aval, "shape", ())), varies=varies)
+class _Walk(Pass[ValueSharding]):
+    """Carries shardings through equations; the rules of single primitives are in `rules`.
 
-
-class _Walk:
-    """Carries shardings through equations; the rules of single primitives are in `rules`."""
+    Attributes:
+      peak: of the jaxpr that was run last, the peak of what is alive.
+    """
 
     def __init__(self, *, sizes: Mapping[str, int], counted: tuple[str, ...]):
+        super().__init__()
         self.sizes, self.counted = sizes, counted
         self.moves: list[Move] = []
         self.unknown, self.sliced_param_bytes = "", 0.0
         self.values: dict[Any, ValueSharding] = {}
-        self.times, self.phase, self.source = 1, "forward", ""
+        self.times, self.phase, self.source, self.peak = 1, "forward", "", 0.0
+        self.alive: Any = None
 
     # What rules ask for.
 
@@ -178,49 +180,50 @@ class _Walk:
 
     # The walk.
 
+    def constant(self, atom: Any) -> ValueSharding:
+        return ValueSharding(dims=((),) * len(getattr(atom.aval, "shape", ())))
+
     def run(
         self,
         jaxpr: Any,
         inputs: Sequence[ValueSharding],
-        *,
         env: dict[Any, ValueSharding] | None = None,
-        ends: Any = frozenset(),
-    ) -> tuple[list[ValueSharding], float]:
-        """Returns the shardings of the results of a jaxpr, and the peak of what is alive."""
+        *,
+        ends: Collection[int] = (),
+    ) -> list[ValueSharding]:
+        """Returns the shardings of the results of a jaxpr; `ends` has the `id`s of those that are kept elsewhere."""
+        opened, _ = open_jaxpr(jaxpr)
         env = {} if env is None else env
-        env.update((var, _unsharded(var)) for var in jaxpr.constvars)
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-        alive = Alive(jaxpr, ends)
-        source, phase = self.source, self.phase
-        for i, eqn in enumerate(jaxpr.eqns):
-            self.source, self.phase = source_line(eqn) or source, _phase(name_stack(eqn), phase)
-            outs, inner_peak = self.equation(eqn, env)
-            env.update((var, out) for var, out in zip(eqn.outvars, outs, strict=True))
-            made = [
-                (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
-                for var, out in zip(eqn.outvars, outs, strict=True)
-            ]
-            alive.step(i, made, inner_peak)
-        self.source, self.phase = source, phase
+        outer, self.alive = self.alive, Alive(opened, ends)
+        results = super().run(opened, inputs, env)
+        self.alive, self.peak = outer, self.alive.peak
         self.values.update(env)
-        return [self.read(env, atom) for atom in jaxpr.outvars], alive.peak
+        return results
 
-    def read(self, env: dict[Any, ValueSharding], atom: Any) -> ValueSharding:
-        """Returns the sharding of an input of an equation."""
-        return _unsharded(atom) if is_literal(atom) else env[atom]
+    def visit(self, eqn: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
+        """Returns the shardings of the results of an equation, after those partial sums that it needs the values of."""
+        sub, source, phase = subcall(eqn), self.source, self.phase
+        self.source, self.phase, self.peak = source_line(eqn) or source, _phase(name_stack(eqn), phase), 0.0
+        if sub is not None and sub.kind in CALLS:
+            outs = self.call(eqn, sub.jaxpr, env)
+        else:
+            self.settle_inputs(eqn, env)
+            outs = self.evaluated(eqn, sub, [self.read(atom, env) for atom in eqn.invars])
+        made = [
+            (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
+            for var, out in zip(eqn.outvars, outs, strict=True)
+        ]
+        self.alive.step(made, self.peak)
+        self.source, self.phase = source, phase
+        return outs
 
-    def equation(self, eqn: Any, env: dict[Any, ValueSharding]) -> tuple[list[ValueSharding], float]:
-        """Returns the shardings of the results of an equation, and the peak of what is alive in it."""
-        name, sub = eqn.primitive.name, subcall(eqn)
-        kind = None if sub is None else sub.kind
-        if sub is not None and kind in CALLS:
-            return self.call(eqn, sub.jaxpr, env)
-        self.settle_inputs(eqn, env)
-        inputs = [self.read(env, atom) for atom in eqn.invars]
+    def evaluated(self, eqn: Any, sub: Subcall | None, inputs: list[ValueSharding]) -> list[ValueSharding]:
+        """Returns the shardings of the results of a loop, of branches or of an operation."""
+        name, kind = eqn.primitive.name, None if sub is None else sub.kind
         if sub is not None and kind == "scan":
-            return self.scan(eqn, sub, inputs)
+            return self.loop(eqn, sub, inputs)
         if sub is not None and kind == "while":  # its body counts once
-            return self.run(open_jaxpr(sub.jaxpr)[0], inputs[sub.num_test_consts :])
+            return self.run(sub.jaxpr, inputs[sub.num_test_consts :])
         if sub is not None and kind == "cond":
             return self.branches(sub, inputs)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
@@ -230,7 +233,7 @@ class _Walk:
             # A form of the primitive that its rule does not know is no reason to have no estimate at all.
             self.give_up(f"the primitive {name!r} has a form that is not known: {type(error).__name__}: {error}")
             outs = self.opaque(eqn, inputs)
-        return self.made_of(inputs, outs), 0.0
+        return self.made_of(inputs, outs)
 
     def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
         """Marks results by what they were made of."""
@@ -239,7 +242,7 @@ class _Walk:
 
     def settle_inputs(self, eqn: Any, env: dict[Any, ValueSharding]) -> None:
         """Sums the partial sums that an equation needs the values of, once for all that read them."""
-        name, inputs = eqn.primitive.name, [self.read(env, atom) for atom in eqn.invars]
+        name, inputs = eqn.primitive.name, [self.read(atom, env) for atom in eqn.invars]
         if name in KEEPS_PARTIAL or (name in SUMS and len({x.partial for x in inputs}) == 1):
             return
         for atom, sharding in zip(eqn.invars, inputs, strict=True):
@@ -261,18 +264,17 @@ class _Walk:
             outs.append(ValueSharding(dims=((first,) + ((),) * (len(shape) - 1)) if shape else ()))
         return self.made_of(inputs, outs)
 
-    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, ValueSharding]) -> tuple[list[ValueSharding], float]:
+    def call(self, eqn: Any, jaxpr: Any, env: dict[Any, ValueSharding]) -> list[ValueSharding]:
         """Propagates through a call; what it sums is summed outside too."""
         opened, _ = open_jaxpr(jaxpr)
-        inputs = [self.read(env, atom) for atom in eqn.invars]
         inner: dict[Any, ValueSharding] = {}
-        outs, peak = self.run(opened, inputs, env=inner)
+        outs = self.run(opened, [self.read(atom, env) for atom in eqn.invars], inner)
         for atom, var in zip(eqn.invars, opened.invars, strict=True):
             if not is_literal(atom) and env[atom].partial and not inner[var].partial:
                 env[atom] = inner[var]
-        return outs, peak
+        return outs
 
-    def scan(self, eqn: Any, sub: Subcall, inputs: list[ValueSharding]) -> tuple[list[ValueSharding], float]:
+    def loop(self, eqn: Any, sub: Subcall, inputs: list[ValueSharding]) -> list[ValueSharding]:
         """Propagates through the body of a scan until the shardings of its carries are those of every iteration."""
         opened, _ = open_jaxpr(sub.jaxpr)
         consts, carry, slices = sub.split(inputs)
@@ -283,14 +285,13 @@ class _Walk:
         of_params = zip(sub.split(opened.invars)[2], slices, strict=True)
         taken = sum(self.local_bytes(var.aval, x) for var, x in of_params if not x.varies)
         self.sliced_param_bytes = max(self.sliced_param_bytes, taken)
-        outer, moves, unknown, peak = self.times, len(self.moves), self.unknown, 0.0
+        outer, moves, unknown = self.times, len(self.moves), self.unknown
         self.times *= sub.length
 
         def body(carry: list[ValueSharding]) -> list[ValueSharding]:
-            nonlocal peak
             del self.moves[moves:]
             self.unknown = unknown
-            outs, peak = self.run(opened, [*consts, *carry, *slices])
+            outs = self.run(opened, [*consts, *carry, *slices])
             return [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
 
         carry, outs = fixed_point(body, carry, _joined)
@@ -299,22 +300,23 @@ class _Walk:
                 self.gather(out, var.aval, lost)
         self.times = outer
         stacked = [dataclasses.replace(out, dims=((), *out.dims)) for out in outs[sub.num_carry :]]
-        return [*carry, *stacked], peak
+        return [*carry, *stacked]
 
-    def branches(self, sub: Subcall, inputs: list[ValueSharding]) -> tuple[list[ValueSharding], float]:
+    def branches(self, sub: Subcall, inputs: list[ValueSharding]) -> list[ValueSharding]:
         """Propagates through the branch of a `cond` that moves most."""
         moves, best = len(self.moves), None
         for branch in sub.branches:
             opened, _ = open_jaxpr(branch)
-            outs, peak = self.run(opened, inputs[1:])
+            outs = self.run(opened, inputs[1:])
             outs = [self.settled(out, var.aval) for out, var in zip(outs, opened.outvars, strict=True)]
             taken = self.moves[moves:]
             del self.moves[moves:]
             if best is None or sum(x.sent_bytes for x in taken) > sum(x.sent_bytes for x in best[2]):
-                best = outs, peak, taken
+                best = outs, self.peak, taken
         assert best is not None
-        self.moves += best[2]
-        return best[0], best[1]
+        outs, self.peak, taken = best
+        self.moves += taken
+        return outs
 
 
 def _dim_of(dims: Dims, axis: str) -> int:

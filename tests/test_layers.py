@@ -104,6 +104,21 @@ def test_no_module_is_a_drawer_of_odds_and_ends():
     assert not {"utils", "util", "common", "helpers", "config", "engine", "misc"} & names
 
 
+def test_no_two_classes_share_a_name():
+    """The reference models of two libraries may: they are one model."""
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files().items()}
+    classes = [
+        (node.name, name)
+        for name, tree in trees.items()
+        if not name.startswith("models.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    modules = {}
+    for name, module in classes:
+        assert modules.setdefault(name, module) == module, f"class {name} is in {modules[name]} and in {module}"
+
+
 def test_a_module_of_tests_sets_its_marks_once():
     """The second `pytestmark` replaces the first, and what was slow is run by all."""
     for path in pathlib.Path(__file__).parent.rglob("*.py"):

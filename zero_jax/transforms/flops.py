@@ -64,7 +64,7 @@ def training_flops(jaxpr: Any, trained: Sequence[bool], *, attention_only: bool 
       trained: for each of its inputs, whether its gradient is computed.
       attention_only: count the products of attention alone, of which causal attention needs half.
     """
-    counted = _Training(_attention_equations(jaxpr) if attention_only else None)
+    counted = _TrainingFlops(_attention_equations(jaxpr) if attention_only else None)
     counted.run(jaxpr, trained)
     return counted.flops
 
@@ -155,7 +155,7 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _ENTERED = (frozenset(KINDS.values()) | CALLS) - {"while"}
 
 
-class _Training(Pass[bool]):
+class _TrainingFlops(Pass[bool]):
     """Counts the operations of a loss and its gradients; values are known by whether they depend on a trained input."""
 
     enters = _ENTERED

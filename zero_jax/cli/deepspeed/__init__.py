@@ -6,7 +6,7 @@ translated only where it means the same here; what differs, is off, or is unknow
 """
 
 from zero_jax.cli.deepspeed.command import add_from_deepspeed_options
-from zero_jax.cli.deepspeed.rows import Row, Translation
+from zero_jax.cli.deepspeed.rows import KeyRow, Translation
 from zero_jax.cli.deepspeed.settings import translate
 
-__all__ = ["Row", "Translation", "add_from_deepspeed_options", "translate"]
+__all__ = ["KeyRow", "Translation", "add_from_deepspeed_options", "translate"]

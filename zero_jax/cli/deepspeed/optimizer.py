@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zero_jax.cli.deepspeed.keys import KEYS
-from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, Row, check
+from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, KeyRow, check
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.tree import shown
 from zero_jax.trainer import OptimizerConfig
@@ -45,7 +45,7 @@ _SHIFT = "it rises along a line, 2 steps earlier than DeepSpeed's"
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def optimizer_rows(keys: DeepSpeedKeys) -> Iterator[Row]:
+def optimizer_rows(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     """Makes the rows of all keys of `optimizer` and `scheduler`."""
     kind = keys.get("optimizer.type")
     name = kind.lower() if isinstance(kind, str) else None
@@ -61,18 +61,18 @@ def optimizer_rows(keys: DeepSpeedKeys) -> Iterator[Row]:
     yield from _schedule(keys, has_optimizer=name in _TRANSLATED)
 
 
-def _untranslated(keys: DeepSpeedKeys, prefix: str, reason: str) -> Iterator[Row]:
+def _untranslated(keys: DeepSpeedKeys, prefix: str, reason: str) -> Iterator[KeyRow]:
     """Makes the rows of the keys of an optimizer or scheduler that is not translated."""
     for key in keys.values:
         if key.startswith(prefix) and key in KEYS:
             yield keys.row(key, "not translated", reason)
 
 
-def _translated(keys: DeepSpeedKeys, name: str) -> Iterator[Row]:
+def _translated(keys: DeepSpeedKeys, name: str) -> Iterator[KeyRow]:
     """Makes the rows of an optimizer that both have."""
     params = {key.removeprefix(_PARAMS): keys.get(key) for key in keys.values if key.startswith(_PARAMS)}
     options: dict[str, Any] = {}
-    rows: list[Row] = []
+    rows: list[KeyRow] = []
     for param, row in ((p, _param_rows(keys, name, p, params)) for p in [*params, *_defaults(name, params)]):
         if row is not None:
             rows.append(row)
@@ -103,7 +103,7 @@ def _defaults(name: str, params: Mapping[str, Any]) -> list[str]:
     return [param for param in params_of["adam" if name in _ADAM else name] if param not in params]
 
 
-def _param_rows(keys: DeepSpeedKeys, name: str, param: str, params: Mapping[str, Any]) -> Row | None:
+def _param_rows(keys: DeepSpeedKeys, name: str, param: str, params: Mapping[str, Any]) -> KeyRow | None:
     """Makes the row of a param of the optimizer, or None for one that the table of keys does not have."""
     key = _PARAMS + param
     if key not in KEYS:
@@ -124,7 +124,7 @@ def _param_rows(keys: DeepSpeedKeys, name: str, param: str, params: Mapping[str,
     return keys.row(key, "not translated", f"it is not of {keys.get('optimizer.type')}")
 
 
-def _learning_rate(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _learning_rate(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     key = _PARAMS + "lr"
     if keys.get("scheduler.type") in ("WarmupLR", "WarmupDecayLR") and _max_rate(keys)[0] is not None:
         return keys.row(key, "no meaning", "the scheduler sets the rate")
@@ -132,7 +132,7 @@ def _learning_rate(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) ->
     return keys.row(key, "translated", keys.default_of(key), optimizer__learning_rate=rate)
 
 
-def _betas(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _betas(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     key, value = _PARAMS + "betas", params.get("betas", (0.9, 0.999))
     if len(value) != 2 or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in value):
         raise ValueError(f"{key} = {shown(value)}: give two numbers, such as [0.9, 0.999]")
@@ -140,21 +140,21 @@ def _betas(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
     return keys.row(key, "translated", keys.default_of(key), optimizer__beta1=beta1, optimizer__beta2=beta2)
 
 
-def _weight_decay(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _weight_decay(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     key = _PARAMS + "weight_decay"
     usual = 0.01 if name == "adamw" and params.get("torch_adam") is True else 0.0
     value = float(params.get("weight_decay", usual))
     return keys.row(key, "translated", _DECAY if value else keys.default_of(key), optimizer__weight_decay=value)
 
 
-def _momentum(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _momentum(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     key, value = _PARAMS + "momentum", params.get("momentum", 0.0)
     if value and params.get("nesterov") is not True:
         return keys.row(key, "not translated", _NESTEROV)
     return keys.row(key, "translated", keys.default_of(key, "PyTorch"), optimizer__momentum=float(value))
 
 
-def _adam_w_mode(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _adam_w_mode(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     key = _PARAMS + "adam_w_mode"
     if name == "adamw" or params["adam_w_mode"] is not False:
         return keys.row(key, "same", "weight decay is decoupled")
@@ -163,19 +163,19 @@ def _adam_w_mode(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> R
     return keys.row(key, "not translated", "weight decay in the gradient (L2) does not exist here")
 
 
-def _only(value: Any, param: str, reason: str) -> Callable[..., Row]:
+def _only(value: Any, param: str, reason: str) -> Callable[..., KeyRow]:
     """Returns a reader of a param that has one value here."""
     return lambda keys, name, params: keys.same_if(params[param] == value, _PARAMS + param, reason)
 
 
-def _nesterov(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> Row:
+def _nesterov(keys: DeepSpeedKeys, name: str, params: Mapping[str, Any]) -> KeyRow:
     is_same = params["nesterov"] is True or not params.get("momentum")
     return keys.same_if(is_same, _PARAMS + "nesterov", _NESTEROV)
 
 
 # The optimizers of a param that others do not have.
 _OWNERS = {"betas": (*_ADAM, "lion"), "eps": _ADAM, "momentum": ("sgd",)}
-_READERS: Mapping[str, Callable[..., Row]] = {
+_READERS: Mapping[str, Callable[..., KeyRow]] = {
     "lr": _learning_rate,
     "betas": _betas,
     "eps": lambda keys, name, params: keys.row(_PARAMS + "eps", "translated", optimizer__epsilon=float(params["eps"])),
@@ -213,7 +213,7 @@ def _max_rate(keys: DeepSpeedKeys) -> tuple[float | None, str]:
     return None, "auto"
 
 
-def _schedule(keys: DeepSpeedKeys, *, has_optimizer: bool) -> Iterator[Row]:
+def _schedule(keys: DeepSpeedKeys, *, has_optimizer: bool) -> Iterator[KeyRow]:
     """Makes the rows of the scheduler."""
     kind, key = keys.get("scheduler.type"), "scheduler.type"
     if kind not in _SCHEDULES or not has_optimizer:
@@ -242,7 +242,7 @@ def _is_linear(keys: DeepSpeedKeys) -> bool:
     return keys.get(_SCHEDULE + "warmup_type", "log") == "linear"
 
 
-def _warmup_steps(keys: DeepSpeedKeys, key: str) -> Row:
+def _warmup_steps(keys: DeepSpeedKeys, key: str) -> KeyRow:
     steps = keys.get(key, 1000)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(f"{key} = {shown(steps)}: give a number of steps")
@@ -254,7 +254,7 @@ def _warmup_steps(keys: DeepSpeedKeys, key: str) -> Row:
     return keys.row(key, "translated", _SHIFT, optimizer__warmup_steps=max(2, steps))
 
 
-def _peak(keys: DeepSpeedKeys, key: str) -> Row:
+def _peak(keys: DeepSpeedKeys, key: str) -> KeyRow:
     rate, why = _max_rate(keys)
     if rate is None:
         return keys.row(key, "not translated", why)
@@ -263,7 +263,7 @@ def _peak(keys: DeepSpeedKeys, key: str) -> Row:
     return keys.row(key, "translated", why, optimizer__learning_rate=rate)
 
 
-def _total_steps(keys: DeepSpeedKeys, key: str) -> Row:
+def _total_steps(keys: DeepSpeedKeys, key: str) -> KeyRow:
     steps = keys.get(key)
     if not isinstance(steps, int) or steps < 1:
         kind = keys.get("scheduler.type")
@@ -271,29 +271,29 @@ def _total_steps(keys: DeepSpeedKeys, key: str) -> Row:
     return keys.row(key, "translated", "the rate falls until the last step", run__steps=steps)
 
 
-def _final_rate(keys: DeepSpeedKeys, key: str) -> Row:
+def _final_rate(keys: DeepSpeedKeys, key: str) -> KeyRow:
     share = keys.get(key, 1e-4)
     if not 0 <= share <= 1:
         raise ValueError(f"{key} = {share}: give a share of the rate, at least 0 and at most 1")
     return keys.row(key, "translated", keys.default_of(key), optimizer__final_learning_rate=float(share))
 
 
-def _start(keys: DeepSpeedKeys, key: str) -> Row:
+def _start(keys: DeepSpeedKeys, key: str) -> KeyRow:
     return keys.row(key, "same" if not keys.get(key) else "not translated", "the rise starts at 0 here")
 
 
-def _type_of_warmup(keys: DeepSpeedKeys, key: str) -> Row:
+def _type_of_warmup(keys: DeepSpeedKeys, key: str) -> KeyRow:
     return keys.row(key, "same" if _is_linear(keys) else "not translated", "the rise is linear here")
 
 
-def _last_iteration(keys: DeepSpeedKeys, key: str) -> Row:
+def _last_iteration(keys: DeepSpeedKeys, key: str) -> KeyRow:
     is_new = keys.get(key) == -1
     return keys.row(key, "off" if is_new else "not translated", "" if is_new else "a resumed run knows its step")
 
 
 # The schedules for which an absent key has a row, too (none: only a key of the file has one); what to set here if
 # another program fills in the value; and the function that makes the row.
-_SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[DeepSpeedKeys, str], Row]]] = {
+_SCHEDULE_READERS: Mapping[str, tuple[Sequence[str], str, Callable[[DeepSpeedKeys, str], KeyRow]]] = {
     "warmup_num_steps": (tuple(_SCHEDULES), "optimizer.warmup_steps", _warmup_steps),
     "warmup_max_lr": (("WarmupLR", "WarmupDecayLR"), "optimizer.learning_rate", _peak),
     "total_num_steps": (("WarmupDecayLR", "WarmupCosineLR"), "run.steps", _total_steps),

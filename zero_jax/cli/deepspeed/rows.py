@@ -23,7 +23,7 @@ _SHOWN = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class KeyRow:
     """What became of one key.
 
     Attributes:
@@ -76,13 +76,13 @@ class DeepSpeedKeys:
         """Returns whether another program fills in the value."""
         return self.values.get(key) == "auto"
 
-    def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> Row:
+    def row(self, key: str, status: Status, reason: str = "", **settings: Any) -> KeyRow:
         """Makes the row of a key; settings are named `section__name`."""
         by_name = {name.replace("__", ".", 1): value for name, value in settings.items()}
         value, is_absent = self.get(key), key not in self.values
-        return Row(key=key, value=value, status=status, settings=by_name, reason=reason, is_absent=is_absent)
+        return KeyRow(key=key, value=value, status=status, settings=by_name, reason=reason, is_absent=is_absent)
 
-    def same_if(self, is_same: bool, key: str, reason: str) -> Row:
+    def same_if(self, is_same: bool, key: str, reason: str) -> KeyRow:
         """Makes the row of a key whose value zero_jax does anyway, or does not translate for a reason."""
         return self.row(key, "same") if is_same else self.row(key, "not translated", reason)
 
@@ -90,7 +90,7 @@ class DeepSpeedKeys:
         """Returns the note for a default that the file leaves out; empty for a key that it has."""
         return "" if key in self else f"{owner}'s default"
 
-    def auto(self, key: str, setting: str) -> Row:
+    def auto(self, key: str, setting: str) -> KeyRow:
         """Makes the row of a key that another program fills in."""
         return self.row(key, "auto", f"the Hugging Face Trainer takes it from its own arguments; here: {setting}")
 
@@ -111,14 +111,14 @@ class Translation:
       rows: a row for each key of the file, and for absent ones whose default is not that of zero_jax.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
 
     def __post_init__(self) -> None:
         keys = [row.key for row in self.rows]
         names = [name for row in self.rows for name in row.settings]
         assert len({*keys}) == len(keys) and len({*names}) == len(names), (keys, names)
 
-    def of(self, *statuses: Status) -> list[Row]:
+    def of(self, *statuses: Status) -> list[KeyRow]:
         """Returns the rows of some statuses."""
         return [row for row in self.rows if row.status in statuses]
 

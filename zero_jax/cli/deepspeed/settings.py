@@ -8,7 +8,7 @@ from typing import Any
 from zero_jax.cli.deepspeed.keys import KEYS
 from zero_jax.cli.deepspeed.optimizer import optimizer_rows
 from zero_jax.cli.deepspeed.reading import flatten
-from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, Row, Translation, check
+from zero_jax.cli.deepspeed.rows import DeepSpeedKeys, KeyRow, Translation, check
 from zero_jax.core.tree import shown
 from zero_jax.training import ZeroConfig
 
@@ -33,12 +33,12 @@ def translate(config: Mapping[str, Any], *, devices: int | None = None) -> Trans
     keys = DeepSpeedKeys({key: value for key, value in values.items() if value is not None}, devices=devices)
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices}: give at least 1")
-    rows = [Row(key=key, value=values[key], status="unknown", reason=hint) for key, hint in unknown.items()]
+    rows = [KeyRow(key=key, value=values[key], status="unknown", reason=hint) for key, hint in unknown.items()]
     rows += [row for key in keys.values if key not in unknown for row in _by_table(keys, key)]
     sections = _stage, _offload, _quantize, _precision, _clipping, _mesh, _batch, _remat, _logging, optimizer_rows
     rows += [row for translator in sections for row in translator(keys)]
     nulls = {key for key, value in values.items() if value is None} - {row.key for row in rows}
-    rows += [Row(key=key, value=None, status="off") for key in nulls]
+    rows += [KeyRow(key=key, value=None, status="off") for key in nulls]
     order = {key: i for i, key in enumerate(values)}
     translation = Translation(rows=tuple(sorted(rows, key=lambda row: order.get(row.key, len(order)))))
     missing = {*values} - {row.key for row in translation.rows}
@@ -54,7 +54,7 @@ def _is_on(keys: DeepSpeedKeys, key: str) -> bool:
     return value.get(switch) not in (None, False, "false", "none")
 
 
-def _by_table(keys: DeepSpeedKeys, key: str) -> Iterator[Row]:
+def _by_table(keys: DeepSpeedKeys, key: str) -> Iterator[KeyRow]:
     """Makes the row of a key that no translator reads."""
     entry, value = KEYS[key], keys.get(key)
     if entry.fate == "read":
@@ -71,7 +71,7 @@ def _by_table(keys: DeepSpeedKeys, key: str) -> Iterator[Row]:
         yield keys.row(key, entry.fate, entry.reason)
 
 
-def _stage(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _stage(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     key, old = "zero_optimization.stage", "zero_optimization"
     if old in keys:
         stage = int(bool(keys.get(old)))
@@ -92,7 +92,7 @@ def _stage(keys: DeepSpeedKeys) -> Iterator[Row]:
             yield keys.row(overlap, "off", "zero.overlap is true by default")
 
 
-def _offload(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _offload(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     """Translates the offloading of the optimizer's state, and of the master params that DeepSpeed counts to it."""
     key, old = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
     value, is_old = keys.get(key), keys.get(old) is True
@@ -114,7 +114,7 @@ def _offload(keys: DeepSpeedKeys) -> Iterator[Row]:
         yield keys.row(key, "translated", note, zero__offload="state")
 
 
-def _quantize(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _quantize(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     """Translates quantized gathers and gradients (ZeRO++), which DeepSpeed has at stage 3."""
     fields = {"zero_quantized_weights": "quantize_gathers", "zero_quantized_gradients": "quantize_grads"}
     for name, field in fields.items():
@@ -129,7 +129,7 @@ def _quantize(keys: DeepSpeedKeys) -> Iterator[Row]:
             yield keys.row(key, "translated", "in blocks of int8 (docs/quantized.md)", **{f"zero__{field}": "int8"})
 
 
-def _precision(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _precision(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     present = [key for key in (*_BF16, _FP16) if key in keys]
     chosen = [key for key in present if keys.get(key) is True]
     if len(chosen) > 1:
@@ -144,13 +144,13 @@ def _precision(keys: DeepSpeedKeys) -> Iterator[Row]:
         else:
             yield keys.row(key, "off")
     if not (chosen or casts or any(keys.is_auto(key) for key in present)):
-        yield Row(
+        yield KeyRow(
             key="bf16 and fp16", value=None, status="translated", settings={"zero.precision": "fp32"},
             reason="neither is on, so that DeepSpeed trains in the model's dtype", is_absent=True,
         )  # fmt: skip
 
 
-def _clipping(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _clipping(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     key = "gradient_clipping"
     value = keys.get(key)
     if keys.is_auto(key):
@@ -168,7 +168,7 @@ def _model_size(keys: DeepSpeedKeys) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
-def _mesh(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _mesh(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     key = "tensor_parallel.autotp_size"
     if key in keys:
         size = _model_size(keys)
@@ -196,7 +196,7 @@ def _divided(total: int, part: int, label: str) -> int:
     return total // part
 
 
-def _batch(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _batch(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     """Translates the three keys of the batch, of which DeepSpeed infers one."""
     for key in _BATCH:
         value = keys.get(key)
@@ -249,7 +249,7 @@ def _inferred(
     return size, num
 
 
-def _remat(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _remat(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     partition, offload = _REMAT
     where = "DeepSpeed does so where the model calls its checkpoint function, and zero_jax in each block"
     if offload in keys:
@@ -269,7 +269,7 @@ def _remat(keys: DeepSpeedKeys) -> Iterator[Row]:
             yield keys.row(partition, "not translated", note)
 
 
-def _logging(keys: DeepSpeedKeys) -> Iterator[Row]:
+def _logging(keys: DeepSpeedKeys) -> Iterator[KeyRow]:
     if "steps_per_print" in keys:
         value = keys.get("steps_per_print")
         if isinstance(value, int) and value >= 1:

@@ -26,7 +26,7 @@ from zero_jax.core.device_put import default_layout
 from zero_jax.core.evaluation import evaluate
 from zero_jax.core.passes import Dependence
 from zero_jax.sharding.mesh import GPUS
-from zero_jax.training.optimizer.rows import Piece, Rows
+from zero_jax.training.optimizer.rows import ChunkedRows, Rows
 from zero_jax.transforms import ELEMENTWISE
 
 _CHUNKED = ELEMENTWISE | {"convert_element_type", "sharding_constraint"}
@@ -198,7 +198,7 @@ class _Pipeline:
       on_gpus: whether the devices are GPUs.
     """
 
-    rows: Piece
+    rows: ChunkedRows
     loop: Loop
     on_host: list[Any]
     replaced: dict[Any, Any]

@@ -21,7 +21,7 @@ _NUM_CHUNKS, _SMALL_BYTES = 16, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class ChunkedRows:
     """Rows of an array that are cut into chunks of one size.
 
     Attributes:
@@ -77,25 +77,25 @@ class Rows:
         """Returns rows as the array."""
         return rows.reshape(self.physical).transpose(tuple(int(i) for i in np.argsort(self.order)))
 
-    def pieces(self, itemsizes: Sequence[int], window_bytes: int) -> list[Piece]:
+    def pieces(self, itemsizes: Sequence[int], window_bytes: int) -> list[ChunkedRows]:
         """Cuts all rows into chunks of a number of bytes at most, or of a tile, of arrays of these itemsizes."""
         num_rows, row_bytes = self.shape[0], sum(itemsizes) * math.prod(self.shape[1:])
         most_bytes = min(window_bytes, max(num_rows * row_bytes // _NUM_CHUNKS, _SMALL_BYTES))
         remaining, strips = num_rows % self.tile if self.tile else 0, []
         for size in (4, 2, 1):  # sublanes are packed: two of 16 bits, four of 8
             if remaining >= size and size * min(itemsizes) >= 4:
-                strips.append(Piece(start=num_rows - remaining, size=size, num_chunks=1))
+                strips.append(ChunkedRows(start=num_rows - remaining, size=size, num_chunks=1))
                 remaining -= size
         if not self.tile or remaining or num_rows * row_bytes <= most_bytes:
-            return [Piece(start=0, size=num_rows, num_chunks=1)]
+            return [ChunkedRows(start=0, size=num_rows, num_chunks=1)]
         return [*_chunks(num_rows - num_rows % self.tile, self.tile, most_bytes // row_bytes), *strips]
 
 
-def _chunks(num_rows: int, tile: int, most: int) -> list[Piece]:
+def _chunks(num_rows: int, tile: int, most: int) -> list[ChunkedRows]:
     """Cuts rows into chunks of a multiple of a tile, in equal ones where that makes less than twice as many."""
     most = max(most // tile, 1) * tile
     dividing = [n for n in range(tile, most + 1, tile) if num_rows % n == 0]
     size = dividing[-1] if dividing and 2 * dividing[-1] > most else most
     num_chunks, remaining = divmod(num_rows, size)
-    pieces = [Piece(start=0, size=size, num_chunks=num_chunks)] if num_chunks else []
-    return pieces + ([Piece(start=num_chunks * size, size=remaining, num_chunks=1)] if remaining else [])
+    pieces = [ChunkedRows(start=0, size=size, num_chunks=num_chunks)] if num_chunks else []
+    return pieces + ([ChunkedRows(start=num_chunks * size, size=remaining, num_chunks=1)] if remaining else [])

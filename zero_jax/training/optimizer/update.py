@@ -141,7 +141,7 @@ def _traced_update(
     return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, called
 
 
-class _Optimizer:
+class _StaticOptimizer:
     """An optimizer as a static argument of `jax.jit`, compared by identity if it has no hash."""
 
     def __init__(self, tx: Any):
@@ -155,7 +155,7 @@ class _Optimizer:
         return self.key[0]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Optimizer) and (self.value is other.value or self.key == other.key)
+        return isinstance(other, _StaticOptimizer) and (self.value is other.value or self.key == other.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     # On the mesh of the params: JAX's cache of traces distinguishes the meshes of arguments.
     sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
-    traced = _traced_update.trace(_Optimizer(tx), params, opt_state, params, value, params)
+    traced = _traced_update.trace(_StaticOptimizer(tx), params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
     results = open_jaxpr(traced.jaxpr)[0].outvars
     num = len(results) - len(jax.tree.leaves(updates))
@@ -220,7 +220,7 @@ def apply_update(
     if functions:
         updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
         return optax.apply_updates(params, updates), strongly_typed(state)
-    return _traced_update(_Optimizer(tx), grads, opt_state, params, value, full_grads)[0]
+    return _traced_update(_StaticOptimizer(tx), grads, opt_state, params, value, full_grads)[0]
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:
@@ -255,11 +255,11 @@ def first_opt_state(tx: Any, params: PyTree) -> PyTree:
     """
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
-    return _first_opt_state(_Optimizer(tx), tree, shapes, jnp.result_type(float))
+    return _first_opt_state(_StaticOptimizer(tx), tree, shapes, jnp.result_type(float))
 
 
 @functools.lru_cache(maxsize=16)
-def _first_opt_state(tx: _Optimizer, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
+def _first_opt_state(tx: _StaticOptimizer, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
     del default  # dtypes depend on whether JAX has 64 bits enabled
     params = tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
     before = settled = jax.eval_shape(tx.value.init, params)

@@ -15,7 +15,7 @@ from zero_jax.attention import Choice, attention_choice, dot_product_attention
 from zero_jax.sharding.precision import promoted
 from zero_jax.transforms.attention.dims import Index, Indices, all_leaves, before, leaves
 from zero_jax.transforms.attention.follow import number
-from zero_jax.transforms.attention.masks import Band, Leaf, Pattern, Same, Term
+from zero_jax.transforms.attention.masks import BandTerm, Leaf, Pattern, Same, Term
 from zero_jax.transforms.attention.scores import MASKED, Attended
 
 _MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose")
@@ -223,7 +223,7 @@ def _mask_queries(terms: frozenset[Term], keys: frozenset[Index], own: tuple[Ind
     for term in terms:
         if isinstance(term, Pattern):
             raise NotTheSame("the mask is neither causal nor a window")
-        if isinstance(term, Band):
+        if isinstance(term, BandTerm):
             indices = {term.first, term.second}
         else:
             differ = [pair for pair in zip(term.first, term.second, strict=True) if pair[0] is not pair[1]]
@@ -247,7 +247,7 @@ def _mask(terms: frozenset[Term], queries: tuple[Index, ...], keys: tuple[Index,
     low, high = 1 - num_keys, num_queries - 1
     segments = None
     for term in terms:
-        if isinstance(term, Band):
+        if isinstance(term, BandTerm):
             is_turned = term.first is keys[0]
             bounds = (term.high, term.low) if is_turned else (term.low, term.high)
             least, most = (None if bound is None else -bound if is_turned else bound for bound in bounds)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.transforms.attention.dims import Indices, after, leaves, paired
-from zero_jax.transforms.attention.masks import Affine, Choice, Term, as_choice, as_known
+from zero_jax.transforms.attention.masks import Affine, Masked, Term, as_known, as_masked
 from zero_jax.transforms.attention.scores import (
     MASKED,
     ONE,
@@ -19,7 +19,7 @@ from zero_jax.transforms.attention.scores import (
     Attended,
     Followed,
     Lost,
-    Row,
+    RowShift,
     RowTest,
     Scores,
     Sum,
@@ -72,7 +72,7 @@ def number(x: Any) -> float | None:
 
 def _fits(row: Any, indices: Indices) -> bool:
     """Tells whether each element of an array is beside the number of its own row."""
-    if not isinstance(row, Row):
+    if not isinstance(row, RowShift):
         return False
     pairs = paired(row.indices, indices) if len(row.indices) == len(indices) else None
     return pairs is not None and all(a is b or a.broadcast for a, b in pairs)
@@ -122,7 +122,7 @@ def _times(x: Scores, factor: float) -> Scores | None:
     return dataclasses.replace(x, logits=logits, shift=frozenset((symbol, v * factor) for symbol, v in x.shift))
 
 
-def _reduced(eqn: Any, x: Scores | Weights, kind: str) -> Row | None:
+def _reduced(eqn: Any, x: Scores | Weights, kind: str) -> RowShift | None:
     axes = set(eqn.params["axes"])
     over = frozenset(leaves(index for i in axes for index in x.indices[i]))
     if not over:
@@ -131,10 +131,10 @@ def _reduced(eqn: Any, x: Scores | Weights, kind: str) -> Row | None:
     is_constant = isinstance(x, Scores) and x.constant
     shift = stopped(x.shift) if is_constant else x.shift
     symbol = Symbol(kind, x.logits, over, stopped=is_constant)
-    return Row(indices=rest, shift=plus(shift, frozenset([(symbol, 1.0)])), is_exp=kind == "lse")
+    return RowShift(indices=rest, shift=plus(shift, frozenset([(symbol, 1.0)])), is_exp=kind == "lse")
 
 
-def terms_on(choice: Choice, indices: Indices) -> frozenset[Term] | None:
+def terms_on(choice: Masked, indices: Indices) -> frozenset[Term] | None:
     """Returns the terms of a mask on the indices of an array that it is applied to."""
     pairs = paired(choice.indices, indices) if len(choice.indices) == len(indices) else None
     return None if pairs is None else choice.renamed(dict(pairs))
@@ -151,9 +151,9 @@ def _mask(x: Scores, terms: frozenset[Term] | None, fill: float) -> Scores | Non
 def _biased(eqn: Any, x: Scores, place: int, other: Any) -> Scores | Lost | None:
     """Adds an array that is a mask."""
     computed = Lost("a bias that is computed from params or data is added to the logits", False)
-    choice = as_choice(other, below=MASKED) if isinstance(other, Known | Affine | Choice) else None
+    choice = as_masked(other, below=MASKED) if isinstance(other, Known | Affine | Masked) else None
     if choice is None or (eqn.primitive.name == "sub" and place):
-        static = isinstance(other, Known | Affine | Choice)
+        static = isinstance(other, Known | Affine | Masked)
         return Lost("a bias that is no mask is added to the logits", False) if static else computed
     sign = -1.0 if eqn.primitive.name == "sub" else 1.0
     on, off = sign * float(choice.on), sign * float(choice.off)
@@ -188,9 +188,9 @@ def _multiplied(eqn: Any, x: Scores, other: Any) -> Scores | Lost | None:
     return _mask(x, terms_on(choice, x.indices), 0.0)
 
 
-def _zero_or_one(x: Any) -> Choice | None:
+def _zero_or_one(x: Any) -> Masked | None:
     """Returns a mask of ones and zeros with `on` being one."""
-    choice = as_choice(x) if isinstance(x, Known | Choice) else None
+    choice = as_masked(x) if isinstance(x, Known | Masked) else None
     if choice is not None and choice.on == 0 and choice.off == 1:
         choice = choice.flipped()
     return choice if choice is not None and choice.on == 1 and choice.off == 0 else None
@@ -207,7 +207,7 @@ def _select(operands: Sequence[Any]) -> Followed | Lost | None:
         return None
     x, fill = cases[place], number(cases[1 - place])
     kind = "logits" if isinstance(x, Scores) else "weights"
-    choice = as_choice(which) if isinstance(which, Known | Choice) else None
+    choice = as_masked(which) if isinstance(which, Known | Masked) else None
     if isinstance(which, Known) and which.scalar is not None:
         return cases[bool(which.scalar)] if isinstance(cases[bool(which.scalar)], Followed) else None
     if choice is None:
@@ -244,7 +244,7 @@ def _weights(eqn: Any, x: Weights, place: int, others: list[Any]) -> Followed | 
         choice = _zero_or_one(others[0])
         if name == "mul" and choice is not None:
             return _drop(x, terms_on(choice, x.indices))
-        if not isinstance(others[0], Row):
+        if not isinstance(others[0], RowShift):
             return Lost("the weights are multiplied or divided by computed values (dropout?)", True)
     return None
 
@@ -255,12 +255,12 @@ def _row(name: str, eqn: Any, operands: Sequence[Any]) -> Followed | None:
         return dataclasses.replace(x, holds=not x.holds) if name == "not" else None
     if len(operands) == 1:
         return _row_alone(name, eqn, x)
-    place = 0 if isinstance(x, Row) else 1
+    place = 0 if isinstance(x, RowShift) else 1
     x, other = operands[place], operands[1 - place]
     value = number(other)
     if value is not None:
         return _row_and_number(name, x, place, value)
-    if not isinstance(other, Row) or not _fits(other, x.indices) or not _fits(x, other.indices):
+    if not isinstance(other, RowShift) or not _fits(other, x.indices) or not _fits(x, other.indices):
         return None
     left, right = (x, other) if not place else (other, x)
     allowed = {"mul": 1, "div": -1} if x.is_exp else {"add": 1, "sub": -1}
@@ -269,7 +269,7 @@ def _row(name: str, eqn: Any, operands: Sequence[Any]) -> Followed | None:
     return dataclasses.replace(left, shift=plus(left.shift, right.shift, allowed[name]))
 
 
-def _row_alone(name: str, eqn: Any, x: Row) -> Followed | None:
+def _row_alone(name: str, eqn: Any, x: RowShift) -> Followed | None:
     if name == "stop_gradient":
         return dataclasses.replace(x, shift=stopped(x.shift))
     if name == "is_finite":
@@ -285,7 +285,7 @@ def _row_alone(name: str, eqn: Any, x: Row) -> Followed | None:
     return dataclasses.replace(x, shift=plus(ZERO, x.shift, -1)) if name == "neg" else None
 
 
-def _row_and_number(name: str, x: Row, place: int, value: float) -> Followed | None:
+def _row_and_number(name: str, x: RowShift, place: int, value: float) -> Followed | None:
     if not x.is_exp:
         if name == "max" and value <= _LOWEST:
             return x

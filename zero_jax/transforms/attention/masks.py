@@ -16,7 +16,7 @@ Names = Mapping[Index, Index]
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
+class BandTerm:
     """`low <= first - second <= high`; None does not bound."""
 
     first: Index
@@ -24,19 +24,19 @@ class Band:
     low: int | None
     high: int | None
 
-    def renamed(self, names: Names) -> Band | None:
+    def renamed(self, names: Names) -> BandTerm | None:
         """Returns the same condition on other indices; None if one of them has no other name."""
         first, second = renamed([self.first], names), renamed([self.second], names)
         if first is None or second is None or len(first) != 1 or len(second) != 1:
             return None
-        return Band(first[0], second[0], self.low, self.high)
+        return BandTerm(first[0], second[0], self.low, self.high)
 
-    def complement(self) -> Band | None:
+    def complement(self) -> BandTerm | None:
         """Returns the opposite condition, if it is a band."""
         if self.high is None and self.low is not None:
-            return Band(self.first, self.second, None, self.low - 1)
+            return BandTerm(self.first, self.second, None, self.low - 1)
         if self.low is None and self.high is not None:
-            return Band(self.first, self.second, self.high + 1, None)
+            return BandTerm(self.first, self.second, self.high + 1, None)
         return None
 
 
@@ -75,7 +75,7 @@ class Pattern:
         return Pattern(~self.array, self.indices)
 
 
-Term = Band | Same | Pattern
+Term = BandTerm | Same | Pattern
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,7 +138,7 @@ class Affine:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class Masked:
     """An array that is `on` where all of the terms hold, and `off` elsewhere."""
 
     indices: Indices
@@ -152,7 +152,7 @@ class Choice:
         terms = [term.renamed(names) for term in self.terms]
         return None if None in terms else frozenset(terms)  # pyright: ignore[reportReturnType]
 
-    def flipped(self) -> Choice | None:
+    def flipped(self) -> Masked | None:
         """Returns the same array with `on` and `off` exchanged, if that can be said."""
         if len(self.terms) != 1:
             return None
@@ -172,7 +172,7 @@ class Choice:
             indices = term.indices if isinstance(term, Pattern) else (term.first, term.second)
             if any(index not in place for index in indices):
                 return None
-            if isinstance(term, Band):
+            if isinstance(term, BandTerm):
                 difference = np.arange(term.first.size)[:, None] - np.arange(term.second.size)
                 low, high = (
                     (-math.inf if term.low is None else term.low),
@@ -189,7 +189,7 @@ class Choice:
         return np.broadcast_to(np.where(mask, self.on, self.off), self.shape)
 
 
-Static = Known | Affine | Choice
+Static = Known | Affine | Masked
 
 
 def as_known(value: Static) -> Known:
@@ -197,7 +197,7 @@ def as_known(value: Static) -> Known:
     return value if isinstance(value, Known) else value.known()
 
 
-def as_choice(value: Static, *, below: float | None = None) -> Choice | None:
+def as_masked(value: Static, *, below: float | None = None) -> Masked | None:
     """Returns an array of two different numbers as a choice, `on` being the larger one; None for any other.
 
     Args:
@@ -205,7 +205,7 @@ def as_choice(value: Static, *, below: float | None = None) -> Choice | None:
       below: if not None, several numbers that are all less than it count as the largest of them.
     """
     if not isinstance(value, Known):
-        return value if isinstance(value, Choice) else None
+        return value if isinstance(value, Masked) else None
     if value.array is None or not value.array.size:
         return None
     array = without_broadcasts(value.array)
@@ -221,8 +221,8 @@ def as_choice(value: Static, *, below: float | None = None) -> Choice | None:
     varying = tuple(indices[i][0] for i, size in enumerate(array.shape) if size > 1)
     is_on = is_on.squeeze()
     band = band_of(is_on) if len(varying) == 2 else None
-    term = Pattern(is_on, varying) if band is None else Band(varying[0], varying[1], *band)
-    return Choice(indices, frozenset([term]), on, rest.max(), value.shape)
+    term = Pattern(is_on, varying) if band is None else BandTerm(varying[0], varying[1], *band)
+    return Masked(indices, frozenset([term]), on, rest.max(), value.shape)
 
 
 def band_of(mask: np.ndarray) -> tuple[int | None, int | None] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.transforms.attention.dims import Index, common, leaves, new_indices, shape_of
-from zero_jax.transforms.attention.masks import Affine, Band, Choice, Same, Static, Term, as_choice, as_known
+from zero_jax.transforms.attention.masks import Affine, BandTerm, Masked, Same, Static, Term, as_known, as_masked
 from zero_jax.transforms.attention.static import Known, compute, evaluated
 
 
@@ -30,11 +30,11 @@ def operation(eqn: Any, operands: Sequence[Static]) -> Static | None:
     result: Static | None = None
     if name in ("slice", "dynamic_slice") and not isinstance(operands[0], Known):
         result = _sliced(eqn, operands)
-    elif any(isinstance(x, Choice) for x in operands):
+    elif any(isinstance(x, Masked) for x in operands):
         result = _choice(eqn, operands)
     elif any(isinstance(x, Affine) for x in operands):
         result = _affine(eqn, operands)
-    if result is None and not any(isinstance(t, Same) for x in operands if isinstance(x, Choice) for t in x.terms):
+    if result is None and not any(isinstance(t, Same) for x in operands if isinstance(x, Masked) for t in x.terms):
         result = compute(eqn, [as_known(x) for x in operands])
     if result is None or isinstance(result, Known):
         return result
@@ -48,14 +48,14 @@ def _is_wide(dtype: Any) -> bool:
     return np.issubdtype(dtype, np.signedinteger) and np.dtype(dtype).itemsize >= 4
 
 
-def _choice(eqn: Any, operands: Sequence[Static]) -> Choice | None:
+def _choice(eqn: Any, operands: Sequence[Static]) -> Masked | None:
     if len(eqn.outvars) != 1:
         return None
     numbers = [x.scalar if isinstance(x, Known) else None for x in operands]
-    choices: dict[int, Choice] = {}
+    choices: dict[int, Masked] = {}
     for i, (x, number) in enumerate(zip(operands, numbers, strict=True)):
         if number is None:
-            choice = as_choice(x)
+            choice = as_masked(x)
             if choice is None:
                 return None
             choices[i] = choice
@@ -76,7 +76,7 @@ def _choice(eqn: Any, operands: Sequence[Static]) -> Choice | None:
     return None
 
 
-def _both(x: Choice, y: Choice, at: Callable[[Any, Any], Any]) -> Choice | None:
+def _both(x: Masked, y: Masked, at: Callable[[Any, Any], Any]) -> Masked | None:
     """Returns a function of two choices as one."""
     shared = common(x.indices, y.indices)
     if shared is None:
@@ -89,13 +89,13 @@ def _both(x: Choice, y: Choice, at: Callable[[Any, Any], Any]) -> Choice | None:
     both, only_first, only_second, neither = corners
     shape = shape_of(indices)
     if first == second:
-        return Choice(indices, first, both, neither, shape)
+        return Masked(indices, first, both, neither, shape)
     if only_first == only_second == neither:
-        return Choice(indices, first | second, both, neither, shape)
+        return Masked(indices, first | second, both, neither, shape)
     if both == only_first and only_second == neither:
-        return Choice(indices, first, both, neither, shape)
+        return Masked(indices, first, both, neither, shape)
     if both == only_second and only_first == neither:
-        return Choice(indices, second, both, neither, shape)
+        return Masked(indices, second, both, neither, shape)
     return None
 
 
@@ -144,7 +144,7 @@ def _sum(x: Affine, y: Affine, weights: tuple[int, int]) -> Affine | None:
     return Affine(indices, factors, weights[0] * x.offset + weights[1] * y.offset, shape_of(indices))
 
 
-def _compared(name: str, x: Affine) -> Choice | None:
+def _compared(name: str, x: Affine) -> Masked | None:
     """Returns where `x` compares with 0 as said, if that is a band."""
     factors = x.on_leaves
     if len(factors) != 2 or sum(factors.values()):
@@ -166,7 +166,7 @@ def _compared(name: str, x: Affine) -> Choice | None:
     if low is not None and high is not None and low > high:
         return None
     on = np.bool_(name != "ne")
-    return Choice(x.indices, frozenset([Band(first, second, low, high)]), on, ~on, x.shape)
+    return Masked(x.indices, frozenset([BandTerm(first, second, low, high)]), on, ~on, x.shape)
 
 
 def _sliced(eqn: Any, operands: Sequence[Static]) -> Static | None:
@@ -200,12 +200,12 @@ def _sliced(eqn: Any, operands: Sequence[Static]) -> Static | None:
         return Affine(tuple(made), factors, offset, shape)
     terms: list[Term] = []
     for term in x.renamed(names) or ():
-        if isinstance(term, Band):
+        if isinstance(term, BandTerm):
             moved = begins.get(term.first, 0) - begins.get(term.second, 0)
             low, high = (None if bound is None else bound - moved for bound in (term.low, term.high))
-            terms.append(Band(term.first, term.second, low, high))
+            terms.append(BandTerm(term.first, term.second, low, high))
         elif isinstance(term, Same) and not {*term.first, *term.second} & begins.keys():
             terms.append(term)
         else:
             return None
-    return Choice(tuple(made), frozenset(terms), x.on, x.off, shape) if len(terms) == len(x.terms) else None
+    return Masked(tuple(made), frozenset(terms), x.on, x.off, shape) if len(terms) == len(x.terms) else None

@@ -14,12 +14,12 @@ from zero_jax.core.passes import Pass
 from zero_jax.transforms.attention import scores
 from zero_jax.transforms.attention.dims import after, common, renamed, shape_of
 from zero_jax.transforms.attention.follow import follow
-from zero_jax.transforms.attention.masks import Affine, Choice, Leaf, Same, View
+from zero_jax.transforms.attention.masks import Affine, Leaf, Masked, Same, View
 from zero_jax.transforms.attention.operations import operation
-from zero_jax.transforms.attention.scores import Attended, Followed, Logits, Lost, Row, RowTest, Scores, Weights
+from zero_jax.transforms.attention.scores import Attended, Followed, Logits, Lost, RowShift, RowTest, Scores, Weights
 from zero_jax.transforms.attention.static import Known, known
 
-_STATIC = (Known, Affine, Choice)
+_STATIC = (Known, Affine, Masked)
 
 
 class Prover(Pass[Any]):
@@ -157,7 +157,7 @@ def _at(eqn: Any, lost: Lost) -> Lost:
 def _moved(eqn: Any, x: Any) -> Any:
     """Returns a mask, a range or a view after a transpose, reshape or broadcast."""
     name = eqn.primitive.name
-    if isinstance(x, Row | RowTest):
+    if isinstance(x, RowShift | RowTest):
         return None
     if name in ("copy", "copy_p", "sharding_constraint", "name", "zero_reshard"):
         return x
@@ -172,7 +172,7 @@ def _moved(eqn: Any, x: Any) -> Any:
     return dataclasses.replace(x, indices=indices, **changes)
 
 
-def _compared(eqn: Any, operands: list[Any]) -> Choice | None:
+def _compared(eqn: Any, operands: list[Any]) -> Masked | None:
     """Returns the comparison of an array of integers with itself at other places."""
     x, y = operands if len(operands) == 2 else (None, None)
     if eqn.primitive.name not in ("eq", "ne") or not isinstance(x, View) or not isinstance(y, View):
@@ -187,4 +187,4 @@ def _compared(eqn: Any, operands: list[Any]) -> Choice | None:
     if first is None or second is None or first == second:
         return None
     on = np.bool_(eqn.primitive.name == "eq")
-    return Choice(indices, frozenset([Same(x.leaf, first, second)]), on, ~on, eqn.outvars[0].aval.shape)
+    return Masked(indices, frozenset([Same(x.leaf, first, second)]), on, ~on, eqn.outvars[0].aval.shape)

@@ -102,7 +102,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
+class RowShift:
     """`shift`, or its exponential; the same for all keys."""
 
     indices: Indices
@@ -138,7 +138,7 @@ class Lost:
     is_core: bool
 
 
-Followed = Scores | Weights | Row | RowTest | Attended
+Followed = Scores | Weights | RowShift | RowTest | Attended
 
 
 def made_product(eqn: Any) -> Product:

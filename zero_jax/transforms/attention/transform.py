@@ -26,7 +26,7 @@ from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.sharding.mesh import Axes, axes_of
 from zero_jax.transforms.attention.core import AttentionCore
 from zero_jax.transforms.attention.report import AttentionReport, AttentionRow, merged
-from zero_jax.transforms.attention.walk import AttentionSearch, Body, Place, run
+from zero_jax.transforms.attention.walk import AttentionSearch, Body, Site, run
 
 _FUNCTION = "give a function of params and further arguments"
 _CHOICES = ("own", "fused")
@@ -128,7 +128,7 @@ def _search(
     leaves = jax.tree.leaves(params)
     search = AttentionSearch()
     data = [*(False for _ in leaves), *(True for _ in values)]
-    body = search.body(jaxpr, consts, [None] * len(data), data, Place(times=1, line=place_of(loss_fn)))
+    body = search.body(jaxpr, consts, [None] * len(data), data, Site(times=1, line=place_of(loss_fn)))
     return body, out_shape, [*leaves, *values], search
 
 

@@ -12,10 +12,10 @@ from zero_jax.core.evaluation import evaluate, flattened, run_region
 from zero_jax.core.subcalls import Subcall, equations_of, subcall
 from zero_jax.transforms.attention.core import AttentionCore, NotTheSame, make_core
 from zero_jax.transforms.attention.find import find_cores
-from zero_jax.transforms.attention.masks import Affine, Choice, View
+from zero_jax.transforms.attention.masks import Affine, Masked, View
 from zero_jax.transforms.attention.prove import Prover
 from zero_jax.transforms.attention.report import AttentionRow
-from zero_jax.transforms.attention.scores import Attended, Logits, Product, Row, Scores, Weights
+from zero_jax.transforms.attention.scores import Attended, Logits, Product, RowShift, Scores, Weights
 from zero_jax.transforms.attention.static import Known
 from zero_jax.transforms.facts import Facts
 
@@ -23,15 +23,15 @@ _ENTERED = ("scan", "remat", "cond")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class Site:
     """Where a jaxpr is: how often it runs, and the line of the user's around it."""
 
     times: int
     line: str
 
-    def inside(self, eqn: Any, times: int = 1) -> Place:
+    def inside(self, eqn: Any, times: int = 1) -> Site:
         """Returns the place of what is in an equation."""
-        return Place(times=self.times * times, line=jaxprs.source_line(eqn) or self.line)
+        return Site(times=self.times * times, line=jaxprs.source_line(eqn) or self.line)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class AttentionSearch:
         self.rows: list[AttentionRow] = []
         self.cores: dict[int, AttentionCore] = {}  # of `rows`, by their index
 
-    def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Place) -> Body:
+    def body(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], data: Sequence[bool], at: Site) -> Body:
         """Returns a jaxpr with its cores.
 
         Args:
@@ -88,7 +88,7 @@ class AttentionSearch:
                     self.leave(eqn, at)
         return Body(jaxpr, consts, prover, cores, inner)
 
-    def choose(self, facts: Facts, prover: Prover, at: Place) -> dict[Any, AttentionCore]:
+    def choose(self, facts: Facts, prover: Prover, at: Site) -> dict[Any, AttentionCore]:
         """Returns the cores that the kernel computes, by their results."""
         jaxpr = facts.jaxpr
         producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -117,7 +117,7 @@ class AttentionSearch:
                     self.rows.append(AttentionRow(where=where, what="", times=at.times, reason=reasons[var]))
         return cores
 
-    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Place) -> list[Body]:
+    def bodies(self, eqn: Any, sub: Subcall, prover: Prover, facts: Facts, at: Site) -> list[Body]:
         """Returns the bodies of the jaxprs that an equation runs."""
         known = [None if jaxprs.is_literal(atom) else _passed(prover.known[atom]) for atom in eqn.invars]
         data = [facts.kind(atom) == "value" for atom in eqn.invars]
@@ -137,7 +137,7 @@ class AttentionSearch:
         inputs = [*of_consts, *carry, *(None for _ in slices)]
         return [self.body(jaxpr, consts, inputs, in_data, at.inside(eqn, sub.length))]
 
-    def leave(self, eqn: Any, at: Place) -> None:
+    def leave(self, eqn: Any, at: Site) -> None:
         """Notes the cores in an equation that is not looked into."""
         reason = f"it is inside {eqn.primitive.name}, which is not looked into"
         for inner in jaxprs.inner_jaxprs(eqn):
@@ -157,7 +157,7 @@ def flatten(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 def _passed(value: Any) -> Any:
     """Returns what is known of a value within another jaxpr."""
-    return value if isinstance(value, Known | Affine | Choice | View) else None
+    return value if isinstance(value, Known | Affine | Masked | View) else None
 
 
 def _origin(jaxpr: Any, atom: Any) -> Any:
@@ -179,7 +179,7 @@ def _product_of(value: Any) -> Product | None:
     """Returns the product of queries and keys that a value is made of."""
     if isinstance(value, Scores | Weights | Attended):
         return value.logits.product
-    of_row = [symbol.logits for symbol, _ in value.shift] if isinstance(value, Row) else []
+    of_row = [symbol.logits for symbol, _ in value.shift] if isinstance(value, RowShift) else []
     return next((logits.product for logits in of_row if isinstance(logits, Logits)), None)
 
 

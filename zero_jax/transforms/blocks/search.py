@@ -35,7 +35,7 @@ _MIN_USES = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class RepeatedBlock:
     """One of the repeated blocks of a jaxpr, as one equation: the equations of one turn of a Python loop.
 
     Attributes:
@@ -53,7 +53,7 @@ class Block:
     repeat: int
 
 
-def find_blocks(sequence: EqnSequence) -> tuple[Block, ...]:
+def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
     """Finds the repeated blocks of a jaxpr that each use params of their own.
 
     Where several ways to cut the equations into blocks cover equally many of them, the fewest bytes of activations go
@@ -66,7 +66,7 @@ def find_blocks(sequence: EqnSequence) -> tuple[Block, ...]:
     return tuple(block for number, run in enumerate(runs) for block in _blocks(sequence, run, number))
 
 
-def find_left_out(sequence: EqnSequence, blocks: Sequence[Block]) -> tuple[int, ...]:
+def find_left_out(sequence: EqnSequence, blocks: Sequence[RepeatedBlock]) -> tuple[int, ...]:
     """Finds what is like the blocks of a jaxpr, as `find_blocks` returns them, and yet not among them.
 
     Returns:
@@ -89,7 +89,7 @@ def _share(sequence: EqnSequence, uses: np.ndarray, of_block: np.ndarray) -> flo
     return (counts[0] & counts[1]).total() / max(len(of_block), 1)
 
 
-def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[Block]:
+def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[RepeatedBlock]:
     """Yields the blocks of a run, which is the places where they begin and the place where the last ends."""
     eqns, last = sequence.jaxpr.eqns, sequence.last_read
     bounds = [sequence.begin(start, stop) for start, stop in itertools.pairwise(run)]
@@ -98,7 +98,7 @@ def _blocks(sequence: EqnSequence, run: Sequence[int], repeat: int) -> Iterator[
         inside = eqns[start:stop]
         made = {var for eqn in inside for var in eqn.outvars}
         read = dict.fromkeys(var for eqn in inside for var in jaxprs.variables(eqn))
-        yield Block(
+        yield RepeatedBlock(
             start=start,
             stop=stop,
             invars=tuple(var for var in read if var not in made),

@@ -17,7 +17,7 @@ STACK, IN, OUT = "s", "i", "o"
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class WeightMove:
     """A transpose (`order`) or a reshape (to `shape`) of a weight, whose dims had and have these labels."""
 
     before: str
@@ -60,7 +60,7 @@ class Weight:
     dtype: Any
     factors: tuple[Any, ...] = ()
     scale: float = 1.0
-    moves: tuple[Move, ...] = ()
+    moves: tuple[WeightMove, ...] = ()
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ class Weight:
     def transposed(self, order: Sequence[int]) -> Weight:
         """Returns the weight with its dims in another order."""
         labels = "".join(self.labels[i] for i in order)
-        move = Move(self.labels, labels, order=tuple(order))
+        move = WeightMove(self.labels, labels, order=tuple(order))
         shape = tuple(self.shape[i] for i in order)
         return dataclasses.replace(self, labels=labels, shape=shape, moves=(*self.moves, move))
 
@@ -115,7 +115,7 @@ class Weight:
         if len(labels) != len(shape) or set(labels.values()) != set(self.labels):
             return None
         after = "".join(labels[i] for i in range(len(shape)))
-        move = Move(self.labels, after, shape=tuple(shape))
+        move = WeightMove(self.labels, after, shape=tuple(shape))
         return dataclasses.replace(self, labels=after, shape=tuple(shape), moves=(*self.moves, move))
 
     # --- what makes it -----------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def propagate_shardings(
       counted: the axes whose collectives are wanted; partial sums over others are taken for reduced.
       kept: numbers of results that are kept elsewhere, such as gradients: they do not count as alive.
     """
-    walk = _Walk(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
+    walk = _Shardings(sizes=sizes, counted=tuple(axis for axis in counted if sizes[axis] > 1))
     opened, _ = open_jaxpr(jaxpr)
     outputs = walk.run(opened, inputs, ends={id(opened.outvars[i]) for i in kept})
     outputs = [walk.settled(out, var.aval) for out, var in zip(outputs, opened.outvars, strict=True)]
@@ -101,7 +101,7 @@ def propagate_shardings(
     )
 
 
-class _Walk(Pass[ValueSharding]):
+class _Shardings(Pass[ValueSharding]):
     """Carries shardings through equations; the rules of single primitives are in `rules`.
 
     Attributes:

@@ -16,7 +16,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.evaluation import evaluate, flattened, run_scan
 from zero_jax.core.subcalls import equations, scan_of, subcall
-from zero_jax.transforms.blocks.search import Block, find_blocks, find_left_out
+from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
 from zero_jax.transforms.passthrough import narrows
@@ -80,20 +80,20 @@ class RematWalk:
         blocks = {block.start: block for block in self.blocks(known, frame)}
         inside = {i for block in blocks.values() for i in range(block.start + 1, block.stop)}
         units = [blocks.get(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if i not in inside]
-        regions = [unit for unit in units if isinstance(unit, Block) or _kind(unit) in _LOOPS_AND_REGIONS]
+        regions = [unit for unit in units if isinstance(unit, RepeatedBlock) or _kind(unit) in _LOOPS_AND_REGIONS]
         readers = collections.Counter(var for unit in regions for var in {*jaxprs.variables(unit)})
 
         def equation(unit: Any, values: list[Any]) -> Sequence[Any]:
             shared = [not jaxprs.is_literal(atom) and readers[atom] > 1 for atom in unit.invars]
             ins = [known.mark(atom) for atom in unit.invars]
             ins = [dataclasses.replace(m, held=m.held or s) for m, s in zip(ins, shared, strict=True)]
-            if isinstance(unit, Block):
+            if isinstance(unit, RepeatedBlock):
                 return self.block(jaxpr, unit, values, ins, frame)
             return self.eqn(unit, values, ins, frame)
 
         return evaluate(jaxpr.replace(eqns=units), consts, arrays, equation)
 
-    def blocks(self, facts: Facts, frame: RematFrame) -> list[Block]:
+    def blocks(self, facts: Facts, frame: RematFrame) -> list[RepeatedBlock]:
         """Returns the repeated blocks, and notes what is like them and none."""
         if self.policy == "own":
             return []
@@ -121,7 +121,9 @@ class RematWalk:
 
     # --- regions -------------------------------------------------------------------------------------------------
 
-    def block(self, jaxpr: Any, block: Block, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
+    def block(
+        self, jaxpr: Any, block: RepeatedBlock, values: list[Any], marks: list[Mark], frame: RematFrame
+    ) -> list[Any]:
         """One turn of a Python loop over layers."""
         eqns = jaxpr.eqns[block.start : block.stop]
         turn = jaxpr.replace(constvars=[], invars=block.invars, outvars=block.outvars, eqns=eqns)
@@ -274,7 +276,7 @@ def _has_blocks(eqn: Any) -> bool:
     return any(_kind(found) in _LOOPS_AND_REGIONS for jaxpr in inner for found in equations(jaxpr))
 
 
-def _makes_more(jaxpr: Any, block: Block) -> bool:
+def _makes_more(jaxpr: Any, block: RepeatedBlock) -> bool:
     """Tells whether a block makes anything of activations that is not among its results."""
     eqns = jaxpr.eqns[block.start : block.stop]
     num_made = sum(len(eqn.outvars) for eqn in eqns)

@@ -23,10 +23,10 @@ PAIRS = [
     ((row["from"], row["from stage"]), (row["to"], row["to stage"]))
     for row in covering_array({"from": SIZES, "from stage": STAGES, "to": SIZES, "to stage": STAGES}, seed=3)
 ]
-# Every number of devices and every stage is saved and loaded, and training goes on in the same place too.
+# Every number of devices and every stage is saved and loaded, fewer of them by the fast tests.
 CYCLE = [("8", 3), ("4", 1), ("2", 2), ("1", 0)]
 SAME = [(place, place) for place in CYCLE]
-COVERING = [*zip(CYCLE, [*CYCLE[1:], CYCLE[0]], strict=True), (CYCLE[0], CYCLE[0])]
+COVERING = [(CYCLE[0], CYCLE[1]), (CYCLE[3], CYCLE[0]), (CYCLE[0], CYCLE[0])]
 ODD = [
     (("8", 3), ("3", 3)),
     (("3", 1), ("8", 2)),

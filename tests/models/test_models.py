@@ -103,6 +103,7 @@ def test_presets_have_the_sizes_that_they_are_named_for():
         assert sum(x.size for x in jax.tree.leaves(shapes)) == config.num_params, name
 
 
+@pytest.mark.slow
 def test_scanned_and_unscanned_layers_start_alike():
     scanned, unscanned = (gpt.GPTConfig(**SIZES, scan=scan) for scan in (True, False))
     stacked = jax.jit(functools.partial(gpt.init, scanned))(jax.random.key(3))
@@ -137,7 +138,7 @@ def test_compute_dtype_is_that_of_the_params(module):
     assert loss.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("position", ["rotary", "learned"])
+@pytest.mark.parametrize("position", ["rotary", pytest.param("learned", marks=pytest.mark.slow)])
 def test_no_token_sees_those_after_it(position):
     config = gpt.GPTConfig(**SIZES, position=position)
     params = noisy_params(config)
@@ -171,6 +172,7 @@ def test_generate_goes_on_greedily_past_the_window():
     assert tokens.tolist() == expected[5:]
 
 
+@pytest.mark.slow
 def test_generate_draws_among_the_top_k_only():
     config = gpt.GPTConfig(**SIZES)
     params = noisy_params(config)
@@ -209,7 +211,7 @@ def test_generate_refuses_an_empty_prompt():
         gpt.generate(config, {}, jnp.zeros(0, jnp.int32), jax.random.key(0), num_tokens=1)
 
 
-QUICK = {(gpt, "rotary", True), (gpt_linen, "learned", True), (gpt_nnx, "rotary", True)}
+QUICK = {(gpt_linen, "rotary", True)}
 DOCUMENTS = [
     pytest.param(
         module,

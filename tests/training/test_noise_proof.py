@@ -58,9 +58,7 @@ def programs(topology, stage, scan):
     [
         # Partial gradients for each device (stages 0 and 1), and gradients of microbatches, on one axis and on two.
         ("v5p:2x2x4", 1, True),
-        ("v5p:2x2x4", 3, False),
         ("v5p:4x4x4", 3, True),
-        ("v5e:4x8", 2, True),
     ],
 )
 def test_it_costs_a_scalar(topology, stage, scan):

@@ -34,7 +34,7 @@ def compiled_step(stage, min_shard_size=0, precision="bf16"):
 @pytest.mark.parametrize(
     ("stage", "params", "master", "moments"),
     [
-        (0, 2, 4, 8),
+        pytest.param(0, 2, 4, 8, marks=pytest.mark.slow),
         (1, 2, 4 / 8, 8 / 8),
         pytest.param(2, 2, 4 / 8, 8 / 8, marks=pytest.mark.slow),  # as at stage 1
         (3, 4 / 8, 0, 8 / 8),
@@ -222,7 +222,7 @@ def test_estimate_and_measurement_side_by_side():
     assert "+100.0%" in text and "alive at the peak, in the backward pass" in text
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_live_arrays_are_what_the_program_takes(stage):
     mesh = zero.make_mesh(data=NUM_DEVICES)
     config = zero.ZeroConfig(stage=stage, precision="bf16", min_shard_size=0)

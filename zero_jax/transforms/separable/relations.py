@@ -71,7 +71,8 @@ class Relation:
         """Tells whether the mean over the parts is the value of the whole, weighted by the divisor if there is one."""
         if self.bounded:
             return False
-        return self.power == (self.kind is Kind.SUM and self.divisor is None) and self.kind in (Kind.SAME, Kind.SUM)
+        power = (self.kind is Kind.SUM) - (self.divisor is not None)
+        return self.power == power and self.kind in (Kind.SAME, Kind.SUM)
 
     @property
     def names_a_sum(self) -> bool:

@@ -25,6 +25,8 @@ _KEEP_WEIGHT = frozenset(
     {"convert_element_type", "neg", "reshape", "squeeze", "copy", "mul", "name", "add", "sub", "stop_gradient"}
 )
 _PARAMS = frozenset({0})
+# Added to a sum that something is divided by, a number up to this is there to avoid 0 / 0.
+EPSILON = 1e-5
 
 
 class PartWeight(NamedTuple):
@@ -273,10 +275,19 @@ class _Quotients(Pass[_Quotient]):
                 divisor = quotients[0]
                 if divisor.bound is not None and name in ("add", "sub"):
                     divisor = divisor._replace(divisor=divisor.count)
-        if name == "max" and num_of_batch == 1:
-            batch_first = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
-            bounded = batch_first[0][1], batch_first[1][1]
+        if name in ("max", "add") and num_of_batch == 1:
+            (x, atom), (_, bound) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
+            # An epsilon that is added does not count beside a bound.
+            is_epsilon = jaxprs.is_literal(bound) and abs(bound.val) <= EPSILON
+            bounded = x.bounded if name == "max" or is_epsilon else None
+            if name == "max":
+                bounded = (atom, bound) if bounded is None else (bounded[0], _larger(bounded[1], bound))
         elif name == "convert_element_type":
             bounded = operands[0].bounded
         of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
         return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """Returns the larger of two bounds, the first if they are no literals."""
+    return other if all(map(jaxprs.is_literal, (one, other))) and other.val > one.val else one

@@ -285,6 +285,12 @@ SEPARABLE = {
         (error_of(p, b) * b["mask"]).sum() / b["mask"].sum() + 0.1 * jnp.square(p["w"]).sum()
     ),
     "by a bounded count": lambda p, b: error_of(p, b).sum() / jnp.maximum((b["label"] == 0).sum(), 1),
+    "by a bounded count and an epsilon": lambda p, b: (
+        error_of(p, b).sum() / (jnp.maximum((b["label"] == 0).sum(), 1) + 1e-6)
+    ),
+    "by a count with two bounds": lambda p, b: (
+        error_of(p, b).sum() / jnp.maximum(jnp.maximum((b["label"] == 0).sum(), 0.5), 1)
+    ),
     "two by one sum": lambda p, b: (lambda n: b["mask"] @ error_of(p, b) / n + (error_of(p, b) * b["mask"]).sum() / n)(
         b["mask"].sum()
     ),

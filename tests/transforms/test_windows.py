@@ -1,4 +1,4 @@
-"""Pools and convolutions along sharded dims, which XLA partitions wrongly: docs/xla_faults.md."""
+"""Pools and convolutions along sharded dims, and writes to them, which XLA partitions wrongly: docs/xla_faults.md."""
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,15 @@ def along_a_sequence(params, batch, place):
 def along_a_param(params, batch, place):
     del place
     return jnp.square(batch["x"] @ largest(params["w"], 3, 1) @ smallest(params["layers"], 1, 2, 3)[1] - 1).mean()
+
+
+def to_features(params, batch, place):
+    """Writes to one of the features, which are sharded over the model."""
+    del place
+    h = jnp.tanh(batch["x"] @ params["w"]).at[..., 3].set(0.0)
+    h, _ = lax.scan(lambda h, weight: (jnp.tanh(h @ weight).at[:, :, 9].max(h[:, :, 2]), None), h, params["layers"])
+    h = h.at[..., 1].multiply(2.0).at[..., 7].min(0.1)
+    return jnp.square(h @ params["layers"][0] - 1).mean()
 
 
 def with_kernels_of_examples(params, batch, place):
@@ -110,6 +119,16 @@ def test_along_a_sequence_that_is_sharded_over_the_model(stage, remat):
 def test_along_a_param_that_is_sharded_over_the_model(fields):
     specs = {"w": PartitionSpec("model", None), "layers": PartitionSpec(None, "model", None)}
     check(along_a_param, "model4", param_specs=specs, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stage": 0}, *(pytest.param(x, marks=SLOW) for x in ({"stage": 3}, {"stage": 1, "num_microbatches": 2}))],
+    ids=str,
+)
+def test_writes_to_features_that_are_sharded_over_the_model(fields):
+    specs = {"w": PartitionSpec(None, "model"), "layers": PartitionSpec(None, None, "model")}
+    check(to_features, "model2", param_specs=specs, **fields)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import (
     HostParam,
     differentiated,
+    divided_by_nonzero,
     fuse_attention,
     rematerialize,
     separability,
@@ -220,9 +221,11 @@ class _Program(UpdateProgram):
         specs = placement.loss_shardings()
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
         sends_own, is_local, mapped = placement.sends_own_grads, placement.is_local, placement.summed_once
+        weighted = traced
         if k > 1 or mapped or sends_own:
             traced = with_weight(traced, config.loss_weight)
-        loss_fn = rematerialize(traced, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+            weighted = divided_by_nonzero(traced)
+        loss_fn = rematerialize(weighted, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
         loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
@@ -302,7 +305,7 @@ class _Program(UpdateProgram):
             if sends_own and not is_local:
                 mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
                 within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
-                arguments = within, functools.partial(scaled_loss, mapped_loss), traced, variables, batch, key
+                arguments = within, functools.partial(scaled_loss, mapped_loss), weighted, variables, batch, key
                 placed_grads = own_grads = quantized_grads(*arguments, convolves=separable.convolves)
                 separable = dataclasses.replace(separable, is_plain=False)  # `jax.vmap` within `jax.vmap`
             out, grads, parts, new_errors = accumulated(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zero_jax.core import jaxprs
-from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining
+from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining, trace_flat
 from zero_jax.core.passes import Dependence, Pass
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
@@ -25,6 +25,8 @@ _KEEP_WEIGHT = frozenset(
     {"convert_element_type", "neg", "reshape", "squeeze", "copy", "mul", "name", "add", "sub", "stop_gradient"}
 )
 _PARAMS = frozenset({0})
+# Added to a sum that something is divided by, a number up to this is there to avoid 0 / 0.
+EPSILON = 1e-5
 
 
 class PartWeight(NamedTuple):
@@ -74,6 +76,77 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
         return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
     return TracedFunction(loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn), add_weight)
+
+
+def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
+    """Divides the sums of parts whose divisor is 0 by 1, which is their divisor then: the batch's sum has them, too.
+
+    So it is in detection, where a part without objects has a loss, and divides it by 0. What is added to such a mean
+    counts by the divisor itself, and is 0 in these parts. Divisors with a bound stay as they are.
+
+    Args:
+      weighted: what `with_weight` returned.
+    """
+
+    def rewrite(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
+        num_params, env = len(jax.tree.leaves(args[0])), dict[Any, _Quotient]()
+        opened, consts = jaxprs.open_jaxpr(closed)
+        found = _quotients(opened, num_params, env).divisor
+        if any(env[var].divisor for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars):
+            opened, consts = jaxprs.open_jaxpr(flattened(opened, consts))  # terms are added in a nested `jit`
+            found = _quotients(opened, num_params, env).divisor
+        count, divisor, _ = opened.outvars[-3:]
+        casts = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name == "convert_element_type"}
+        is_weight = found is not None and _origin(found.count, casts) is _origin(count, casts)
+        if found is None or found.bound is not None or not is_weight or divisor is not count:
+            return closed, out_shape
+        division = _NonzeroDivision(found.count, env)
+
+        def function(*arrays: Any) -> list[Any]:
+            *results, divisor, bound = evaluate(opened, consts, arrays, division.equation)
+            return [*results, _nonzero(divisor), bound]
+
+        return trace_flat(function, [var.aval for var in opened.invars]), out_shape
+
+    return TracedFunction(weighted, rewrite)
+
+
+class _NonzeroDivision:
+    """Evaluates equations, divisions by `divisor` by 1 where it is 0."""
+
+    def __init__(self, divisor: Any, quotients: Mapping[Any, _Quotient]):
+        self.divisor, self.quotients = divisor, quotients
+        self.value: Any = None
+
+    def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Returns the values of the results of an equation."""
+        name = eqn.primitive.name
+        if name == "div" and eqn.invars[1] is self.divisor:
+            self.value = values[1]
+            values = [values[0], _nonzero(values[1])]
+        elif name in ("add", "sub") and self.is_mean(eqn.outvars[0]):
+            none = self.value == 0
+            values = [
+                x if self.is_mean(atom) else jnp.where(none, jnp.zeros_like(x), x)
+                for atom, x in zip(eqn.invars, values, strict=True)
+            ]
+        return jaxprs.bind(eqn, values)
+
+    def is_mean(self, atom: Any) -> bool:
+        """Tells whether a value is a mean with this divisor."""
+        found = None if jaxprs.is_literal(atom) else self.quotients[atom].divisor
+        return found is not None and found.count is self.divisor
+
+
+def _origin(atom: Any, casts: Mapping[Any, Any]) -> Any:
+    """Returns what a value is a cast of."""
+    while not jaxprs.is_literal(atom) and atom in casts:
+        atom = casts[atom]
+    return atom
+
+
+def _nonzero(divisor: jax.Array) -> jax.Array:
+    return jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)
 
 
 def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any) -> Callable[..., Any] | None:
@@ -149,14 +222,19 @@ def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, PartWeight | No
     """Returns the divisor that the first result ends in, or None, and a jaxpr of which its atoms are."""
     for _ in range(2):
         opened, consts = jaxprs.open_jaxpr(closed)
-        inputs = [_Quotient(of_params=i < num_params, of_batch=i >= num_params) for i in range(len(opened.invars))]
         env: dict[Any, _Quotient] = {}
-        divisor = _Quotients().run(opened, inputs, env)[0].divisor
+        divisor = _quotients(opened, num_params, env).divisor
         if divisor is None or all(x is None or jaxprs.is_literal(x) or x in env for x in divisor):
             break
         # It has a variable of a nested `jit`.
         closed = flattened(opened, consts)
     return closed, divisor
+
+
+def _quotients(opened: Any, num_params: int, env: dict[Any, _Quotient]) -> _Quotient:
+    """Returns what the first result of a jaxpr is, and adds what all its variables are to `env`."""
+    inputs = [_Quotient(of_params=i < num_params, of_batch=i >= num_params) for i in range(len(opened.invars))]
+    return _Quotients().run(opened, inputs, env)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,10 +275,19 @@ class _Quotients(Pass[_Quotient]):
                 divisor = quotients[0]
                 if divisor.bound is not None and name in ("add", "sub"):
                     divisor = divisor._replace(divisor=divisor.count)
-        if name == "max" and num_of_batch == 1:
-            batch_first = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
-            bounded = batch_first[0][1], batch_first[1][1]
+        if name in ("max", "add") and num_of_batch == 1:
+            (x, atom), (_, bound) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
+            # An epsilon that is added does not count beside a bound.
+            is_epsilon = jaxprs.is_literal(bound) and abs(bound.val) <= EPSILON
+            bounded = x.bounded if name == "max" or is_epsilon else None
+            if name == "max":
+                bounded = (atom, bound) if bounded is None else (bounded[0], _larger(bounded[1], bound))
         elif name == "convert_element_type":
             bounded = operands[0].bounded
         of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
         return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """Returns the larger of two bounds, the first if they are no literals."""
+    return other if all(map(jaxprs.is_literal, (one, other))) and other.val > one.val else one

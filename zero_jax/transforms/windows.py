@@ -1,6 +1,7 @@
-"""Windows along a sharded dim, and convolutions with a kernel for each example, which XLA partitions wrongly.
+"""Windows along a sharded dim, writes to one, and convolutions with a kernel for each example: XLA's gradient is wrong.
 
 Max-pooling has a wrong gradient along every sharded dim: that of the examples, of a sequence over `model`, of a param.
+So has a write to one place of a sharded dim, as `x.at[:, 3].set(0.0)` to features over `model`.
 A convolution along the dim of the examples has a multiple of its kernel's gradient where the mesh has other axes, too.
 Both are given values that are whole along these dims. Of a convolution that `jax.vmap` maps over examples, kernels and
 all, each device computes its own examples (docs/xla_faults.md).
@@ -23,13 +24,14 @@ from zero_jax.core.subcalls import MANUAL, equations, equations_of, subcall
 from zero_jax.sharding.mesh import Axes, axis_size
 
 _POOLS = frozenset("reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split())
+_WRITES = frozenset("scatter scatter-mul scatter-min scatter-max".split())  # the gradient of a sum is right
 _ENTERED = frozenset({"call", "remat", "scan", "cond"})
 _CONVOLUTION = "conv_general_dilated"
-_WINDOWED = _POOLS | {_CONVOLUTION}
+_WINDOWED = _POOLS | _WRITES | {_CONVOLUTION}
 
 
 def unsharded_windows(loss_fn: Callable[..., Any], *, mesh: Mesh, axes: Axes) -> TracedFunction:
-    """Transforms `loss_fn(params, batch, ...)` so that XLA partitions neither windows nor mapped convolutions wrongly.
+    """Transforms `loss_fn(params, batch, ...)` so that XLA partitions no window, write or mapped convolution wrongly.
 
     The result computes the same values and has the same derivatives; other operations stay as they are. What is in a
     `jax.shard_map` is not partitioned; functions with derivatives of their own are not looked into.
@@ -102,6 +104,9 @@ class _Windows:
             window = zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)
             dims = {i for i, (size, stride, pads) in enumerate(window) if (size, stride, *pads) != (1, 1, 0, 0)}
             return [dims] * (len(eqn.invars) + 1) if dims else []
+        if eqn.primitive.name in _WRITES:
+            dims = _written_at_one_place(eqn)
+            return [dims, set(), set(), dims] if dims else []
         if eqn.primitive.name != _CONVOLUTION or not self.has_others:
             return []
         numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
@@ -136,3 +141,11 @@ class _Windows:
             return jax.shard_map(own, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_spec, check_vma=False)(
                 x, kernel
             )
+
+
+def _written_at_one_place(eqn: Any) -> set[int]:
+    """Returns the dims of an array that is written to along which a single place is, out of many."""
+    if eqn.invars[1].aval.ndim > 1:  # several places, each with indices of its own
+        return set()
+    shape, dims = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"].inserted_window_dims
+    return {i for i in dims if shape[i] > 1}

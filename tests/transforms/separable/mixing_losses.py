@@ -134,6 +134,7 @@ MIXING = {
     "qr": each(lambda out: jnp.square(jnp.linalg.qr(out)[0])),
     "fft": each(lambda out: jnp.fft.fft(out, axis=0).real * jnp.arange(6)),
     "reduce_window": each(lambda out: lax.reduce_window(out, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME")),
+    "a penalty by a count": lambda p, b: jnp.square(p["w"]).sum() / b["mask"].sum() + jnp.square(p["b"]).sum(),
     "segment_max": lambda p, b: jnp.square(jax.ops.segment_max(out_of(p, b), b["label"], 3)).mean(),
     "pure_callback": callback,
     "pure_callback to a number": callback_nuclear,
@@ -284,6 +285,12 @@ SEPARABLE = {
         (error_of(p, b) * b["mask"]).sum() / b["mask"].sum() + 0.1 * jnp.square(p["w"]).sum()
     ),
     "by a bounded count": lambda p, b: error_of(p, b).sum() / jnp.maximum((b["label"] == 0).sum(), 1),
+    "by a bounded count and an epsilon": lambda p, b: (
+        error_of(p, b).sum() / (jnp.maximum((b["label"] == 0).sum(), 1) + 1e-6)
+    ),
+    "by a count with two bounds": lambda p, b: (
+        error_of(p, b).sum() / jnp.maximum(jnp.maximum((b["label"] == 0).sum(), 0.5), 1)
+    ),
     "two by one sum": lambda p, b: (lambda n: b["mask"] @ error_of(p, b) / n + (error_of(p, b) * b["mask"]).sum() / n)(
         b["mask"].sum()
     ),

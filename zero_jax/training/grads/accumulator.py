@@ -248,7 +248,7 @@ class Accumulator:
         if k == 1:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
             (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), frozen)
-            total = nonzero(weights.joined().divisor)
+            total = weights.joined().divisor
             grads = [_weighed_share(g, outer(weights.divisor, g), total) for g in grads]
             size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
             auxes = jax.tree.map(lambda x: x[None], auxes)
@@ -314,7 +314,7 @@ class Accumulator:
 
     def mean(self, losses: jax.Array, weights: PartWeight) -> jax.Array:
         """Returns the weighted mean of losses."""
-        return _weigh(weights.divisor, losses).sum() / nonzero(weights.joined().divisor)
+        return _divided(_weigh(weights.divisor, losses).sum(), weights.joined().divisor)
 
     def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
         """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.
@@ -363,12 +363,13 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 @inline_jit
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
-    return (x / nonzero(total)).astype(x.dtype)
+    # As without parts, 0 / 0 apart: a sum that nothing is to be divided by is not finite, and the step is skipped.
+    return (x / jnp.where(x == 0, nonzero(total), total)).astype(x.dtype)
 
 
 @inline_jit
 def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Array:
-    return _weigh(weight / total, x.astype(wide(x.dtype))).astype(x.dtype)
+    return _divided(_weigh(weight, x.astype(wide(x.dtype))), total).astype(x.dtype)
 
 
 @inline_jit

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-# Added to a sum that something is divided by, a number up to this is there to avoid 0 / 0.
-_EPSILON = 1e-5
+from zero_jax.transforms.microbatch_weights import EPSILON
 
 
 class Refused(Exception):
@@ -71,7 +70,8 @@ class Relation:
         """Tells whether the mean over the parts is the value of the whole, weighted by the divisor if there is one."""
         if self.bounded:
             return False
-        return self.power == (self.kind is Kind.SUM and self.divisor is None) and self.kind in (Kind.SAME, Kind.SUM)
+        power = (self.kind is Kind.SUM) - (self.divisor is not None)
+        return self.power == power and self.kind in (Kind.SAME, Kind.SUM)
 
     @property
     def names_a_sum(self) -> bool:
@@ -134,7 +134,7 @@ def joined(one: Relation, other: Relation) -> Relation:
         if x.kind is Kind.SAME and x.is_plain:
             if y.is_plain or (y.is_mean and y.kind in (Kind.SAME, Kind.SUM)):
                 return y.of_elements()
-            if _is_count(y) and x.number is not None and abs(x.number) <= _EPSILON:
+            if _is_count(y) and x.number is not None and abs(x.number) <= EPSILON:
                 return dataclasses.replace(y, bounded=True)
     raise Refused("mixed")
 

@@ -1,0 +1,52 @@
+"""Parts of a batch with nothing to divide their sum by, which has a part in that of the batch all the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from reference import mesh_of
+
+SLOW = pytest.mark.slow
+
+
+def boxes_loss(params, batch):
+    """As in detection: a loss of all examples over the number of boxes, which most devices have none of."""
+    boxes = (batch["tokens"][:, 0] < 5).sum()
+    errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+    return 2 * errors.sum() / boxes, {"boxes": boxes}
+
+
+def regularized(params, batch):
+    loss, aux = boxes_loss(params, batch)
+    add = jax.jit(lambda loss: 0.1 * jnp.square(params["head"]["kernel"]).sum() + loss)
+    return add(loss) - params["head"]["bias"].sum(), aux
+
+
+def run(loss_fn, batch, **fields):
+    return reference.run_zero(loss_fn, optax.sgd(0.01), [batch], mesh=mesh_of("8"), num_microbatches=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "fields"),
+    [
+        (regularized, {"stage": 1}),
+        pytest.param(boxes_loss, {"stage": 0}, marks=SLOW),
+        pytest.param(boxes_loss, {"stage": 1, "loss_weight": "boxes"}, marks=SLOW),
+        pytest.param(regularized, {"stage": 3}, marks=SLOW),
+    ],
+)
+def test_parts_whose_divisor_is_zero(loss_fn, fields):
+    batch = reference.make_batch(0)
+    state, (metrics,) = run(loss_fn, batch, **fields)
+    params, _, (loss,) = reference.run_plain(lambda *args: loss_fn(*args)[0], optax.sgd(0.01), [batch])
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_a_batch_whose_divisor_is_zero_has_no_finite_loss():
+    batch = reference.make_batch(0)
+    _, (metrics,) = run(boxes_loss, batch | {"tokens": np.maximum(batch["tokens"], 5)}, stage=1)
+    assert np.isinf(metrics.loss) and metrics.skipped

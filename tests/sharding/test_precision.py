@@ -281,3 +281,21 @@ def test_policies_print_their_dtypes():
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("fields", [dict(stage=1, num_microbatches=2), dict(stage=3)], ids=str)
+def test_strict_promotion_of_dtypes_is_for_the_users_code(fields):
+    """`jax_numpy_dtype_promotion="strict"` refuses bfloat16 beside float32, which sums are in."""
+
+    def loss_fn(params, batch):
+        return jnp.square(batch["x"] @ params["w"]).mean()
+
+    params, batch = {"w": np.ones((8, 64), np.float32)}, {"x": np.ones((8, 8), np.float32)}
+    with jax.numpy_dtype_promotion("strict"):
+        state, step = reference.make_trainer(
+            loss_fn, optax.sgd(0.1), mesh=mesh_of("4"), params=params, precision="bf16", **fields
+        )
+        config = reference.make_config(stage=fields["stage"], precision="bf16")
+        metrics = zero.make_eval_step(loss_fn, mesh=mesh_of("4"), config=config)(state, batch)
+        state, stepped = step(state, batch)
+    assert metrics.loss == stepped.loss == 64

@@ -29,6 +29,7 @@ from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
+from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import init_loss_scale, resolve_precision
 from zero_jax.training import TrainState, ZeroConfig, abstract_state, init_state
 
@@ -121,7 +122,8 @@ def restore(
     while untried := [number for number in steps if number not in problems and step in (None, number)]:
         candidate = untried[-1]
         try:
-            record, state = attempt.load_step(step_path(directory, candidate))
+            with on_mesh(mesh):
+                record, state = attempt.load_step(step_path(directory, candidate))
         except CheckpointError as error:
             problems[candidate] = str(error)
             if step is None:

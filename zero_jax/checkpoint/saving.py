@@ -27,6 +27,7 @@ from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.folder_lock import FolderInUse, FolderLock
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.tree import shown
+from zero_jax.sharding.mesh import on_mesh
 from zero_jax.training import NonfiniteState, TrainState, nonfinite_leaves
 
 Log = Callable[[str], None]
@@ -168,8 +169,9 @@ class Checkpointer:
         self.take()
         started = time.perf_counter()
         mesh = state.step.sharding.mesh  # type: ignore[union-attr]
-        encoded = encode_state(state, mesh=mesh)
-        if nonfinite := nonfinite_leaves(state, mesh=mesh):
+        with on_mesh(mesh):
+            encoded, nonfinite = encode_state(state, mesh=mesh), nonfinite_leaves(state, mesh=mesh)
+        if nonfinite:
             if not allow_nonfinite:
                 raise NonfiniteState(step, nonfinite)
             extra = {**(extra or {}), "nonfinite_leaves": nonfinite}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -179,6 +180,37 @@ def batch_sharding(mesh: Mesh, axes: Axes | None = None) -> NamedSharding:
     if axes is not None and not isinstance(axes, Axes):
         raise ValueError(f"axes={shown(axes)}: leave it out, or give what `axes_of(mesh)` returns")
     return NamedSharding(mesh, PartitionSpec((axes or axes_of(mesh)).batch))
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Any) -> Iterator[None]:
+    """Makes a mesh that of `jax.set_mesh` for what is called inside, if the user has set one, which may be another.
+
+    Raises:
+      ValueError: within a function that is traced for another mesh whose axes are Explicit: its arrays are typed so.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    context = contextlib.nullcontext() if current.empty else _set_mesh(mesh)
+    if context is None and AxisType.Explicit in current.axis_types and current != mesh.abstract_mesh:
+        raise ValueError(
+            f"jax.set_mesh has set the mesh {_typed(current)}, and this is for {_typed(mesh)}: "
+            "set that mesh, as in jax.set_mesh(mesh), or none, around the function that this is called in"
+        )
+    with context or contextlib.nullcontext():
+        yield
+
+
+def _set_mesh(mesh: Any) -> contextlib.AbstractContextManager[None] | None:
+    """Sets a mesh until the end of the context returned; returns None within a traced function, where JAX cannot."""
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError:
+        return None
+
+
+def _typed(mesh: Any) -> str:
+    axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in axes)
 
 
 def make_mesh(

@@ -162,12 +162,14 @@ def promoted(*dtypes: Any) -> Any:
     """Returns the dtype that JAX promotes to.
 
     JAX promotes floats of 8 bits and fewer to no other dtype. They stand for bfloat16 here, which has all their values.
+    The user's `jax_numpy_dtype_promotion="strict"` is for the user's own code.
     """
     if len(set(map(jnp.dtype, dtypes))) == 1:
         return jnp.dtype(dtypes[0])
     is_small = [jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1 for dtype in dtypes]
     wide = (jnp.bfloat16 if small else dtype for dtype, small in zip(dtypes, is_small, strict=True))
-    return functools.reduce(jnp.promote_types, wide)
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, wide)
 
 
 def wide(dtype: Any) -> Any:

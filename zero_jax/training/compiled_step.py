@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.device_put import wait_on_cpu
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.tree import PyTree, check_arrays, leaf_names, with_shapes
-from zero_jax.sharding.mesh import Axes
+from zero_jax.sharding.mesh import Axes, on_mesh
 from zero_jax.training.evaluation import Metrics, shard_batch
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
@@ -39,12 +39,13 @@ class TrainStep:
         Raises:
           ValueError: a batch that does not divide, or a state that was already donated.
         """
-        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
-        check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
-        check_no_leaf_twice(state)
-        compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
-        state, metrics = compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
-        return state, wait_on_cpu(metrics, self.program.mesh)
+        with on_mesh(self.program.mesh):
+            batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+            check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
+            check_no_leaf_twice(state)
+            compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
+            state, metrics = compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
+            return state, wait_on_cpu(metrics, self.program.mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
         """Lowers the step for arrays or `ShapeDtypeStruct`s; `.compile()` gives the program."""
@@ -57,7 +58,8 @@ class TrainStep:
             ),
             batch,
         )
-        return self.jitted(state).lower(state, shapes)
+        with on_mesh(self.program.mesh):
+            return self.jitted(state).lower(state, shapes)
 
     def jitted(self, state: PyTree) -> Any:
         """Returns the `jax.jit` function for states of this structure."""
@@ -93,10 +95,11 @@ class TrainStep:
         optimizer freezes are zeros. `zero.read_leaf` gathers one of them. To change the gradients of a step, chain an
         optax transformation before the optimizer.
         """
-        batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
-        check_not_donated(state)
-        checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
-        return self._grads(state, batch)
+        with on_mesh(self.program.mesh):
+            batch = shard_batch(batch, mesh=self.program.mesh, axes=self.axes)
+            check_not_donated(state)
+            checked_placement(state, self.program.tx, mesh=self.program.mesh, config=self.program.config)
+            return self._grads(state, batch)
 
     @functools.cached_property
     def _grads(self) -> Any:

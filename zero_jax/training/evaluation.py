@@ -18,7 +18,7 @@ from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import Variables, as_variables
-from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.precision import wide
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, user_loss
 from zero_jax.training.model_inputs import cast_batch
@@ -111,7 +111,8 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
             variables = Variables(params=variables.params)
         check_not_donated(variables)  # running with a deleted buffer may end the process
         is_nested = any(map(is_traced, jax.tree.leaves((variables, batch))))
-        return wait_on_cpu(jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes)), mesh)
+        with on_mesh(mesh):
+            return wait_on_cpu(jitted(is_nested)(variables, shard_batch(batch, mesh=mesh, axes=axes)), mesh)
 
     return evaluate
 

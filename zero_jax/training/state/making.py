@@ -17,11 +17,12 @@ from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
 from zero_jax.core.tree import PyTree, check_arrays, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined
+from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
 from zero_jax.training.optimizer.update import init_opt_state
 from zero_jax.training.state.placement import Placement, make_placement, new_grad_errors, train_state_shardings
 from zero_jax.training.state.train_state import TrainState, trainable
-from zero_jax.training.zero_config import ZeroConfig
+from zero_jax.training.zero_config import ZeroConfig, check_config
 
 
 def _build_state(
@@ -70,10 +71,12 @@ def abstract_state(
     """
     key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
-    variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
-    check_optimizer(tx)
-    placement = make_placement(variables, mesh=mesh, config=config)
-    state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
+    check_config(config).axes_of(mesh)
+    with on_mesh(mesh):
+        variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
+        check_optimizer(tx)
+        placement = make_placement(variables, mesh=mesh, config=config)
+        state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
     shardings = train_state_shardings(state, placement)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
@@ -133,9 +136,10 @@ def init_state(
     placement = make_placement(shapes.variables, mesh=mesh, config=config)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     build, initial = _init_program(make, init_fn, tx, shapes, placement)
-    state = build(initial, put_global(key, NamedSharding(mesh, PartitionSpec())))
-    # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
-    params = jax.tree.map(reshard_array, state.params, shardings.params)
+    with on_mesh(mesh):
+        state = build(initial, put_global(key, NamedSharding(mesh, PartitionSpec())))
+        # Whole params are gathered leaf by leaf: in one program XLA would hold all of them twice.
+        params = jax.tree.map(reshard_array, state.params, shardings.params)
     return dataclasses.replace(state, params=params)
 
 

@@ -24,7 +24,7 @@ from zero_jax.core.signatures import check_arguments, check_callable
 from zero_jax.core.tree import PyTree, eval_shapes
 from zero_jax.core.variables import variable_names
 from zero_jax.sharding.chains import Chain, reshard
-from zero_jax.sharding.mesh import Axes, axes_of, axis_size
+from zero_jax.sharding.mesh import Axes, axes_of, axis_size, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.sharding.quantized import PLAIN, Formats, Quantize, check_quantize
 from zero_jax.sharding.spec import Dims, carries, named
@@ -143,7 +143,8 @@ def gather_report(fn: Callable[..., Any], specs: PyTree, *args: Any, mesh: Mesh,
     """
     events: list[GatherEvent | WideUse] = []
     transformed = gather_on_use(fn, specs, mesh=mesh, **options)
-    eval_shapes(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
+    with on_mesh(mesh):
+        eval_shapes(functools.partial(transformed.__wrapped_with_events__, events), *args)  # type: ignore[attr-defined]
     return GatherReport(
         events=tuple(event for event in events if isinstance(event, GatherEvent)),
         wide=tuple(dict.fromkeys(event for event in events if isinstance(event, WideUse))),
@@ -170,7 +171,8 @@ def _transform(fn: Callable[..., Any], specs: PyTree, options: Options) -> Calla
 
     @functools.wraps(fn)
     def transformed(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-        return run(None, params, *args, **kwargs)
+        with on_mesh(options.mesh):
+            return run(None, params, *args, **kwargs)
 
     transformed.__wrapped_with_events__ = run  # type: ignore[attr-defined]
     return transformed

@@ -21,7 +21,7 @@ from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import trace_call
 from zero_jax.core.signatures import check_arguments, check_callable, place_of
 from zero_jax.core.tree import PyTree, eval_shapes
-from zero_jax.sharding.mesh import Axes, axes_of
+from zero_jax.sharding.mesh import Axes, axes_of, on_mesh
 from zero_jax.sharding.model_specs import dims_of_each
 from zero_jax.transforms.remat.policies import POLICIES, Remat, resolve_remat
 from zero_jax.transforms.remat.regions import RematSetting
@@ -102,7 +102,8 @@ def remat_report(
     check_callable("loss_fn", loss_fn, remedy=_FUNCTION)
     setting = RematSetting(remat=resolve_remat(remat), mesh=mesh, axes=axes or axes_of(mesh), batch_sizes=frozenset())
     log = Log([], [], measure=True)
-    eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)
+    with on_mesh(mesh):
+        eval_shapes(lambda params, *args: _transform(loss_fn, setting, specs, log, params, args, {}), params, *args)
     return RematReport(remat=setting.remat, regions=tuple(log.rows), left=tuple(dict.fromkeys(log.left)))
 
 

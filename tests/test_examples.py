@@ -122,7 +122,7 @@ def test_trainer_with_own_model_resumes(tmp_path):
 
 @pytest.mark.slow
 def test_adapters_learn_to_answer():
-    printed = run(FINETUNING, "--steps", "20", num_devices=8)
+    printed = run(FINETUNING, "--steps", "10", num_devices=8)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     base, adapters = losses[:6], losses[6:]
     assert len(adapters) == 6 and base[-1] < 0.8 * base[0] and adapters[-1] < adapters[0], printed

@@ -401,3 +401,23 @@ def test_one_device_of_the_model_axis_changes_nothing():
 def test_places_that_do_not_fit(shape, kind, message):
     with pytest.raises(ValueError, match=message):
         sequence_parallel(mesh_of("2x4"))(jnp.ones(shape), kind)
+
+
+def shuffled_loss(params, batch):
+    """Features over `model` change places, as in a channel shuffle."""
+    x = batch["x"] @ params["up"]
+    x = x.reshape(len(x), 2, -1).swapaxes(1, 2).reshape(x.shape)
+    return jnp.square(jnp.tanh(x) @ params["down"] - batch["y"]).mean()
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
+def test_features_that_change_places(stage):
+    """XLA takes the shards of one place for those of another where a gradient goes to them at once."""
+    up, down, x, y = jax.random.normal(jax.random.key(0), (4, 16, 8))
+    params, batch = {"up": up.T, "down": down}, {"x": x, "y": y}
+    mesh, tx, specs = mesh_of("2x4"), optax.sgd(0.1), {"up": P(None, "model"), "down": P("model")}
+    config = zero.ZeroConfig(stage=stage, precision="fp32", min_shard_size=0, param_specs=specs)
+    state = zero.init_state(lambda _: params, tx, jax.random.key(0), mesh=mesh, config=config)
+    state, _ = zero.make_train_step(shuffled_loss, tx, mesh=mesh, config=config)(state, batch)
+    wanted = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(shuffled_loss)(params, batch))
+    assert_close(state.params, wanted, tolerance=FLOAT32)

@@ -59,8 +59,8 @@ def largest_loss(params, batch):
     return loss_fn(params, batch), {"largest": batch["targets"].max()}
 
 
-LOSSES = [(mixing_loss, 2)]
-FURTHER = [(loss_fn, 2), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (drawing_loss, 1)]
+LOSSES = [(loss_fn, 2)]
+FURTHER = [(mixing_loss, 1), (aux_loss, 1), (aux_loss, 2), (largest_loss, 2), (drawing_loss, 1)]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def check(name, stage, num_microbatches=1):
         assert norm(new - wanted) <= FLOAT32 * norm(wanted - old) + 2 * EPSILON * norm(old)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name, stage):
     check(name, stage)

@@ -61,9 +61,10 @@ def whole(options: Options, value: Lazy, *roots: Any, dtype: Any = None, pin: bo
         )
         with gather_scope(value.path):
             array = reshard(array, forward=gathering(options, value, array.shape), backward=backward)
-        if pin:
-            backward = Chain((named(options.mesh, without(value.shard, options.axes.data)),))
-            array = reshard(array, forward=Chain(), backward=backward)
+        of_model = without(value.shard, options.axes.data)
+        # Sharded over `model` first: XLA takes the shards of features that were permuted for others (xla_faults.md).
+        if pin or any(of_model):
+            array = reshard(array, forward=Chain(), backward=Chain((named(options.mesh, of_model),)))
     return value.widened(array) if dtype is None else array
 
 

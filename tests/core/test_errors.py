@@ -250,6 +250,26 @@ def test_state_errors(tx, fields, message):
         step(host_params(), make_batch())
 
 
+def test_a_state_on_other_devices_is_told_by_their_numbers():
+    config, tx = reference.make_config(stage=1), optax.adam(0.01)
+    step = zero.make_train_step(loss_fn, tx, mesh=zero.make_mesh(devices=jax.devices()[4:]), config=config)
+    with pytest.raises(ValueError, match=r"of devices 0, 1, 2, 3, and the step was made for .* of devices 4, 5, 6, 7"):
+        step(stage_1_state(), make_batch())
+
+
+def test_disable_jit_is_named():
+    config, tx = reference.make_config(stage=3), optax.adam(0.01)
+    with jax.disable_jit(), pytest.raises(ValueError, match=r"jax\.disable_jit is on"):
+        state = zero.init_state(host_params(), tx, jax.random.key(0), mesh=mesh_of("4"), config=config)
+        zero.make_train_step(loss_fn, tx, mesh=mesh_of("4"), config=config)(state, make_batch())
+
+
+def test_an_abstract_mesh_has_no_devices():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    with pytest.raises(ValueError, match="AbstractMesh, which has no devices"):
+        zero.shard_batch(make_batch(), mesh=mesh)
+
+
 def test_state_can_be_moved_as_the_error_says():
     config = reference.make_config(stage=3)
     shardings = zero.state_shardings(stage_1_state(), mesh=mesh_of("8"), config=config)

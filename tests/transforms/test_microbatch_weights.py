@@ -1,4 +1,4 @@
-"""Parts of a batch with nothing to divide their sum by, which has a part in that of the batch all the same."""
+"""Parts of a batch that have nothing, or next to nothing, to divide their sum by."""
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,13 @@ def regularized(params, batch):
     return add(loss) - params["head"]["bias"].sum(), aux
 
 
+def weighed_loss(params, batch):
+    """By weights so small that the epsilon is a part of their sum, which counts once in the batch."""
+    weights = 1e-3 * jnp.abs(batch["targets"]).mean(-1)
+    errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+    return (weights * errors).sum() / (weights.sum() + 1e-5), {"boxes": weights.sum()}
+
+
 def run(loss_fn, batch, **fields):
     return reference.run_zero(loss_fn, optax.sgd(0.01), [batch], mesh=mesh_of("8"), num_microbatches=2, **fields)
 
@@ -32,12 +39,14 @@ def run(loss_fn, batch, **fields):
     ("loss_fn", "fields"),
     [
         (regularized, {"stage": 1}),
+        pytest.param(weighed_loss, {"stage": 1}, marks=SLOW),
+        pytest.param(weighed_loss, {"stage": 3}, marks=SLOW),
         pytest.param(boxes_loss, {"stage": 0}, marks=SLOW),
         pytest.param(boxes_loss, {"stage": 1, "loss_weight": "boxes"}, marks=SLOW),
         pytest.param(regularized, {"stage": 3}, marks=SLOW),
     ],
 )
-def test_parts_whose_divisor_is_zero(loss_fn, fields):
+def test_parts_with_little_to_divide_by(loss_fn, fields):
     batch = reference.make_batch(0)
     state, (metrics,) = run(loss_fn, batch, **fields)
     params, _, (loss,) = reference.run_plain(lambda *args: loss_fn(*args)[0], optax.sgd(0.01), [batch])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.jaxprs import is_on_host
 
@@ -20,7 +20,11 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Places a host or device array as `jax.device_put` does, also on the devices of other processes.
 
     With several processes each has the same value, of which it puts its own devices' shards.
+
+    Raises:
+      ValueError: the mesh is abstract: it has no devices.
     """
+    check_has_devices(sharding.mesh)
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array):
@@ -32,6 +36,15 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
             return jax.jit(wrap, out_shardings=sharding)(put_global(jax.random.key_data(x), replicated))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def check_has_devices(mesh: Any) -> None:
+    """Raises `ValueError` for an abstract mesh."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} is a jax.sharding.AbstractMesh, which has no devices to put arrays on: "
+            "give a mesh of devices, as of zero.make_mesh() (zero.abstract_state takes an abstract one)"
+        )
 
 
 def reshard_array(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zero_jax.core.device_put import to_device, wait_on_cpu
+from zero_jax.core.device_put import check_has_devices, to_device, wait_on_cpu
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
@@ -126,7 +126,7 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
       axes: the roles of its axes, if not by their names.
 
     Raises:
-      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array.
+      ValueError: a leaf whose leading dim does not divide over the batch axes, or that is no array; an abstract mesh.
     """
     check_arguments(axes=axes)
     axes = axes or axes_of(mesh)
@@ -138,6 +138,7 @@ def shard_batch(batch: PyTree, *, mesh: Mesh, axes: Axes | None = None) -> PyTre
             return lax.with_sharding_constraint(x, sharding)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
+        check_has_devices(mesh)
         if jax.process_count() > 1 and not (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         return jax.device_put(x, sharding)

@@ -39,16 +39,18 @@ class PartWeight(NamedTuple):
       count: what the loss is a mean over, such as a number of tokens: 0 for an empty part.
       divisor: what the loss is divided by: `count`, or the bound if it is larger.
       bound: the bound; minus infinity where there is none.
+      epsilon: what is added to them in `divisor`, to avoid 0 / 0.
     """
 
     count: Any
     divisor: Any
     bound: Any = -np.inf
+    epsilon: Any = 0.0
 
     def joined(self) -> PartWeight:
         """Returns the weight of all parts together."""
-        count, bound = jnp.sum(self.count), jnp.max(self.bound)
-        return PartWeight(count, jnp.maximum(count, bound), bound)
+        count, bound, epsilon = jnp.sum(self.count), jnp.max(self.bound), jnp.max(self.epsilon)
+        return PartWeight(count, jnp.maximum(count, bound) + epsilon, bound, epsilon)
 
 
 def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedFunction:
@@ -61,17 +63,21 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
     """
 
     def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        one, unbounded = (jaxprs.literal(np.float32(x)) for x in (1, -np.inf))
-        weight = PartWeight(one, one, unbounded)
+        one, unbounded, nothing = (jaxprs.literal(np.float32(x)) for x in (1, -np.inf, 0))
+        weight = PartWeight(one, one, unbounded, nothing)
         closed = _without_duplicates(closed, num_params=len(jax.tree.leaves(args[0])))
         if loss_weight == "auto":
             closed, found = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
-            weight = weight if found is None else found._replace(bound=found.bound or unbounded)
+            weight = (
+                weight
+                if found is None
+                else found._replace(bound=found.bound or unbounded, epsilon=found.epsilon or nothing)
+            )
         opened, _ = jaxprs.open_jaxpr(closed)
         loss, (aux, model_state) = jax.tree.unflatten(jax.tree.structure(out_shape), opened.outvars)
         if loss_weight not in ("auto", None):
             named = _named(aux, loss_weight)
-            weight = PartWeight(named, named, unbounded)
+            weight = PartWeight(named, named, unbounded, nothing)
         results, tree = jax.tree.flatten((loss, (aux, model_state, weight)))
         return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
@@ -95,7 +101,7 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
         if any(env[var].divisor for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars):
             opened, consts = jaxprs.open_jaxpr(flattened(opened, consts))  # terms are added in a nested `jit`
             found = _quotients(opened, num_params, env).divisor
-        count, divisor, _ = opened.outvars[-3:]
+        count, divisor, *_ = opened.outvars[-len(PartWeight._fields) :]
         casts = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name == "convert_element_type"}
         is_weight = found is not None and _origin(found.count, casts) is _origin(count, casts)
         if found is None or found.bound is not None or not is_weight or divisor is not count:
@@ -103,8 +109,8 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
         division = _NonzeroDivision(found.count, env)
 
         def function(*arrays: Any) -> list[Any]:
-            *results, divisor, bound = evaluate(opened, consts, arrays, division.equation)
-            return [*results, _nonzero(divisor), bound]
+            *results, divisor, bound, epsilon = evaluate(opened, consts, arrays, division.equation)
+            return [*results, _nonzero(divisor), bound, epsilon]
 
         return trace_flat(function, [var.aval for var in opened.invars]), out_shape
 
@@ -238,17 +244,26 @@ def _quotients(opened: Any, num_params: int, env: dict[Any, _Quotient]) -> _Quot
 
 
 @dataclasses.dataclass(frozen=True)
+class _Bounded:
+    """The count in a divisor, and what it is bounded by and added to it; None for nothing."""
+
+    count: Any
+    bound: Any = None
+    epsilon: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Quotient:
     """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
-    `bounded` has the count and the bound of a value such as `jnp.maximum(mask.sum(), 1)`. A term that is added to such
+    `bounded` is that of a value such as `jnp.maximum(mask.sum(), 1) + 1e-6`. A term that is added to such
     a mean counts by the count alone, or parts below the bound would add too much of it: the divisor is the count then.
     """
 
     of_params: bool = False
     of_batch: bool = False
     divisor: PartWeight | None = None
-    bounded: tuple[Any, Any] | None = None
+    bounded: _Bounded | None = None
 
 
 class _Quotients(Pass[_Quotient]):
@@ -265,8 +280,8 @@ class _Quotients(Pass[_Quotient]):
         if name == "div" and eqn.outvars[0].aval.ndim == 0:
             above, below = operands
             if above.of_params and below.of_batch and not below.of_params:
-                count, bound = below.bounded or (eqn.invars[1], None)
-                divisor = PartWeight(count, eqn.invars[1], bound)
+                found = below.bounded or _Bounded(eqn.invars[1])
+                divisor = PartWeight(found.count, eqn.invars[1], found.bound, found.epsilon)
         elif name in _KEEP_WEIGHT:
             quotients = [x.divisor for x in operands if x.divisor is not None]
             if name in ("add", "sub") and len(quotients) == 2 and quotients[0] == quotients[1]:
@@ -276,18 +291,21 @@ class _Quotients(Pass[_Quotient]):
                 if divisor.bound is not None and name in ("add", "sub"):
                     divisor = divisor._replace(divisor=divisor.count)
         if name in ("max", "add") and num_of_batch == 1:
-            (x, atom), (_, bound) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
-            # An epsilon that is added does not count beside a bound.
-            is_epsilon = jaxprs.is_literal(bound) and abs(bound.val) <= EPSILON
-            bounded = x.bounded if name == "max" or is_epsilon else None
-            if name == "max":
-                bounded = (atom, bound) if bounded is None else (bounded[0], _larger(bounded[1], bound))
+            (x, atom), (_, other) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
+            bounded = _bounded_by(name, x.bounded or _Bounded(atom), other)
         elif name == "convert_element_type":
             bounded = operands[0].bounded
         of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
         return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)
 
 
-def _larger(one: Any, other: Any) -> Any:
-    """Returns the larger of two bounds, the first if they are no literals."""
-    return other if all(map(jaxprs.is_literal, (one, other))) and other.val > one.val else one
+def _bounded_by(name: str, value: _Bounded, other: Any) -> _Bounded | None:
+    """Returns a divisor with another bound, or with an epsilon after its bounds; None if it has a form of its own."""
+    literal = jaxprs.is_literal(other)
+    if name == "add":
+        is_epsilon = literal and value.epsilon is None and abs(other.val) <= EPSILON
+        return dataclasses.replace(value, epsilon=other) if is_epsilon else None
+    if value.bound is None:
+        return dataclasses.replace(value, bound=other) if value.epsilon is None else None
+    is_larger = literal and jaxprs.is_literal(value.bound) and other.val > value.bound.val
+    return dataclasses.replace(value, bound=other) if is_larger else value

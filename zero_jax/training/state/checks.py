@@ -72,6 +72,11 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf):
         return leaf
     if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if jax.config.jax_disable_jit:
+            raise ValueError(
+                "jax.disable_jit is on, and only jax.jit shards arrays: make and run the step without it "
+                "(jax.debug.print and jax.debug.breakpoint look into a step)"
+            )
         raise ValueError(
             f"leaf {name!r} of the state is sharded as {_shown(leaf.sharding)}, "
             f"and the step was made for {_shown(sharding)}: "
@@ -82,8 +87,11 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
 
 
 def _shown(sharding: Any) -> str:
-    is_named = isinstance(sharding, NamedSharding)
-    return f"{sharding.spec} of the mesh {dict(sharding.mesh.shape)}" if is_named else str(sharding)
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    ids = [device.id for device in sharding.mesh.devices.flat]
+    devices = ", ".join(map(str, ids)) if len(ids) <= 8 else f"{', '.join(map(str, ids[:8]))}, ..."
+    return f"{sharding.spec} of the mesh {dict(sharding.mesh.shape)} of devices {devices}"
 
 
 def _array_types(leaves: Sequence[Any]) -> set[type]:

@@ -175,8 +175,9 @@ class _Traces:
         inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
         inputs += [SAME] * len(jax.tree.leaves(self.key))
         loss, *rest = TraceComparison(num_parts, factor * num_blocks).run(*traces, inputs)
-        weight, aux = PartWeight(*rest[:3]), rest[3:]
-        avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[4:]]
+        num = len(PartWeight._fields)
+        weight, aux = PartWeight(*rest[:num]), rest[num:]
+        avals = [atom.aval for atom in jaxprs.open_jaxpr(traces[0])[0].outvars[1 + num :]]
         if with_aux and not all(
             _combines(x, weight, aval, size=factor * size) for x, aval in zip(aux, avals, strict=True)
         ):

@@ -72,7 +72,7 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) or is_traced(leaf):
         return leaf
     if is_array(leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-        if jax.config.jax_disable_jit:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError(
                 "jax.disable_jit is on, and only jax.jit shards arrays: make and run the step without it "
                 "(jax.debug.print and jax.debug.breakpoint look into a step)"
@@ -89,7 +89,7 @@ def _placed(name: str, leaf: Any, sharding: NamedSharding, dtype: Any) -> Any:
 def _shown(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
-    ids = [device.id for device in sharding.mesh.devices.flat]
+    ids = [device.id for device in sharding.mesh.devices.flat]  # type: ignore[union-attr]
     devices = ", ".join(map(str, ids)) if len(ids) <= 8 else f"{', '.join(map(str, ids[:8]))}, ..."
     return f"{sharding.spec} of the mesh {dict(sharding.mesh.shape)} of devices {devices}"
 

@@ -30,7 +30,7 @@ FACTORS = {
     "precision": ("fp32", "bf16", "scaled"),
     "num_microbatches": (1, 2),
     "clip_norm": (None, 0.05),
-    "framework": ("dict", "dict loop", "linen", "linen loop", "nnx", "nnx loop"),
+    "framework": ("dict", "dict loop", "linen loop", "nnx"),
     "own_checkpoint": (False, True),
 }
 ROWS = covering_array(FACTORS)

@@ -30,4 +30,6 @@ def test_quantized_gradients_move_what_the_formula_says(fields):
         assert feedback["networks"] == networks
         assert feedback["memory"].by_group["grad_errors"] > 0
     quantized = "dcn" if "quantize_grads_over" in fields else "ici"
-    assert networks[quantized][0] < (0.52 if quantized == "dcn" else 0.7) * plain[quantized][0]
+    # Inside, without quantization, 1.11 times the formula is sent beside an axis of the model.
+    assert networks[quantized][0] < (0.52 if quantized == "dcn" else 0.8) * plain[quantized][0]
+    assert plain["ici"][0] <= 1.12 * plain["ici"][1]

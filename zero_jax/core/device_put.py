@@ -24,7 +24,7 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
     Raises:
       ValueError: the mesh is abstract: it has no devices.
     """
-    check_has_devices(sharding.mesh)
+    check_has_devices(getattr(sharding, "mesh", None))  # one device is no mesh
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array):

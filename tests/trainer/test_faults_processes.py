@@ -183,6 +183,7 @@ def test_two_processes_give_the_losses_of_one(kept_programs, tmp_path, unbroken_
     ("fault", "reason"),
     [
         ("one of two killed", "process 1 of 2 was ended by SIGKILL: out of memory? after"),
+        ("one of two raises", "process 1 of 2 ended with status 1 after"),
     ],
 )
 def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
@@ -213,11 +214,15 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_saves_in_both_and_both_go_on(kept_programs, tmp_path, unbroken_8):
+@pytest.mark.parametrize("to", ["launcher", "one of two"])
+def test_a_signal_saves_in_both_and_both_go_on(to, kept_programs, tmp_path, unbroken_8):
     process = pair(kept_programs, "slow", tmp_path)
     faults.wait_for(step_folder(tmp_path, 4), 120)
-    word = json.loads((tmp_path / "runs/run/processes/process-1.json").read_text())
-    os.kill(word["pid"], signal.SIGTERM)
+    if to == "launcher":
+        process.send_signal(signal.SIGTERM)
+    else:
+        word = json.loads((tmp_path / "runs/run/processes/process-1.json").read_text())
+        os.kill(word["pid"], signal.SIGTERM)
     status, out, err = finish(process)
     assert status == 75, err
     step = int(re.search(r"stopping after step (\d+)", out)[1])

@@ -60,7 +60,7 @@ def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
     assert program.alias_bytes > 0.99 * formula  # all of it donated
 
 
-@pytest.mark.parametrize("model", ["loop", "linen loop", "nnx scanned"])
+@pytest.mark.parametrize("model", ["loop", "linen scanned", "linen loop", "nnx scanned", "nnx loop"])
 def test_frameworks_send_what_the_scanned_dict_model_sends(model):
     program = compile_step(V5P_16, 3, model=model, gpt_config=GPT_21M)
     assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3, gpt_config=GPT_21M).sent_bytes

@@ -23,7 +23,7 @@ from zero_jax.transforms.gather.transform import (
 )
 from zero_jax.transforms.low_rank.walk import AdaptedReport, WeightUse, evaluate_adapted
 from zero_jax.transforms.low_rank.weight import Weight, as_stored
-from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, weight_alone, with_weight
+from zero_jax.transforms.microbatch_weights import PartWeight, divided_by_nonzero, nonzero, weight_alone, with_weight
 from zero_jax.transforms.passthrough import is_contraction
 from zero_jax.transforms.propagation.alive import sources
 from zero_jax.transforms.propagation.kernels import Kernel, kernels

@@ -68,11 +68,8 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
         closed = _without_duplicates(closed, num_params=len(jax.tree.leaves(args[0])))
         if loss_weight == "auto":
             closed, found = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
-            weight = (
-                weight
-                if found is None
-                else found._replace(bound=found.bound or unbounded, epsilon=found.epsilon or nothing)
-            )
+            if found is not None:
+                weight = found._replace(bound=found.bound or unbounded, epsilon=found.epsilon or nothing)
         opened, _ = jaxprs.open_jaxpr(closed)
         loss, (aux, model_state) = jax.tree.unflatten(jax.tree.structure(out_shape), opened.outvars)
         if loss_weight not in ("auto", None):
@@ -110,7 +107,7 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
 
         def function(*arrays: Any) -> list[Any]:
             *results, divisor, bound, epsilon = evaluate(opened, consts, arrays, division.equation)
-            return [*results, _nonzero(divisor), bound, epsilon]
+            return [*results, nonzero(divisor), bound, epsilon]
 
         return trace_flat(function, [var.aval for var in opened.invars]), out_shape
 
@@ -129,7 +126,7 @@ class _NonzeroDivision:
         name = eqn.primitive.name
         if name == "div" and eqn.invars[1] is self.divisor:
             self.value = values[1]
-            values = [values[0], _nonzero(values[1])]
+            values = [values[0], nonzero(values[1])]
         elif name in ("add", "sub") and self.is_mean(eqn.outvars[0]):
             none = self.value == 0
             values = [
@@ -151,8 +148,9 @@ def _origin(atom: Any, casts: Mapping[Any, Any]) -> Any:
     return atom
 
 
-def _nonzero(divisor: jax.Array) -> jax.Array:
-    return jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)
+def nonzero(total: jax.Array) -> jax.Array:
+    """Returns a sum of weights to divide by: 1 where it is 0."""
+    return jnp.where(total == 0, 1, total)
 
 
 def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any) -> Callable[..., Any] | None:
@@ -245,11 +243,18 @@ def _quotients(opened: Any, num_params: int, env: dict[Any, _Quotient]) -> _Quot
 
 @dataclasses.dataclass(frozen=True)
 class _Bounded:
-    """The count in a divisor, and what it is bounded by and added to it; None for nothing."""
+    """The count in a divisor `max(count, bound) + epsilon`; the bound is a number, or an atom."""
 
     count: Any
-    bound: Any = None
-    epsilon: Any = None
+    bound: Any = -np.inf
+    epsilon: float = 0.0
+
+    def weight(self, divisor: Any) -> PartWeight:
+        """Returns the weight whose divisor is an atom; None for no bound or epsilon."""
+        literal = lambda x: jaxprs.literal(divisor.aval.dtype.type(x))  # noqa: E731
+        is_number, epsilon = isinstance(self.bound, float), literal(self.epsilon) if self.epsilon else None
+        bound = self.bound if not is_number else literal(self.bound) if self.bound > -np.inf else None
+        return PartWeight(self.count, divisor, bound, epsilon)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,11 +285,10 @@ class _Quotients(Pass[_Quotient]):
         if name == "div" and eqn.outvars[0].aval.ndim == 0:
             above, below = operands
             if above.of_params and below.of_batch and not below.of_params:
-                found = below.bounded or _Bounded(eqn.invars[1])
-                divisor = PartWeight(found.count, eqn.invars[1], found.bound, found.epsilon)
+                divisor = (below.bounded or _Bounded(eqn.invars[1])).weight(eqn.invars[1])
         elif name in _KEEP_WEIGHT:
             quotients = [x.divisor for x in operands if x.divisor is not None]
-            if name in ("add", "sub") and len(quotients) == 2 and quotients[0] == quotients[1]:
+            if name in ("add", "sub") and len(quotients) == 2 and quotients[0][:2] == quotients[1][:2]:
                 divisor = quotients[0]
             elif len(quotients) == 1 and num_of_batch == 1:
                 divisor = quotients[0]
@@ -292,20 +296,24 @@ class _Quotients(Pass[_Quotient]):
                     divisor = divisor._replace(divisor=divisor.count)
         if name in ("max", "add") and num_of_batch == 1:
             (x, atom), (_, other) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
-            bounded = _bounded_by(name, x.bounded or _Bounded(atom), other)
+            known = x.bounded or _Bounded(atom)
+            bounded = _with_bound(known, atom, other) if name == "max" else _with_epsilon(known, other)
         elif name == "convert_element_type":
             bounded = operands[0].bounded
         of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
         return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)
 
 
-def _bounded_by(name: str, value: _Bounded, other: Any) -> _Bounded | None:
-    """Returns a divisor with another bound, or with an epsilon after its bounds; None if it has a form of its own."""
-    literal = jaxprs.is_literal(other)
-    if name == "add":
-        is_epsilon = literal and value.epsilon is None and abs(other.val) <= EPSILON
-        return dataclasses.replace(value, epsilon=other) if is_epsilon else None
-    if value.bound is None:
-        return dataclasses.replace(value, bound=other) if value.epsilon is None else None
-    is_larger = literal and jaxprs.is_literal(value.bound) and other.val > value.bound.val
-    return dataclasses.replace(value, bound=other) if is_larger else value
+def _with_bound(known: _Bounded, atom: Any, other: Any) -> _Bounded:
+    """Returns the larger of a divisor, which is `atom`, and of another bound."""
+    if not jaxprs.is_literal(other) or not isinstance(known.bound, float):
+        return _Bounded(atom, other)
+    # max(max(count, a) + e, b) = max(count, a, b - e) + e
+    return dataclasses.replace(known, bound=max(known.bound, float(other.val) - known.epsilon))
+
+
+def _with_epsilon(known: _Bounded, other: Any) -> _Bounded | None:
+    """Returns a divisor to which a number is added; None if that is no epsilon."""
+    if not jaxprs.is_literal(other) or abs(other.val) > EPSILON:
+        return None
+    return dataclasses.replace(known, epsilon=known.epsilon + float(other.val))

@@ -322,7 +322,7 @@ def test_the_forward_pass_does_not_go_through_the_shards():
 
 def test_policies_compute_the_same():
     params, loss_fn, specs = model_of("dict scan own")
-    policies = ("own_sharded", "dots_offloaded")
+    policies = ("own_sharded", "dots_offloaded", "attention_sharded")
     got = placed(loss_fn, params, batch_of(), policies=policies, specs=specs, gathered=True)
     want = plain(loss_fn, params, batch_of())
     for policy, values in zip(policies, got, strict=True):
@@ -330,7 +330,7 @@ def test_policies_compute_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dict scan own", "nnx loop own"])
+@pytest.mark.parametrize("kind", ["dict scan", "dict scan own", "dict loop", "linen scan", "nnx loop own"])
 def test_every_policy_computes_the_same(kind):
     """Half of the policies on params that are gathered on use, the other half on params that lie whole over `data`."""
     params, loss_fn, specs = model_of(kind)

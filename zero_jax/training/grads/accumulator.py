@@ -23,7 +23,7 @@ from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum, PartWeight
+from zero_jax.transforms import DeviceSum, PartWeight, nonzero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,11 +375,6 @@ def _weighed_share(x: jax.Array, weight: jax.Array, total: jax.Array) -> jax.Arr
 @inline_jit
 def _add_weighed(total: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
     return total + _weigh(weight, x.astype(total.dtype)).astype(total.dtype)
-
-
-def nonzero(total: jax.Array) -> jax.Array:
-    """Returns a sum of weights to divide by: 1 where it is 0."""
-    return jnp.where(total == 0, 1, total)
 
 
 def outer(weights: jax.Array, x: jax.Array) -> jax.Array:

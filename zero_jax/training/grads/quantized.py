@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs, nonzero, outer
-from zero_jax.transforms import PartWeight, weight_alone
+from zero_jax.training.grads.accumulator import Accumulator, GradInputs, outer
+from zero_jax.transforms import PartWeight, nonzero, weight_alone
 
 
 def quantized_grads(

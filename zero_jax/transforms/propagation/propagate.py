@@ -208,7 +208,7 @@ class _Shardings(Pass[ValueSharding]):
             outs = self.call(eqn, sub.jaxpr, env)
         else:
             self.settle_inputs(eqn, env)
-            outs = self.evaluated(eqn, sub, [self.read(atom, env) for atom in eqn.invars])
+            outs = list(super().visit(eqn, env))
         made = [
             (var, self.local_bytes(var.aval, out) if out.varies and not is_on_host(var.aval) else 0.0)
             for var, out in zip(eqn.outvars, outs, strict=True)
@@ -217,23 +217,24 @@ class _Shardings(Pass[ValueSharding]):
         self.source, self.phase = source, phase
         return outs
 
-    def evaluated(self, eqn: Any, sub: Subcall | None, inputs: list[ValueSharding]) -> list[ValueSharding]:
+    def equation(self, eqn: Any, operands: list[ValueSharding]) -> list[ValueSharding]:
         """Returns the shardings of the results of a loop, of branches or of an operation."""
-        name, kind = eqn.primitive.name, None if sub is None else sub.kind
+        name, sub = eqn.primitive.name, subcall(eqn)
+        kind = None if sub is None else sub.kind
         if sub is not None and kind == "scan":
-            return self.loop(eqn, sub, inputs)
+            return self.loop(eqn, sub, operands)
         if sub is not None and kind == "while":  # its body counts once
-            return self.run(sub.jaxpr, inputs[sub.num_test_consts :])
+            return self.run(sub.jaxpr, operands[sub.num_test_consts :])
         if sub is not None and kind == "cond":
-            return self.branches(sub, inputs)
+            return self.branches(sub, operands)
         rule = RULES.get(name) or (merge if is_elementwise(eqn) else None)
         try:
-            outs = rule(self, eqn, inputs) if rule else self.opaque(eqn, inputs)
+            outs = rule(self, eqn, operands) if rule else self.opaque(eqn, operands)
         except (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
             # A form of the primitive that its rule does not know is no reason to have no estimate at all.
             self.give_up(f"the primitive {name!r} has a form that is not known: {type(error).__name__}: {error}")
-            outs = self.opaque(eqn, inputs)
-        return self.made_of(inputs, outs)
+            outs = self.opaque(eqn, operands)
+        return self.made_of(operands, outs)
 
     def made_of(self, inputs: Sequence[ValueSharding], outs: Sequence[ValueSharding]) -> list[ValueSharding]:
         """Marks results by what they were made of."""

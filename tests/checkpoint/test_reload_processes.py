@@ -1,6 +1,7 @@
 """Checkpoints of several processes: each writes its own shards, and any number of processes reads them."""
 
 import pathlib
+import shutil
 
 import pytest
 from processes import results_of
@@ -19,15 +20,22 @@ def assert_close(actual, expected, tolerance):
     assert actual == pytest.approx(expected, rel=tolerance)
 
 
-def test_two_processes_save_and_one_reloads(tmp_path):
-    first, second = start(2, 4, 3, tmp_path, "save")
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """A folder that two processes have saved to, and what they report."""
+    folder = tmp_path_factory.mktemp("saved-by-two")
+    return folder, start(2, 4, 3, folder, "save")
+
+
+def test_two_processes_save_and_one_reloads(saved_by_two):
+    folder, (first, second) = saved_by_two
     assert first["losses"] == second["losses"] and first["steps"] == second["steps"] == [2]
     assert first["failed"] == second["failed"] == 0
-    written = {path.name for path in (tmp_path / "step_00000002" / "state").glob("ocdbt.process_*")}
+    written = {path.name for path in (folder / "step_00000002" / "state").glob("ocdbt.process_*")}
     assert written == {"ocdbt.process_0", "ocdbt.process_1"}
-    (one,) = start(1, 8, 3, tmp_path, "load")
+    (one,) = start(1, 8, 3, folder, "load")
     assert_close(one["losses"], first["losses"], 1e-6)  # processes sum in another order
-    (four,) = start(1, 4, 3, tmp_path, "load")
+    (four,) = start(1, 4, 3, folder, "load")
     assert_close(four["losses"], first["losses"], 2e-5)
 
 
@@ -38,8 +46,8 @@ def test_one_process_saves_and_two_reload(tmp_path):
     assert_close(loaded[0]["losses"], saved["losses"], 1e-6)  # processes sum in another order
 
 
-def test_a_damaged_checkpoint_is_one_for_all_processes(tmp_path):
-    start(2, 4, 3, tmp_path, "save")
+def test_a_damaged_checkpoint_is_one_for_all_processes(saved_by_two, tmp_path):
+    shutil.copytree(saved_by_two[0], tmp_path, dirs_exist_ok=True)
     record = tmp_path / "step_00000002" / "record" / "metadata"
     record.write_text(record.read_text()[:-9])
     for result in start(2, 4, 3, tmp_path, "load"):

@@ -265,7 +265,7 @@ def test_disable_jit_is_named():
 
 
 def test_an_abstract_mesh_has_no_devices():
-    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match="AbstractMesh, which has no devices"):
         zero.shard_batch(make_batch(), mesh=mesh)
 

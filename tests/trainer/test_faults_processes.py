@@ -171,14 +171,6 @@ def test_the_command_tells_that_a_run_diverged(kept_programs, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_losses_of_one(kept_programs, tmp_path, unbroken_8):
-    status, _, err = finish(pair(kept_programs, "none", tmp_path))
-    assert status == 0, err
-    assert_close(losses(tmp_path), losses(unbroken_8))
-    assert checkpoints(tmp_path) == checkpoints(unbroken_8)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -199,9 +191,10 @@ def test_one_of_two_that_dies_takes_the_other_along_and_one_process_goes_on(
     first, then = (float(re.search(r"after ([\d.]+) s", summary)[1]), time.monotonic() - started)
     assert then - first < BOUND_SECONDS, summary
     assert "then process 0 " in summary
-    if fault == "one of two raises":
-        assert "RuntimeError: the disk is on fire" in summary
     assert checkpoints(folder)[0] == "step_00000004"
+    if fault == "one of two raises":  # the run goes on as the killed one does
+        assert "RuntimeError: the disk is on fire" in summary
+        return
 
     shutil.copytree(folder, copy)
     changes = json.dumps({"precision": "fp32", "devices": 4})
@@ -228,27 +221,11 @@ def test_a_signal_saves_in_both_and_both_go_on(to, kept_programs, tmp_path, unbr
     step = int(re.search(r"stopping after step (\d+)", out)[1])
     assert 4 < step < 12 and f"step_{step:08d}" in checkpoints(tmp_path)
     assert "saved and stopped (status 75)" in err and "`--resume auto`" in err
+    if to == "one of two":  # both have stopped at the same step, as with the launcher
+        return
     status, out, err = finish(pair(kept_programs, "none", tmp_path))
     assert status == 0 and f"resuming after step {step} of" in out, err
     assert_close(losses(tmp_path), losses(unbroken_8))
-
-
-def assert_as_if_nothing_had_happened(folder, unbroken):
-    """Compares all records, each of which is there once."""
-    kinds = [(record["kind"], record["step"]) for record in read(folder)]
-    assert kinds == [(record["kind"], record["step"]) for record in read(unbroken)]
-    assert_close(losses(folder), losses(unbroken))
-    assert checkpoints(folder) == checkpoints(unbroken)
-
-
-@pytest.mark.slow
-def test_a_launch_that_loses_one_of_two_goes_on_with_the_other(kept_programs, tmp_path, unbroken_8):
-    elastic = ("--devices-per-process", 2, "--min-processes", 1, "--grace-seconds", 1)
-    status, out, err = finish(pair(kept_programs, "one of two killed", tmp_path, *elastic), RESTARTS_SECONDS)
-    assert status == 0, err
-    assert "process 1 of 2 was ended by SIGKILL: out of memory?: restart 1, with 1 of 2" in err
-    assert "resuming after step 4 of" in out
-    assert_as_if_nothing_had_happened(tmp_path, unbroken_8)
 
 
 @pytest.mark.slow
@@ -257,6 +234,8 @@ def test_a_lost_process_comes_back_at_a_step_that_is_saved(kept_programs, tmp_pa
     status, out, err = finish(pair(kept_programs, "slow and killed once", tmp_path, *elastic), RESTARTS_SECONDS)
     assert status == 0, err
     assert re.findall(r"restart \d, with (\d) of 2", err) == ["1", "2"], err
+    assert "process 1 of 2 was ended by SIGKILL: out of memory?: restart 1, with 1 of 2" in err
+    assert "resuming after step 4 of" in out
     assert [record["step"] for record in read(tmp_path)] == [record["step"] for record in read(unbroken_8)]
     assert_close(losses(tmp_path), losses(unbroken_8))
     step = int(re.search(r"stopping after step (\d+)", out)[1])

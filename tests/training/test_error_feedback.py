@@ -88,6 +88,8 @@ CASES = {
     "remat": (dict(remat="full"), MESH),
 }
 FAST = {"stage 1"}
+# Without error feedback the sum drifts away, here in one program and in one of several reductions.
+DRIFTS = {"stage 1", "data, stage 1, microbatches"}
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
@@ -103,10 +105,11 @@ def test_the_sum_of_applied_gradients_follows_the_exact_one(name):
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, before))
     check_conserved(state, 10)
     assert drift(state, 10) < 0.25
-    plain, step = make(dataclasses.replace(quantize, error_feedback=False), mesh=mesh, **settings)
-    for _ in range(10):
-        plain, _ = step(plain, make_batch())
-    assert plain.grad_errors is None and drift(plain, 10) > 0.9  # each step drops the same
+    if name in DRIFTS:
+        plain, step = make(dataclasses.replace(quantize, error_feedback=False), mesh=mesh, **settings)
+        for _ in range(10):
+            plain, _ = step(plain, make_batch())
+        assert plain.grad_errors is None and drift(plain, 10) > 0.9  # each step drops the same
 
 
 @pytest.mark.slow

@@ -96,8 +96,9 @@ def axes_of(
             raise ValueError(f"the mesh has axes {names} and none called {name!r}{hint}")
         if mesh.axis_types[names.index(name)] != AxisType.Auto:
             raise ValueError(
-                f"the mesh axis {name!r} is of type {mesh.axis_types[names.index(name)]}, which jax.make_mesh gives "
-                "by default: make the mesh with zero.make_mesh, or with axis_types=(jax.sharding.AxisType.Auto, ...)"
+                f"the mesh axis {name!r} is of type {mesh.axis_types[names.index(name)]}, which is the default of "
+                "jax.make_mesh and of newer AbstractMeshes: make the mesh with zero.make_mesh, or with "
+                "axis_types=(jax.sharding.AxisType.Auto, ...)"
             )
     if not data:
         raise ValueError(

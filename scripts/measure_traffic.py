@@ -26,8 +26,8 @@ from zero_jax.core.text_tables import format_bytes
 from zero_jax.models import gpt, gpt_linen, gpt_nnx
 
 GPT_271M = gpt.PRESETS["gpt-271m"]
-# A smaller model of the same form: a third of the compile time.
-GPT_21M = dataclasses.replace(GPT_271M, vocab_size=16384, seq_len=512, d_model=512, num_heads=4)
+# A smaller model of the same form, which compiles in a third of the time.
+GPT_15M = dataclasses.replace(GPT_271M, vocab_size=4096, seq_len=128, d_model=512, num_heads=4)
 PSI_MOVED = {1: 2, 2: 2, 3: 3}
 
 

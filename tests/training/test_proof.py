@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'jax[tpu]'")
 
-from measure_traffic import GPT_21M, GPT_271M, PSI_MOVED, compile_by_hand, compile_step
+from measure_traffic import GPT_15M, GPT_271M, PSI_MOVED, compile_by_hand, compile_step
 
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 V5P_16, V5P_64 = "v5p:2x2x4", "v5p:4x4x4"
@@ -31,21 +31,21 @@ def assert_moves_params_well(program):
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])
 @pytest.mark.parametrize(("stage", "bound"), [(1, 1.08), (2, 1.08), (3, 1.00)])
 def test_traffic_is_at_the_ideal(topology, stage, bound):
-    program = compile_step(topology, stage, gpt_config=GPT_271M if topology == V5P_16 or stage == 3 else GPT_21M)
+    program = compile_step(topology, stage, gpt_config=GPT_271M if topology == V5P_16 else GPT_15M)
     assert program.ratio_to_ideal(PSI_MOVED[stage]) <= bound
     assert_moves_params_well(program)
 
 
 def test_a_program_compiled_as_for_a_run_sends_the_same():
     """The other programs of this file are compiled with less effort (`conftest.py`)."""
-    program = compile_step(V5P_16, 3, gpt_config=GPT_21M)
+    program = compile_step(V5P_16, 3, gpt_config=GPT_15M)
     jax.config.update("jax_optimization_level", "UNKNOWN")
-    assert compile_step.__wrapped__(V5P_16, 3, gpt_config=GPT_21M).sent_bytes == program.sent_bytes
+    assert compile_step.__wrapped__(V5P_16, 3, gpt_config=GPT_15M).sent_bytes == program.sent_bytes
 
 
 @pytest.mark.parametrize("topology", [V5P_16, V5P_64])
 def test_stage_1_communicates_once_for_four_microbatches(topology):
-    program = compile_step(topology, 1, num_microbatches=4, gpt_config=GPT_21M)
+    program = compile_step(topology, 1, num_microbatches=4, gpt_config=GPT_15M)
     assert program.ratio_to_ideal(2) <= 1.02
     assert_moves_params_well(program)
 
@@ -54,7 +54,7 @@ def test_stage_1_communicates_once_for_four_microbatches(topology):
 def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
     """Adam in bf16: 2 bytes of params and 12 of master params and moments a param (paper section 3.1)."""
     # At stages 1 to 3 these are the programs of the traffic above; that of stage 0 is compiled for this alone.
-    program = compile_step(V5P_16, stage, gpt_config=GPT_271M if stage else GPT_21M)
+    program = compile_step(V5P_16, stage, gpt_config=GPT_271M if stage else GPT_15M)
     formula = program.num_params * (bytes_whole + bytes_sharded / program.num_devices)
     assert math.isclose(program.argument_bytes, formula, rel_tol=0.01)
     assert program.alias_bytes > 0.99 * formula  # all of it donated
@@ -62,8 +62,8 @@ def test_arguments_equal_the_formula(stage, bytes_whole, bytes_sharded):
 
 @pytest.mark.parametrize("model", ["loop", "linen scanned", "linen loop", "nnx scanned", "nnx loop"])
 def test_frameworks_send_what_the_scanned_dict_model_sends(model):
-    program = compile_step(V5P_16, 3, model=model, gpt_config=GPT_21M)
-    assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3, gpt_config=GPT_21M).sent_bytes
+    program = compile_step(V5P_16, 3, model=model, gpt_config=GPT_15M)
+    assert program.sent_bytes <= 1.05 * compile_step(V5P_16, 3, gpt_config=GPT_15M).sent_bytes
     assert_moves_params_well(program)
 
 

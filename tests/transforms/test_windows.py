@@ -139,9 +139,14 @@ def test_kernels_of_each_example(mesh, stage):
 
 
 def convolutional(params, batch, place):
-    """A convolution and a pool within examples, which are mapped over devices."""
+    """Convolutions, one of them by kernels that examples make, and a pool within examples, mapped over devices."""
     del place
-    h = lax.conv_general_dilated(batch["x"], params["kernel"], (1,), "SAME", dimension_numbers=DIMS)
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=DIMS)
+
+    h = convolve(batch["x"], params["kernel"])
+    h += jax.vmap(lambda x: convolve(x[None], params["layers"][:1] * (1 + x.mean()))[0])(batch["x"])
     return jnp.square(lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID") @ params["w"] - 1).mean()
 
 

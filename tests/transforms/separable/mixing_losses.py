@@ -258,6 +258,23 @@ def nhwc(params, batch):
     return jnp.square(pooled).mean()
 
 
+def convolve(image, kernel):
+    return lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def of_several_kernels(params, batch):
+    image, kernels = batch["x"].reshape(-1, 4, 2), jnp.stack([params["w"][:4, :2], params["w"][4:, 2:4]])
+    return jnp.square(jax.vmap(lambda kernel: convolve(image, kernel.reshape(2, 2, 2)))(kernels)).mean()
+
+
+def of_the_kernel_of_each(params, batch):
+    def of_one(x):
+        kernel = params["w"][:4, :4].reshape(2, 2, 4) * (1 + x.mean())
+        return jnp.tanh(convolve(x.reshape(1, 4, 2), kernel))
+
+    return jnp.square(jax.vmap(of_one)(batch["x"])).mean()
+
+
 def recurrent(params, batch):
     def cell(state, x):
         state = jnp.tanh(state @ params["w"][:6] + x[:, None] * params["b"])
@@ -308,6 +325,8 @@ SEPARABLE = {
     "recurrent": recurrent,
     "attention": attention,
     "convolution": nhwc,
+    "convolution by several kernels": of_several_kernels,
+    "convolution by the kernel of each": of_the_kernel_of_each,
     "dropout": dropped,
     "custom_vjp": each(doubled_backward),
     "relu": each(lambda out: jax.nn.relu(out) + jax.nn.silu(out) + jax.nn.softplus(out)),

@@ -249,6 +249,16 @@ PROGRAMS = {
         ((4, 4, 3), F),
         ((4, 4, 1), F),
     ),
+    "conv by several kernels": (
+        lambda x, k: jax.vmap(lambda k: conv((0, 2, 1))(x, k))(k),
+        ((4, 3, 2), F),
+        ((3, 5, 2, 1), F),
+    ),
+    "conv by the kernel of each": (
+        lambda x, k: jax.vmap(lambda x, k: conv((0, 2, 1))(x[None], k)[0])(x, k),
+        ((4, 3, 2), F),
+        ((4, 5, 2, 1), F),
+    ),
     "ragged_dot": (lambda x, w: lax.ragged_dot(x, w, jnp.array([1, 3])), X, ((2, 3, 4), F)),
     "gather rows": (gather(**ROWS), X, ((4, 1), I)),
     "gather cells": (gather(**CELLS), X, ((4, 2), I)),

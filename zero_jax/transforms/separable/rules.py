@@ -159,8 +159,18 @@ def _product(inputs: Sequence[Relation]) -> Relation:
 
 
 def _convolution(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    check(inputs[1].kind is Kind.SAME)
-    return carried(_product)(pair, inputs)
+    x, kernel = inputs
+    whole, part = (eqn.params["feature_group_count"] for eqn in (pair.whole, pair.part))
+    if whole == part:
+        check(kernel.kind is Kind.SAME)
+        return carried(_product)(pair, inputs)
+    # A kernel for each example, as `vmap` makes it: examples are groups of features, each as large as in a part.
+    numbers = pair.params["dimension_numbers"]
+    features, kernels = numbers.lhs_spec[1], numbers.rhs_spec[0]
+    for i, x_or_kernel, dim in ((0, x, features), (1, kernel, kernels)):
+        sizes = [shape[dim] for shape in pair.shapes(i)]
+        check(x_or_kernel.kind is Kind.ROWS and x_or_kernel.dim == dim and sizes[0] * part == sizes[1] * whole)
+    return [multiplied(x.at(0), kernel.at(0)).at(numbers.out_spec[1])]
 
 
 def _broadcast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -177,14 +187,16 @@ def _broadcast(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 
 def _reshape(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     x, grows = inputs[0], pair.growing()
-    check(pair.params.get("dimensions") is None)
     if x.dim is None or grows is None:
         check(grows is None and x.dim is None)
         return [x]
+    shape, result = pair.shapes(0)[0], pair.results()[0]
+    order = pair.params.get("dimensions") or range(len(shape))  # the operand is transposed first
+    dim, shape = list(order).index(x.dim), [shape[i] for i in order]
     # A block of examples is one of the result where as much is before their dim.
-    outer = np.prod(pair.shapes(0)[0][: x.dim], dtype=int), np.prod(pair.results()[0][:grows], dtype=int)
+    outer = np.prod(shape[:dim], dtype=int), np.prod(result[:grows], dtype=int)
     check(outer[0] == outer[1])
-    inner = np.prod(pair.shapes(0)[0][x.dim + 1 :], dtype=int), np.prod(pair.results()[0][grows + 1 :], dtype=int)
+    inner = np.prod(shape[dim + 1 :], dtype=int), np.prod(result[grows + 1 :], dtype=int)
     check(x.kind is Kind.ROWS or inner[0] == inner[1] == 1)
     return [x.at(grows)]
 
@@ -232,6 +244,7 @@ SIZED = {
     "random_split": {"shape"},
     "rng_bit_generator": {"shape"},
     "slice": {"limit_indices"},
+    "conv_general_dilated": {"feature_group_count"},
     "dynamic_slice": {"slice_sizes"},
     "gather": {"slice_sizes"},
     **{name: {"update_jaxpr"} for name in lookups.SCATTERS},

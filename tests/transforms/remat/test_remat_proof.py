@@ -16,7 +16,7 @@ LOOP = dataclasses.replace(SMALL, seq_len=512, scan=False)  # shorter, the peak 
 
 
 def stream_bytes(config):
-    """Returns the bytes of the residual stream that enters a block, on one of the 4 shards of the batch, in bfloat16."""
+    """Returns the bytes of the residual stream that enters a block, on one of 4 shards of the batch, in bfloat16."""
     return BATCH_SIZE // 4 * config.seq_len * config.d_model * 2
 
 

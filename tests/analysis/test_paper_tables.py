@@ -209,7 +209,7 @@ def test_a_tiny_cell_from_the_compiler_to_the_table(tmp_path, monkeypatch, capsy
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(paper_tables, "TABLE_1_PARAMS", (2e9,))
-    monkeypatch.setattr(paper_tables, "width_for", lambda num_params: 2048)
+    monkeypatch.setattr(paper_tables, "width_for", lambda num_params: 1024)
     monkeypatch.setattr(paper_tables, "layers_for", lambda num_params, d_model: 2.0)
     monkeypatch.setitem(paper_tables.SHAPES, 64, "2x2x1")
     out = tmp_path / "results.jsonl"
@@ -220,9 +220,9 @@ def test_a_tiny_cell_from_the_compiler_to_the_table(tmp_path, monkeypatch, capsy
     paper_tables.run(args, compile)
     [row] = paper_tables.load(out)
     assert row["fits"]
-    # 12 bytes a parameter over four devices: 2 x 12 x 2048^2 and 4096 + 128 + 1 + 2 x 2 rows; padding aside.
-    num_params = 2 * 12 * 2048**2 + (4096 + 128 + 1 + 4) * 2048
+    # 12 bytes a parameter over four devices: 2 x 12 x 1024^2 and 4096 + 128 + 1 + 2 x 2 rows; padding aside.
+    num_params = 2 * 12 * 1024**2 + (4096 + 128 + 1 + 4) * 1024
     assert row["state_bytes"] == pytest.approx(12 * num_params / 4, rel=0.01)
     assert row["needed_bytes"] > row["state_bytes"] + row["live_peak_bytes"]
-    assert "2 x 2048" in str(paper_views.table_1([row]))
+    assert "2 x 1024" in str(paper_views.table_1([row]))
     capsys.readouterr()

@@ -1,14 +1,14 @@
 """One process of several with error feedback: takes a step and saves, or takes a step from what was saved.
 
-Usage: error_feedback_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES REPLICA FOLDER ACTION; reports its result. See
-test_error_feedback_processes.py.
+Usage: error_feedback_worker.py ADDRESS NUM_PROCESSES INDEX NUM_DEVICES REPLICAS FOLDER ACTION; reports the results by
+number of replicas, of which there may be several. See test_error_feedback_processes.py.
 """
 # ruff: noqa: E402 (what JAX runs on is settled before it is imported)
 
 import os
 import sys
 
-ADDRESS, NUM_PROCESSES, INDEX, NUM_DEVICES, REPLICA, FOLDER, ACTION = sys.argv[1:]
+ADDRESS, NUM_PROCESSES, INDEX, NUM_DEVICES, REPLICAS, FOLDER, ACTION = sys.argv[1:]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = NUM_DEVICES
 
@@ -25,16 +25,14 @@ from test_error_feedback import FEEDBACK, SUM, exact, init, loss_fn, make_batch
 import zero_jax as zero
 from zero_jax.checkpoint import Checkpointer, restore
 
-mesh, config = zero.make_mesh(replica=int(REPLICA)), zero.ZeroConfig(quantize=FEEDBACK)
-step = zero.make_train_step(loss_fn, SUM, mesh=mesh, config=config)
-warnings, num_steps = [], 1
+config = zero.ZeroConfig(quantize=FEEDBACK)
 
 
 def host(tree):
     return jax.tree.map(lambda x: np.asarray(process_allgather(x, tiled=True)), tree)
 
 
-def lost():
+def lost(state, num_steps):
     """Returns how much of the computed gradients is neither applied nor still to be added, of their largest."""
     applied, errors = host(state.opt_state[0].trace), host(state.grad_errors)
     expected = {name: num_steps * exact()[name] for name in ("up", "down")}
@@ -44,19 +42,25 @@ def lost():
     )
 
 
-if ACTION == "load":
-    back = restore(FOLDER, init_fn=init, tx=SUM, mesh=mesh, config=config)
-    state, warnings = back.state, back.warnings
-else:
-    state = zero.init_state(init, SUM, jax.random.key(0), mesh=mesh, config=config)
+def run(replica):
+    """Takes a step, after one that was saved or that it saves."""
+    mesh, warnings = zero.make_mesh(replica=replica), ()
+    step = zero.make_train_step(loss_fn, SUM, mesh=mesh, config=config)
+    if ACTION == "load":
+        back = restore(FOLDER, init_fn=init, tx=SUM, mesh=mesh, config=config)
+        state, warnings = back.state, back.warnings
+    else:
+        state = zero.init_state(init, SUM, jax.random.key(0), mesh=mesh, config=config)
+        state, _ = step(state, make_batch())
+        with Checkpointer(FOLDER) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+            assert checkpointer.num_saved == 1
+    errors = host({name: state.grad_errors[name] for name in ("up", "down")})
+    sums = {name: [float(x).hex() for x in np.abs(of_devices).sum((1, 2, 3))] for name, of_devices in errors.items()}
+    before = lost(state, 1)
     state, _ = step(state, make_batch())
-    with Checkpointer(FOLDER) as checkpointer:
-        checkpointer.save(1, state)
-        checkpointer.wait()
-        assert checkpointer.num_saved == 1
-sums = {name: [float(x).hex() for x in np.abs(errors).sum((1, 2, 3))] for name, errors in
-        host({name: state.grad_errors[name] for name in ("up", "down")}).items()}  # fmt: skip
-before = lost()
-state, _ = step(state, make_batch())
-num_steps = 2
-report({"sums": sums, "lost": [before, lost()], "warnings": list(warnings)})
+    return {"sums": sums, "lost": [before, lost(state, 2)], "warnings": list(warnings)}
+
+
+report({replica: run(int(replica)) for replica in REPLICAS.split(",")})

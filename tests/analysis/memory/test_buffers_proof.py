@@ -11,7 +11,7 @@ from measure_buffers import NUM_EXAMPLES, SHALLOW, compile_buffers
 pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
 TOPOLOGY = "v5e:2x2"
 # A head of more params than the rest, and logits that are most of the temporaries.
-WIDE = dataclasses.replace(SHALLOW, vocab_size=16384, num_layers=1)
+WIDE = dataclasses.replace(SHALLOW, vocab_size=16384, seq_len=512, num_layers=1)
 CHUNK_SIZE = 2048
 ON_CHIP_BYTES = 128 * 2**20
 

@@ -39,6 +39,16 @@ def bounded_loss(params, batch):
     return errors.sum() / divisor + errors.sum() / divisor, {"boxes": boxes}
 
 
+def divided_by(divisor):
+    """A mean over the examples, divided by what is the same in all parts: no bound of it is one of a sum of parts."""
+
+    def loss_fn(params, batch):
+        errors = jnp.square(reference.predict(params, batch["tokens"]) - batch["targets"]).mean(-1)
+        return errors.mean() / divisor(batch), {}
+
+    return loss_fn
+
+
 def run(loss_fn, batch, **fields):
     return reference.run_zero(loss_fn, optax.sgd(0.01), [batch], mesh=mesh_of("8"), num_microbatches=2, **fields)
 
@@ -61,6 +71,32 @@ def test_parts_with_little_to_divide_by(loss_fn, fields):
     params, _, (loss,) = reference.run_plain(lambda *args: loss_fn(*args)[0], optax.sgd(0.01), [batch])
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
     reference.assert_close(state.params, params, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [
+        lambda batch: jnp.maximum(batch["scale"], 7),
+        pytest.param(lambda batch: batch["scale"] * 1e-5 + 1e-5, marks=SLOW),
+        pytest.param(lambda batch: jnp.maximum(jnp.ones(5).sum() * batch["scale"], 30), marks=SLOW),
+    ],
+)
+def test_a_divisor_that_is_the_same_in_all_parts(divisor):
+    batch = reference.make_batch(0) | {"scale": np.float32(5)}
+    state, (metrics,) = run(divided_by(divisor), batch, stage=1)
+    params, _, (loss,) = reference.run_plain(lambda *args: divided_by(divisor)(*args)[0], optax.sgd(0.01), [batch])
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    reference.assert_close(state.params, params, tolerance=1e-5)
+
+
+def test_a_bound_of_what_is_no_sum_over_examples_is_warned_of():
+    """An old key is an array, as the examples are."""
+
+    def loss_fn(params, batch, key):
+        return divided_by(lambda _: jnp.maximum(5 * jax.random.uniform(key), 7))(params, batch)
+
+    with pytest.warns(UserWarning, match="the loss is divided by what is no sum over examples, with a bound"):
+        run(loss_fn, reference.make_batch(0), stage=3)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ uneven, such as the tokens that a mask leaves, ends in a division by a value of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -237,8 +237,9 @@ def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, PartWeight | No
 
 def _quotients(opened: Any, num_params: int, env: dict[Any, _Quotient]) -> _Quotient:
     """Returns what the first result of a jaxpr is, and adds what all its variables are to `env`."""
-    inputs = [_Quotient(of_params=i < num_params, of_batch=i >= num_params) for i in range(len(opened.invars))]
-    return _Quotients().run(opened, inputs, env)[0]
+    params, batch = opened.invars[:num_params], opened.invars[num_params:]
+    inputs = [_Quotient(of_params=True)] * len(params) + [_Quotient(of_batch=var.aval.ndim > 0) for var in batch]
+    return _Quotients({var.aval.shape[:1] for var in batch if var.aval.ndim}).run(opened, inputs, env)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +262,7 @@ class _Bounded:
 class _Quotient:
     """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
+    Scalars of a batch are the same in all its parts: `of_batch` is what depends on its examples, or on their number.
     `bounded` is that of a value such as `jnp.maximum(mask.sum(), 1) + 1e-6`. A term that is added to such
     a mean counts by the count alone, or parts below the bound would add too much of it: the divisor is the count then.
     """
@@ -275,6 +277,10 @@ class _Quotients(Pass[_Quotient]):
     """Which values are quotients; divisors are variables of the jaxpr that divides."""
 
     enters = frozenset({"call"})
+
+    def __init__(self, batch_dims: Collection[tuple[int, ...]]):
+        super().__init__()
+        self.batch_dims = batch_dims  # the leading dims of the batch's leaves
 
     def constant(self, atom: Any) -> _Quotient:
         return _Quotient()
@@ -300,8 +306,10 @@ class _Quotients(Pass[_Quotient]):
             bounded = _with_bound(known, atom, other) if name == "max" else _with_epsilon(known, other)
         elif name == "convert_element_type":
             bounded = operands[0].bounded
-        of_params, of_batch = any(x.of_params for x in operands), num_of_batch > 0
-        return [_Quotient(of_params, of_batch, divisor, bounded)] * len(eqn.outvars)
+        of_params = any(x.of_params for x in operands)
+        # A mask of ones, as `jnp.ones_like(labels)` makes it, has the shape of the batch and none of its values.
+        is_mask = name == "broadcast_in_dim" and not of_params and eqn.params["shape"][:1] in self.batch_dims
+        return [_Quotient(of_params, num_of_batch > 0 or is_mask, divisor, bounded)] * len(eqn.outvars)
 
 
 def _with_bound(known: _Bounded, atom: Any, other: Any) -> _Bounded:

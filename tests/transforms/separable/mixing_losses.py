@@ -241,6 +241,11 @@ def two_terms(params, batch):
     return mean(error_of(params, batch)) - 0.3 * mean(jnp.tanh(out_of(params, batch)).sum(-1))
 
 
+def by_ones(params, batch):
+    """A sum with the mask of a batch that has none."""
+    return (error_of(params, batch) * jnp.ones_like(batch["mask"])).sum()
+
+
 def labelled(params, batch):
     scores = jax.nn.log_softmax(out_of(params, batch))
     return -jnp.take_along_axis(scores, batch["label"][:, None], -1).mean()
@@ -312,6 +317,10 @@ SEPARABLE = {
         b["mask"].sum()
     ),
     "two by equal sums": two_terms,
+    "masked by ones": lambda p, b: by_ones(p, b) / jnp.ones_like(b["mask"]).sum(),
+    "masked by ones, bounded": lambda p, b: by_ones(p, b) / jnp.maximum(jnp.ones_like(b["mask"]).sum(), 1),
+    "masked by ones, moved by an epsilon": lambda p, b: by_ones(p, b) / (jnp.ones_like(b["mask"]).sum() + 1e-6),
+    "masked by booleans": lambda p, b: by_ones(p, b) / jnp.ones_like(b["label"], bool).sum(),
     "masked by where": lambda p, b: jnp.mean(error_of(p, b), where=b["mask"] > 0),
     "labelled": labelled,
     "looked up": lambda p, b: -jax.nn.log_softmax(out_of(p, b))[jnp.arange(len(b["x"])), b["label"]].mean(),

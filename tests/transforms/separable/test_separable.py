@@ -231,7 +231,7 @@ def test_examples_meet_in_the_whole_microbatch_at_every_stage(loss_fn):
     for stage in (1, 2):
         fields = dict(mesh=mesh_of("2"), stage=stage, num_microbatches=2)
         where = rf"test_separable.py:[\d:]+ \({loss_fn.__name__}\)"
-        with pytest.warns(UserWarning, match=f"the loss on microbatches is another one.*{where}") as warned:
+        with pytest.warns(UserWarning, match=f"the loss on microbatches may be another one.*{where}") as warned:
             _, (metrics,) = reference.run_zero(loss_fn, optax.sgd(0.1), [batch], **fields)
         losses.append(float(metrics.loss))
         assert len(warned) == 1

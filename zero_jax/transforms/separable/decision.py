@@ -32,7 +32,7 @@ class Separability:
     """Why a loss function cannot be called on parts of a batch.
 
     Attributes:
-      another_loss: why its mean over the microbatches is another loss than that of the whole batch, as a sentence;
+      another_loss: why its mean over the microbatches may be another loss than that of the whole batch, as a sentence;
         empty if it is not.
       not_local: why it cannot be called on each device's own examples; empty if it can.
       convolves: whether it has convolutions, which XLA partitions wrongly if they are mapped over devices
@@ -104,8 +104,7 @@ def separability(
     if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
         another = traces.why_no_mean(size, num_microbatches, num_microbatches * num_shards, loss_weight, trusted=True)
     if another:
-        verb = "may be" if "may mix" in another else "is"
-        another = f"the loss on microbatches {verb} another one than on the whole batch, because {another}"
+        another = f"the loss on microbatches may be another one than on the whole batch, because {another}"
     is_plain = axis_size(mesh, axes.model) == 1 and not names & {"sharding_constraint", "shard_map"}
     return Separability(another_loss=another, not_local=not_local, convolves=convolves, is_plain=is_plain)
 
@@ -208,6 +207,8 @@ def _why_no_mean(loss: Relation, weight: PartWeight, *, named: bool, trusted: bo
     is_weight = loss.divisor is not None and (loss.divisor == weight.count.root or named or trusted)
     even = weight.count.kind is Kind.SAME and not weight.count.divisor
     is_even = loss.divisor is None and (loss.kind is Kind.SAME or even)
+    if loss.divisor is None and (weight.bound.number != -np.inf or weight.epsilon.number != 0):
+        return "the loss is divided by what is no sum over examples, with a bound or an epsilon: name its weight"
     if is_weight and weight.bound.number != -np.inf and not weight.divisor.bounded:
         return "the loss adds a term to a mean with a bounded divisor: name its weight (ZeroConfig.loss_weight)"
     if is_weight or is_even:

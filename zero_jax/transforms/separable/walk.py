@@ -22,10 +22,11 @@ from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
 _COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter")
 _MAX_ROUNDS = 8  # after which what a loop carries is not known
+# What is not proven counts against a loss, so that none of these is certain.
 _WHY = {
-    "mixed": "examples of a batch are mixed at {}",
-    "sized": "what is computed at {} depends on the number of examples",
-    "placed": "what is computed at {} depends on the places of examples in a batch",
+    "mixed": "examples of a batch may be mixed at {}",
+    "sized": "what is computed at {} may depend on the number of examples",
+    "placed": "what is computed at {} may depend on the places of examples in a batch",
 }
 # Errors of a rule, for a form of its primitive that it does not know.
 _ERRORS = (IndexError, KeyError, TypeError, AttributeError, ValueError, StopIteration)

@@ -207,10 +207,11 @@ def _why_no_mean(loss: Relation, weight: PartWeight, *, named: bool, trusted: bo
     is_weight = loss.divisor is not None and (loss.divisor == weight.count.root or named or trusted)
     even = weight.count.kind is Kind.SAME and not weight.count.divisor
     is_even = loss.divisor is None and (loss.kind is Kind.SAME or even)
-    if loss.divisor is None and (weight.bound.number != -np.inf or weight.epsilon.number != 0):
-        return "the loss is divided by what is no sum over examples, with a bound or an epsilon: name its weight"
-    if is_weight and weight.bound.number != -np.inf and not weight.divisor.bounded:
-        return "the loss adds a term to a mean with a bounded divisor: name its weight (ZeroConfig.loss_weight)"
+    is_bounded, remedy = weight.bound.number != -np.inf, "name its weight (ZeroConfig.loss_weight)"
+    if loss.divisor is None and (is_bounded or weight.epsilon.number != 0):
+        return f"the loss is divided by what is no sum over examples, with a bound or an epsilon: {remedy}"
+    if is_weight and is_bounded and not weight.divisor.bounded:
+        return f"the loss adds a term to a mean with a bounded divisor: {remedy}"
     if is_weight or is_even:
         return ""
     return "the loss is divided by a sum over examples that is not its weight (ZeroConfig.loss_weight)"

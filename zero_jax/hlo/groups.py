@@ -10,6 +10,21 @@ import numpy as np
 from zero_jax.hlo.program import integers
 
 Groups = tuple[tuple[int, ...], ...]
+_GROUPS = re.compile(
+    r"replica_groups=(\{(?:\{[\d, ]*\},? ?)*\}|\[[^\]]*\]<=\[[^\]]*\](?:T\([\d,]*\))?|@?mesh[^{]*\{[^}]*\})"
+)
+
+
+def groups_of(line: str, num_devices: int) -> Groups:
+    """The groups of a collective's line; all devices in one where it says nothing.
+
+    Raises:
+      ValueError: The line has groups of another form.
+    """
+    match = _GROUPS.search(line)
+    if not match and "replica_groups=" in line:
+        raise ValueError("no replica_groups of a known form")
+    return replica_groups(match[1] if match else "{}", num_devices)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -110,6 +110,18 @@ def padded_elements(dims: Sequence[int], layout: str) -> int:
     return math.prod(physical)
 
 
+def tile_sizes(layout: str) -> list[tuple[int, ...]]:
+    """The tiles of a layout, from the outermost in: T(8,128)(2,1) is [(8, 128), (2, 1)].
+
+    Raises:
+      ValueError: A tile that joins dims, as T(*,128).
+    """
+    tiles = _TILES.search(layout.partition(":")[2])
+    return [
+        tuple(int(size) for size in tile.split(",")) for tile in re.findall(r"\(([^)]*)\)", tiles[1] if tiles else "")
+    ]
+
+
 def _stored_bits(dtype: str, layout: str) -> int:
     """The bits that an element takes in memory: whole bytes, unless the layout packs it, as E(4) does."""
     packed = re.search(r"E\((\d+)\)", layout)

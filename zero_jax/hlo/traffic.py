@@ -13,16 +13,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_jax.hlo.groups import Groups, replica_groups, rings
+from zero_jax.hlo.groups import Groups, groups_of, rings
 from zero_jax.hlo.layout import Array, arrays, parse_shape
 from zero_jax.hlo.program import CALLER, KINDS, Instruction, Program, integers, parse
 
 # How often the whole array goes round a ring of g devices, in units of (g - 1) / g; the other kinds send it in one hop.
 _RING_PASSES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1}
 _KIND = re.compile(rf"({KINDS})(-start)?")
-_GROUPS = re.compile(
-    r"replica_groups=(\{(?:\{[\d, ]*\},? ?)*\}|\[[^\]]*\]<=\[[^\]]*\](?:T\([\d,]*\))?|@?mesh[^{]*\{[^}]*\})"
-)
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+, ?\d+\},? ?)*)\}")
 _SLICES = re.compile(r"slice_sizes=\{(\{.*?\})\}")
 
@@ -181,8 +178,7 @@ def _collective(program: Program, computation: str, instruction: Instruction) ->
         if kind == "collective-permute":
             pairs, groups = rings(_attribute(_PAIRS, line))
         else:
-            text = _attribute(_GROUPS, line) if "replica_groups=" in line else "{}"
-            pairs, groups = (), replica_groups(text, program.num_devices)
+            pairs, groups = (), groups_of(line, program.num_devices)
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"unreadable collective ({error}), please report this line: {line.strip()!r}") from error
     full_bytes = sum(array.packed_bytes for array in sent)

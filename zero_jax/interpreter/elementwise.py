@@ -1,0 +1,167 @@
+"""Operations of one element each, by opcode: XLA's definitions in NumPy."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from zero_jax.interpreter.values import convert, is_small_float, widened
+
+_ERF_TERMS = 60
+
+
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Divides; integers round towards zero, and by zero give -1 (all bits set)."""
+    if a.dtype.kind not in "iu":
+        return a / b
+    safe = np.where(b == 0, 1, b)
+    rest = np.fmod(a, safe)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), (a - rest) // safe).astype(a.dtype)
+
+
+def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return np.fmod(a, b)
+    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
+
+
+def _power(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return np.power(a, b)
+    return np.where(b < 0, np.where(abs(a) == 1, np.where(b % 2 == 0, 1, a), 0), np.power(a, np.maximum(b, 0)))
+
+
+def _shift_left(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    bits = a.dtype.itemsize * 8
+    inside = (b >= 0) & (b < bits)
+    return np.where(inside, np.left_shift(a, np.where(inside, b, 0)), 0).astype(a.dtype)
+
+
+def _shift_right_arithmetic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    signed = a.view(f"i{a.dtype.itemsize}")
+    bits = a.dtype.itemsize * 8
+    amount = np.where((b >= 0) & (b < bits), b, bits - 1).astype(signed.dtype)
+    return np.right_shift(signed, amount).view(a.dtype)
+
+
+def _shift_right_logical(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    unsigned = a.view(f"u{a.dtype.itemsize}")
+    bits = a.dtype.itemsize * 8
+    inside = (b >= 0) & (b < bits)
+    shifted = np.right_shift(unsigned, np.where(inside, b, 0).astype(unsigned.dtype))
+    return np.where(inside, shifted, 0).astype(unsigned.dtype).view(a.dtype)
+
+
+def _not(x: np.ndarray) -> np.ndarray:
+    return np.logical_not(x) if x.dtype == bool else np.invert(x)
+
+
+def _logistic(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _rounded_away(x: np.ndarray) -> np.ndarray:
+    return np.copysign(np.floor(np.abs(x) + 0.5), x)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """The error function in float64: its series up to 3, and beyond that the continued fraction of its complement."""
+    wide = np.abs(x.astype(np.float64))
+    near, far = np.minimum(wide, 3.0), np.maximum(wide, 3.0)
+    term, total = near.copy(), near.copy()
+    for n in range(1, _ERF_TERMS):
+        term = term * -(near**2) / n
+        total = total + term / (2 * n + 1)
+    fraction = far
+    for n in range(_ERF_TERMS, 0, -1):
+        fraction = far + (n / 2) / fraction
+    tail = np.exp(-(np.minimum(far, 26.0) ** 2)) / (fraction * np.sqrt(np.pi))
+    value = np.where(wide <= 3.0, total * 2 / np.sqrt(np.pi), 1 - tail)
+    return np.where(np.isnan(x), np.nan, np.copysign(value, x)).astype(x.dtype)
+
+
+def _leading_zeros(x: np.ndarray) -> np.ndarray:
+    unsigned = x.view(f"u{x.dtype.itemsize}")
+    count = np.full(x.shape, x.dtype.itemsize * 8, x.dtype)
+    for bit in range(x.dtype.itemsize * 8):
+        count = np.where(unsigned >> np.array(bit, unsigned.dtype) != 0, x.dtype.itemsize * 8 - 1 - bit, count)
+    return count.astype(x.dtype)
+
+
+def _select(which: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+    scalar = (...,) + (None,) * (max(yes.ndim, no.ndim) - which.ndim)  # one condition for all elements
+    return np.where(which[scalar], yes, no)
+
+
+def _sign(x: np.ndarray) -> np.ndarray:
+    return x / np.where(x == 0, 1, abs(x)) if x.dtype.kind == "c" else np.sign(x)
+
+
+ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
+    "abs": np.abs, "add": np.add, "and": np.bitwise_and, "atan2": np.arctan2, "cbrt": np.cbrt, "ceil": np.ceil,
+    "complex": lambda real, imag: real + 1j * imag, "cosine": np.cos, "count-leading-zeros": _leading_zeros,
+    "divide": _quotient, "erf": _erf, "exponential": np.exp, "exponential-minus-one": np.expm1, "floor": np.floor,
+    "imag": np.imag, "is-finite": np.isfinite, "log": np.log, "log-plus-one": np.log1p, "logistic": _logistic,
+    "maximum": np.maximum, "minimum": np.minimum, "multiply": np.multiply, "negate": np.negative, "not": _not,
+    "or": np.bitwise_or, "popcnt": np.bitwise_count, "power": _power, "real": np.real, "remainder": _remainder,
+    "round-nearest-afz": _rounded_away, "round-nearest-even": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select": _select, "shift-left": _shift_left, "shift-right-arithmetic": _shift_right_arithmetic,
+    "shift-right-logical": _shift_right_logical, "sign": _sign, "sine": np.sin, "sqrt": np.sqrt,
+    "subtract": np.subtract, "tan": np.tan, "tanh": np.tanh, "xor": np.bitwise_xor, "acos": np.arccos,
+    "acosh": np.arccosh, "asin": np.arcsin, "asinh": np.arcsinh, "atanh": np.arctanh, "cosh": np.cosh, "sinh": np.sinh,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, _like(low, x)), _like(high, x)),
+}  # fmt: skip
+COMPARISONS: Mapping[str, Callable[..., np.ndarray]] = {
+    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge
+}  # fmt: skip
+_OF_BOOLEANS = {"add": np.logical_or, "multiply": np.logical_and, "maximum": np.logical_or, "minimum": np.logical_and}
+
+
+def _like(bound: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return bound[(...,) + (None,) * (x.ndim - bound.ndim)]
+
+
+def elementwise(opcode: str, operands: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Applies an operation of `ELEMENTWISE` to arrays `[devices, *dims]`; returns the result in a dtype.
+
+    What is smaller than float32 is computed in float32 and rounded once. Operands of mixed dtypes are converted.
+    """
+    function = ELEMENTWISE[opcode]
+    if opcode == "select":
+        return np.asarray(function(operands[0], *(convert(x, dtype) for x in operands[1:])))
+    if dtype.kind == "b" and operands[0].dtype.kind == "b":
+        return _OF_BOOLEANS.get(opcode, function)(*operands)
+    if len({x.dtype for x in operands}) > 1 and opcode not in ("complex",):
+        operands = [convert(x, dtype) for x in operands]
+    small = is_small_float(operands[0].dtype) or operands[0].dtype.kind == "V"
+    result = np.asarray(function(*(widened(x) if small else x for x in operands)))
+    return convert(result, dtype)
+
+
+def compare(direction: str, kind: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Compares two arrays; `TOTALORDER` orders floats by their bits, -NaN first and NaN last."""
+    if a.dtype != b.dtype:
+        dtype = np.result_type(widened(a), widened(b))
+        a, b = convert(a, dtype), convert(b, dtype)
+    a, b = (_ordered(x) if kind == "TOTALORDER" and x.dtype.kind in "fV" else widened(x) for x in (a, b))
+    return COMPARISONS[direction](a, b)
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """Returns integers in the total order of floats."""
+    bits = x.view(f"i{x.dtype.itemsize}")
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
+
+
+def reduce_precision(x: np.ndarray, exponent_bits: int, mantissa_bits: int) -> np.ndarray:
+    """Rounds floats to a number of bits of exponent and mantissa, to nearest, ties to even."""
+    wide = widened(x).astype(np.float64)
+    mantissa, exponent = np.frexp(wide)
+    rounded = np.ldexp(np.rint(np.ldexp(mantissa, mantissa_bits + 1)), exponent - mantissa_bits - 1)
+    largest = 2.0 ** (2 ** (exponent_bits - 1) - 1) * (2 - 2.0**-mantissa_bits)
+    smallest = 2.0 ** (2 - 2 ** (exponent_bits - 1))
+    rounded = np.where(np.abs(rounded) > largest, np.copysign(np.inf, rounded), rounded)
+    rounded = np.where(np.abs(rounded) < smallest, np.copysign(0.0, rounded), rounded)
+    return convert(np.where(np.isfinite(wide), rounded, wide).astype(widened(x).dtype), x.dtype)

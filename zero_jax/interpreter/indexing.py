@@ -1,0 +1,240 @@
+"""Operations that move elements: slices, pads, gathers and scatters, on arrays with the devices in front."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from zero_jax.interpreter.values import NotInterpretable, spread
+
+Combine = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
+
+
+def integers(text: str | None) -> tuple[int, ...]:
+    """Returns the integers of an attribute such as {0,1}; none of one that is left out."""
+    return tuple(int(digits) for digits in re.findall(r"-?\d+", text or ""))
+
+
+def pad(x: np.ndarray, value: np.ndarray, padding: Sequence[tuple[int, int, int]]) -> np.ndarray:
+    """Pads by (low, high, interior) in each dim; negative amounts cut."""
+    x, value = spread([x, value])
+    dims = x.shape[1:]
+    sizes = [low + high + max(n + (n - 1) * gap, 0) for n, (low, high, gap) in zip(dims, padding, strict=True)]
+    result = np.empty((len(x), *(max(size, 0) for size in sizes)), x.dtype)
+    result[...] = value.reshape(-1, *(1,) * (x.ndim - 1))
+    source, target = [slice(None)], [slice(None)]
+    for size, new_size, (low, _, gap) in zip(dims, result.shape[1:], padding, strict=True):
+        step = gap + 1
+        first = max(-(low // step), 0)  # of the operand: what is before the result's first element is cut
+        last = min(size, -((low - new_size) // step))
+        source.append(slice(first, max(last, first)))
+        target.append(slice(low + first * step, low + max(last, first) * step, step) if last > first else slice(0, 0))
+    result[tuple(target)] = x[tuple(source)]
+    return result
+
+
+def clamped_starts(starts: Sequence[np.ndarray], dims: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """Returns the starts of a slice `[devices, dims]`, moved so that the slice is inside."""
+    stacked = np.stack(spread([start.astype(np.int64) for start in starts]), 1)
+    return np.clip(stacked, 0, np.array(dims) - np.array(sizes))
+
+
+def dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """Returns a slice, which may begin elsewhere on each device."""
+    if not starts:
+        return x
+    places = clamped_starts(starts, x.shape[1:], sizes)
+    if (places == places[0]).all():
+        return x[(slice(None), *_window(places[0], sizes))]
+    devices = range(len(places))
+    return np.stack([x[(min(device, len(x) - 1), *_window(places[device], sizes))] for device in devices])
+
+
+def dynamic_update_slice(x: np.ndarray, update: np.ndarray, starts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns a copy with a slice replaced, which may be another one on each device."""
+    if not starts:
+        return update
+    places = clamped_starts(starts, x.shape[1:], update.shape[1:])
+    x, update = (np.array(part) if part is x else part for part in spread([x, update]))
+    if (places == places[0]).all():
+        x = np.array(x)
+        x[(slice(None), *_window(places[0], update.shape[1:]))] = update
+        return x
+    devices = max(len(x), len(places))
+    result = np.array(np.broadcast_to(x, (devices, *x.shape[1:])))
+    for device in range(devices):
+        place, part = places[min(device, len(places) - 1)], update[min(device, len(update) - 1)]
+        result[(device, *_window(place, update.shape[1:]))] = part
+    return result
+
+
+def _window(starts: np.ndarray, sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """The windows of an operand that a gather reads, or a scatter updates, by the attributes of XLA's gather.
+
+    Attributes:
+      offset: The dims of the windows in the gather's result, or the scatter's updates.
+      collapsed: The operand's dims of size 1 in a window, which result and updates do not have.
+      batching: The operand's dims that go along dims of the indices.
+      indices_batching: These dims of the indices.
+      index_map: The operand's dim of each part of an index.
+      vector_dim: The dim of the indices that has the parts.
+      sizes: The sizes of a window in the operand's dims.
+    """
+
+    offset: tuple[int, ...]
+    collapsed: tuple[int, ...]
+    batching: tuple[int, ...]
+    indices_batching: tuple[int, ...]
+    index_map: tuple[int, ...]
+    vector_dim: int
+    sizes: tuple[int, ...]
+
+    def kept(self) -> list[int]:
+        """Returns the operand's dims that result and updates have."""
+        return [dim for dim in range(len(self.sizes)) if dim not in self.collapsed + self.batching]
+
+    def starts(self, indices: np.ndarray, rank: int) -> np.ndarray:
+        """Returns where each window starts, `[devices, *batch dims, operand dims]`."""
+        indices = indices.astype(np.int64)
+        if self.vector_dim == indices.ndim - 1:
+            indices = indices[..., None]
+        indices = np.moveaxis(indices, self.vector_dim + 1, -1)
+        starts = np.zeros((*indices.shape[:-1], rank), np.int64)
+        for part, dim in enumerate(self.index_map):
+            starts[..., dim] = indices[..., part]
+        for dim, along in zip(self.batching, self.indices_batching, strict=True):
+            axis = (along if along < self.vector_dim else along - 1) + 1
+            shape = [1] * (starts.ndim - 1)
+            shape[axis] = starts.shape[axis]
+            starts[..., dim] = np.arange(starts.shape[axis]).reshape(shape)
+        return starts
+
+    def places(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns the operand's index arrays of all elements of all windows: batch dims, then the dims of windows."""
+        kept, batch_rank = self.kept(), starts.ndim - 2
+        result = []
+        for dim in range(len(self.sizes)):
+            place = starts[..., dim].reshape(*starts.shape[:-1], *(1,) * len(kept))
+            if dim in kept:
+                shape = [1] * (1 + batch_rank + len(kept))
+                shape[1 + batch_rank + kept.index(dim)] = self.sizes[dim]
+                place = place + np.arange(self.sizes[dim]).reshape(shape)
+            result.append(place)
+        return tuple(result)
+
+    def order(self, rank: int) -> list[int]:
+        """Returns where each dim of a result `[devices, *dims]` is among the batch dims and those of windows."""
+        batch = [dim for dim in range(rank) if dim not in self.offset]
+        places = {dim: 1 + place for place, dim in enumerate(batch)}
+        places |= {dim: 1 + len(batch) + place for place, dim in enumerate(self.offset)}
+        return [0, *(places[dim] for dim in range(rank))]
+
+
+def gather(x: np.ndarray, indices: np.ndarray, windows: Windows, rank: int) -> np.ndarray:
+    """Returns the windows of an operand; a start outside is moved inside."""
+    x, indices = spread([x, indices])
+    starts = windows.starts(indices, x.ndim - 1)
+    starts = np.clip(starts, 0, np.array(x.shape[1:]) - np.array(windows.sizes))
+    places = windows.places(starts)
+    devices = np.arange(len(x)).reshape(-1, *(1,) * (places[0].ndim - 1)) if places else np.arange(len(x))
+    return x[(devices, *places)].transpose(windows.order(rank))
+
+
+def scatter(
+    xs: Sequence[np.ndarray],
+    indices: np.ndarray,
+    updates: Sequence[np.ndarray],
+    windows: Windows,
+    combine: Combine,
+    add: np.ufunc | None,
+) -> list[np.ndarray]:
+    """Combines updates into windows of operands, in order; a window that is not inside is left out.
+
+    Args:
+      xs: Operands `[devices, *dims]`, of equal dims.
+      indices: Where windows start.
+      updates: For each operand, its updates.
+      windows: The windows.
+      combine: Returns new values from the current ones and the updates.
+      add: The NumPy function that `combine` is, if it is one whose order does not matter.
+    """
+    first, indices, *updates = spread([xs[0], indices, *updates])
+    xs = [np.array(np.broadcast_to(x, (len(first), *x.shape[1:]))) for x in xs]
+    starts = windows.starts(indices, first.ndim - 1)
+    last = np.array(first.shape[1:]) - np.array(windows.sizes)
+    inside = np.asarray(((starts >= 0) & (starts <= last)).all(-1))
+    places = windows.places(np.where(inside[..., None], starts, 0))
+    shape = np.broadcast_shapes(*(place.shape for place in places))
+    devices = np.arange(len(first)).reshape(-1, *(1,) * (len(shape) - 1))
+    flat = np.ravel_multi_index(np.broadcast_arrays(devices, *places), first.shape).reshape(-1)
+    valid = np.broadcast_to(inside.reshape(*inside.shape, *(1,) * (len(shape) - inside.ndim)), shape).reshape(-1)
+    inverse = windows.order(updates[0].ndim - 1)
+    order = np.argsort(inverse)
+    new = [update.transpose(order).reshape(-1)[valid] for update in updates]
+    flat = flat[valid]
+    if add is not None and len(xs) == 1:
+        return [_scatter_by(add, xs[0], flat, new[0])]
+    results = [x.reshape(-1) for x in xs]
+    for chosen in _rounds(flat):  # the updates of one place one after the other
+        combined = combine([x[flat[chosen]] for x in results], [update[chosen] for update in new])
+        for x, value in zip(results, combined, strict=True):
+            x[flat[chosen]] = value
+    return [x.reshape(first.shape) for x in results]
+
+
+def _scatter_by(add: np.ufunc, x: np.ndarray, flat: np.ndarray, update: np.ndarray) -> np.ndarray:
+    wide = x.astype(np.float32) if x.dtype.kind == "V" else x
+    result = wide.reshape(-1)
+    add.at(result, flat, update.astype(wide.dtype))
+    return result.reshape(x.shape).astype(x.dtype)
+
+
+def _rounds(flat: np.ndarray) -> list[np.ndarray]:
+    """Splits updates into rounds in which no place is updated twice, in their order."""
+    order = np.argsort(flat, kind="stable")
+    ordered = flat[order]
+    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(flat) else np.array([], int)
+    count = np.arange(len(flat)) - np.repeat(begins, np.diff(np.r_[begins, len(flat)]))
+    return [np.sort(order[count == number]) for number in range(int(count.max()) + 1 if len(flat) else 0)]
+
+
+def gather_windows(attributes: Mapping[str, str]) -> Windows:
+    """Reads the attributes of a gather."""
+    return Windows(
+        offset=integers(attributes["offset_dims"]),
+        collapsed=integers(attributes.get("collapsed_slice_dims")),
+        batching=integers(attributes.get("operand_batching_dims")),
+        indices_batching=integers(attributes.get("start_indices_batching_dims")),
+        index_map=integers(attributes["start_index_map"]),
+        vector_dim=int(attributes["index_vector_dim"]),
+        sizes=integers(attributes["slice_sizes"]),
+    )
+
+
+def scatter_windows(attributes: Mapping[str, str], operand: Sequence[int], update: Sequence[int]) -> Windows:
+    """Reads the attributes of a scatter, with the dims of its operand and its updates."""
+    window_dims = integers(attributes["update_window_dims"])
+    inserted = integers(attributes.get("inserted_window_dims"))
+    batching = integers(attributes.get("input_batching_dims"))
+    sizes = iter([update[dim] for dim in window_dims])
+    windows = Windows(
+        offset=window_dims,
+        collapsed=inserted,
+        batching=batching,
+        indices_batching=integers(attributes.get("scatter_indices_batching_dims")),
+        index_map=integers(attributes["scatter_dims_to_operand_dims"]),
+        vector_dim=int(attributes["index_vector_dim"]),
+        sizes=tuple(1 if dim in inserted + batching else next(sizes) for dim in range(len(operand))),
+    )
+    if math.prod(windows.sizes) == 0:
+        raise NotInterpretable("a scatter of windows without elements")
+    return windows

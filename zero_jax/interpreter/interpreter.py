@@ -1,0 +1,449 @@
+"""Executes a program's computations: calls, loops, branches, reductions, and collectives between its devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from zero_jax.hlo import KINDS, Instruction, Program, parse_shape
+from zero_jax.interpreter import indexing
+from zero_jax.interpreter.collectives import Exchange, every_device, permuted
+from zero_jax.interpreter.indexing import integers
+from zero_jax.interpreter.operations import Context, Function, operation
+from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
+from zero_jax.interpreter.values import NotInterpretable, Value, convert, is_small_float, spread
+
+_COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
+_UFUNCS = {
+    "add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+# Results of a fusion that are written into one operand in place are one buffer.
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An instruction ready to be executed: its function, the names of its operands, and its own."""
+
+    name: str
+    operands: tuple[str, ...]
+    function: Function
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """The steps of a computation; `parameters` are their names by number."""
+
+    steps: tuple[Step, ...]
+    parameters: tuple[str, ...]
+    root: str
+
+
+class Interpreter:
+    """Runs a compiled program on the host, all devices in lockstep.
+
+    What devices do by themselves is NumPy's arithmetic: elementwise operations, and products with sums in float32.
+    Memory that a program has not written to is NaN. A collective that not all devices of its group reach is an error.
+
+    Args:
+      program: Of the text with all constants (`print_large_constants`).
+
+    Raises:
+      NotInterpretable: From `run`, if the program has an operation that is not known.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.num_devices = max(program.num_devices, 1)
+        self._computations: dict[str, Computation] = {}
+        self._active: np.ndarray | None = None  # the devices that execute; None for all
+
+    def run(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Executes the program.
+
+        Args:
+          arguments: For each parameter of the entry computation, an array `[devices, *dims of a shard]`.
+
+        Returns:
+          The arrays of the result, `[devices, *dims of a shard]`.
+
+        Raises:
+          NotInterpretable: The program has an operation that is not known, with the line.
+          ValueError: The arguments are not those of the program.
+        """
+        parameters = self._computation(self.program.entry).parameters
+        instructions = self.program.computations[self.program.entry]
+        if len(arguments) != len(parameters):
+            raise ValueError(f"{len(arguments)} arguments for a program of {len(parameters)} parameters")
+        for name, argument in zip(parameters, arguments, strict=True):
+            shape = parse_shape(instructions[name].shape)
+            if tuple(argument.shape[1:]) != tuple(getattr(shape, "dims", ())):
+                raise ValueError(f"{name} is {instructions[name].shape}, the argument {argument.shape}")
+        with np.errstate(all="ignore"):
+            result = self._call(self.program.entry, list(arguments))
+        results = list(result) if isinstance(result, tuple) else [result]
+        return [np.array(every_device(x, self.num_devices)) for x in results]
+
+    def _computation(self, name: str) -> Computation:
+        if name not in self._computations:
+            instructions = self.program.computations[name]
+            parameters = {i.operands[0]: i.name for i in instructions.values() if i.opcode == "parameter"}
+            self._computations[name] = Computation(
+                steps=tuple(self._step(i, name) for i in instructions.values() if i.opcode != "parameter"),
+                parameters=tuple(parameters[str(number)] for number in range(len(parameters))),
+                root=self.program.roots[name],
+            )
+        return self._computations[name]
+
+    def _step(self, instruction: Instruction, computation: str) -> Step:
+        names = () if instruction.opcode in ("constant", "iota", "partition-id") else tuple(instruction.operands)
+        instructions = self.program.computations[computation]
+        operands = [instructions[name] for name in names]
+        if "AsyncCollectiveStart" in instruction.line and operands:  # whose first result is what the collective sends
+            names += tuple(operands[0].operands)
+        context = Context(instruction, operands, self.num_devices)
+        try:
+            match = _COLLECTIVE.fullmatch(instruction.opcode)
+            control = _CONTROL.get(instruction.opcode)
+            if match:
+                function = self._collective(match[1], match[2] or "", context)
+            elif control:
+                function = control(self, context)
+            else:
+                function = operation(context)
+        except NotInterpretable as error:
+            raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
+        return Step(name=instruction.name, operands=names, function=_located(function, instruction))
+
+    def _call(self, name: str, arguments: Sequence[Value]) -> Value:
+        computation = self._computation(name)
+        values = dict(zip(computation.parameters, arguments, strict=True))
+        for step in computation.steps:
+            values[step.name] = step.function([values[operand] for operand in step.operands])
+        return values[computation.root]
+
+    # Calls and fusions
+
+    def _calling(self, context: Context) -> Function:
+        (name,) = context.instruction.called.values()
+        aliases = _ALIAS.findall(context.attributes.get("output_to_operand_aliasing", ""))
+        shared = [
+            index for index in {alias[1:] for alias in aliases} if sum(alias[1:] == index for alias in aliases) > 1
+        ]
+
+        def apply(operands: list[Value]) -> Value:
+            result = self._call(name, operands)
+            for number, path in shared:
+                outputs = [integers(output)[0] for output, *index in aliases if tuple(index) == (number, path)]
+                result = _in_place(result, outputs, _part(operands[int(number)], integers(path)))
+            return result
+
+        return apply
+
+    def _async_start(self, context: Context) -> Function:
+        call = self._calling(context)
+        name = next(iter(context.instruction.called.values()))
+        count = len(self._computation(name).parameters)
+        return lambda operands: (tuple(operands), call(operands[:count]))
+
+    def _async_done(self, context: Context) -> Function:
+        del context
+        return lambda operands: operands[0][1]
+
+    # Loops and branches
+
+    def _while(self, context: Context) -> Function:
+        body, condition = context.instruction.called["body"], context.instruction.called["condition"]
+
+        def apply(operands: list[Value]) -> Value:
+            state = operands[0]
+            while True:
+                goes_on = self._call(condition, [state])
+                if self._active is not None:
+                    goes_on = goes_on & self._active
+                if not goes_on.any():
+                    return state
+                with self._only(goes_on) as some:
+                    new = self._call(body, [state])
+                state = _chosen(goes_on, new, state) if some else new
+
+        return apply
+
+    def _conditional(self, context: Context) -> Function:
+        called = context.instruction.called
+        is_boolean = "true_computation" in called
+        names = [called["false_computation"], called["true_computation"]] if is_boolean else [*called.values()]
+
+        def apply(operands: list[Value]) -> Value:
+            index, *arguments = operands
+            arguments = arguments[::-1] if is_boolean else arguments  # those of `true` come first
+            index = index.astype(int)
+            index = np.where((index < 0) | (index >= len(names)), len(names) - 1, index)
+            result = None
+            for number in np.unique(index):
+                takes = index == number
+                with self._only(takes):
+                    new = self._call(names[number], [arguments[number]])
+                result = new if result is None else _chosen(takes, new, result)
+            return result
+
+        return apply
+
+    @contextlib.contextmanager
+    def _only(self, devices: np.ndarray) -> Iterator[bool]:
+        """Lets some devices execute; yields whether they are not all of those that do."""
+        before = self._active
+        some = not devices.all()
+        if some:
+            devices = every_device(devices, self.num_devices)
+            self._active = devices if before is None else devices & before
+        try:
+            yield some
+        finally:
+            self._active = before
+
+    # Collectives
+
+    def _collective(self, kind: str, phase: str, context: Context) -> Function:
+        if phase == "-done":
+            return lambda operands: operands[0][1] if kind != "all-reduce" else operands[0]
+        exchange = None if kind == "collective-permute" else Exchange(context.instruction.line, self.num_devices)
+        name = context.instruction.called.get("to_apply")
+        dims = integers(context.attributes.get("dimensions"))
+        is_tuple = context.instruction.shape.startswith("(") and not phase
+
+        def reduce(x: np.ndarray) -> np.ndarray:
+            assert name is not None
+            return self._reduce_first(name, [x])[0]
+
+        def move(x: np.ndarray) -> np.ndarray:
+            if exchange is None:
+                return permuted(x, context.attributes, self.num_devices)
+            if kind == "all-gather":
+                return exchange.gathered(x, dims[0])
+            if kind == "all-reduce":
+                return reduce(exchange.received(x))
+            if kind == "reduce-scatter":
+                return exchange.scattered(x, dims[0], reduce)
+            if kind == "all-to-all":
+                return exchange.exchanged(x, dims[0])
+            if kind == "collective-broadcast":
+                return exchange.sent_by_first(x)
+            raise NotInterpretable(f"the collective {kind!r}")
+
+        def apply(operands: list[Value]) -> Value:
+            if self._active is not None:
+                raise ValueError(f"not all devices reach {context.instruction.line.strip()[:200]}")
+            if kind == "all-to-all" and exchange is not None and not dims:
+                result: Value = tuple(exchange.swapped(operands))
+            else:
+                result = tuple(move(x) for x in operands)
+                result = result if is_tuple or len(operands) > 1 else result[0]
+            sources = operands[0] if len(operands) == 1 else tuple(operands)
+            return (sources, result) if phase and kind != "all-reduce" else result
+
+        if kind == "collective-permute" and len(context.operands) > 1:
+            raise NotInterpretable("a permute into part of a buffer")
+        return apply
+
+    # Reductions
+
+    def _ufunc(self, name: str) -> np.ufunc | None:
+        """Returns the NumPy function that a computation of two scalars is, whatever it converts on the way."""
+        instructions = self.program.computations[name]
+        root = instructions[self.program.roots[name]]
+        while root.opcode in ("convert", "bitcast", "copy"):
+            root = instructions[root.operands[0]]
+        if root.opcode not in _UFUNCS:
+            return None
+        sources = set()
+        for operand in root.operands:
+            source = instructions[operand]
+            while source.opcode in ("convert", "bitcast", "copy"):
+                source = instructions[source.operands[0]]
+            if source.opcode != "parameter":
+                return None
+            sources.add(source.operands[0])
+        return _UFUNCS[root.opcode] if sources == {"0", "1"} else None
+
+    def _reduce_first(self, name: str, xs: list[np.ndarray], inits: list[np.ndarray] | None = None) -> list[np.ndarray]:
+        """Reduces arrays `[n, devices, *dims]` over their first dim by a computation; sums are in float32 at least."""
+        ufunc = self._ufunc(name) if len(xs) == 1 else None
+        if ufunc is not None:
+            x = xs[0]
+            dtype = x.dtype
+            wide = x.astype(np.float32) if is_small_float(dtype) else x
+            if dtype.kind == "b":
+                ufunc = {np.add: np.logical_or, np.multiply: np.logical_and}.get(ufunc, ufunc)
+            start = [] if inits is None else [convert(inits[0], wide.dtype)]
+            if not len(wide):
+                return [convert(np.array(np.broadcast_to(start[0], wide.shape[1:])), dtype)]
+            total = ufunc.reduce(wide, axis=0)
+            return [convert(ufunc(total, start[0]) if start else total, dtype)]
+        parts = [[x[number] for x in xs] for number in range(len(xs[0]))]
+        if inits is not None:
+            parts.insert(0, [np.broadcast_to(init, x.shape[1:]) for init, x in zip(inits, xs, strict=True)])
+        return functools.reduce(lambda a, b: self._combine(name, a, b), parts)
+
+    def _combine(self, name: str, first: list[np.ndarray], second: list[np.ndarray]) -> list[np.ndarray]:
+        """Applies a computation of scalars to arrays, elementwise; constants in it are broadcast."""
+        shape = np.broadcast_shapes(*(x.shape for x in (*first, *second)))
+        flat = [np.broadcast_to(x, shape).reshape(-1) for x in (*first, *second)]  # one scalar a "device"
+        result = self._call(name, flat)
+        parts = list(result) if isinstance(result, tuple) else [result]
+        return [np.broadcast_to(x, flat[0].shape).reshape(shape) for x in parts]
+
+    def _reduce(self, context: Context) -> Function:
+        name = context.instruction.called["to_apply"]
+        dims = [1 + dim for dim in integers(context.attributes["dimensions"])]
+        is_tuple = context.instruction.shape.startswith("(")
+
+        def apply(operands: list[Value]) -> Value:
+            xs, inits = spread(operands[: len(operands) // 2]), operands[len(operands) // 2 :]
+            kept = [dim for dim in range(xs[0].ndim) if dim not in dims]
+            shape = [xs[0].shape[dim] for dim in kept]
+            moved = [x.transpose(*dims, *kept).reshape(-1, *shape) for x in xs]
+            if not all(xs[0].shape[dim] for dim in dims):
+                moved = [np.empty((0, *shape), x.dtype) for x in xs]
+            starts = [init.reshape(-1, *(1,) * (len(shape) - 1)) for init in inits]
+            results = self._reduce_first(name, moved, starts)
+            return tuple(results) if is_tuple else results[0]
+
+        return apply
+
+    def _reduce_window(self, context: Context) -> Function:
+        name = context.instruction.called["to_apply"]
+        dims = context.shape.dims
+        windows = read_windows(context.attributes.get("window"), len(dims))
+
+        def apply(operands: list[Value]) -> Value:
+            x, init = operands
+            views = np.stack([view for _, view in placed_windows(x, init, windows, dims)])
+            start = init.reshape(-1, *(1,) * len(dims))
+            return self._reduce_first(name, [views], [start])[0]
+
+        return apply
+
+    def _select_and_scatter(self, context: Context) -> Function:
+        select, combine = context.attributes["select"].strip("%"), context.attributes["scatter"].strip("%")
+        windows = read_windows(context.attributes.get("window"), len(context.shape.dims))
+
+        def apply(operands: list[Value]) -> Value:
+            x, source, init = operands
+            selects = lambda a, b: self._combine(select, [a], [b])[0]  # noqa: E731
+            combines = lambda a, b: self._combine(combine, [a], [b])[0]  # noqa: E731
+            return select_and_scatter(x, source, init, windows, selects, combines)
+
+        return apply
+
+    def _scatter(self, context: Context) -> Function:
+        name = context.instruction.called["to_apply"]
+        count = len(context.operands) // 2
+        windows = indexing.scatter_windows(
+            context.attributes, context.operand_shape().dims, context.operand_shape(count + 1).dims
+        )
+        ufunc = self._ufunc(name) if count == 1 else None
+        ufunc = ufunc if context.operand_shape().dtype != "pred" else None
+
+        def apply(operands: list[Value]) -> Value:
+            xs, indices, updates = operands[:count], operands[count], operands[count + 1 :]
+            updates = [convert(update, x.dtype) for x, update in zip(xs, updates, strict=True)]
+            combine = functools.partial(self._combine, name)
+            results = indexing.scatter(xs, indices, updates, windows, combine, ufunc)
+            return results[0] if count == 1 else tuple(results)
+
+        return apply
+
+    def _map(self, context: Context) -> Function:
+        name = context.instruction.called["to_apply"]
+
+        def apply(operands: list[Value]) -> Value:
+            operands = spread(operands)
+            result = self._call(name, [x.reshape(-1) for x in operands])
+            return np.broadcast_to(result, operands[0].size).reshape(operands[0].shape)
+
+        return apply
+
+    def _sort(self, context: Context) -> Function:
+        name = context.instruction.called["to_apply"]
+        axis = 1 + integers(context.attributes["dimensions"])[0]
+        is_tuple = context.instruction.shape.startswith("(")
+
+        def apply(operands: list[Value]) -> Value:
+            xs = [np.array(np.moveaxis(x, axis, 0)) for x in spread(operands)]
+            self._sorted(name, xs)
+            results = [np.moveaxis(x, 0, axis) for x in xs]
+            return tuple(results) if is_tuple else results[0]
+
+        return apply
+
+    def _sorted(self, name: str, xs: list[np.ndarray]) -> None:
+        """Sorts arrays along their first dim in place, by neighbours that are exchanged: stable, whatever compares."""
+        length = len(xs[0])
+        for turn in range(length):
+            low = np.arange(turn % 2, length - 1, 2)
+            if not len(low):
+                continue
+            pairs = [part for x in xs for part in (x[low + 1], x[low])]  # whether the second comes before the first
+            swaps = self._call(name, [part.reshape(-1) for part in pairs])
+            swaps = np.broadcast_to(swaps, pairs[0].size).reshape(pairs[0].shape)
+            for x in xs:
+                first, second = np.where(swaps, x[low + 1], x[low]), np.where(swaps, x[low], x[low + 1])
+                x[low], x[low + 1] = first, second
+
+
+_CONTROL: dict[str, Callable[[Interpreter, Context], Function]] = {
+    "fusion": Interpreter._calling, "call": Interpreter._calling, "async-start": Interpreter._async_start,
+    "call-start": Interpreter._async_start, "fusion-start": Interpreter._async_start,
+    "async-done": Interpreter._async_done, "call-done": Interpreter._async_done,
+    "fusion-done": Interpreter._async_done, "while": Interpreter._while, "conditional": Interpreter._conditional,
+    "reduce": Interpreter._reduce, "reduce-window": Interpreter._reduce_window, "scatter": Interpreter._scatter,
+    "select-and-scatter": Interpreter._select_and_scatter, "sort": Interpreter._sort, "map": Interpreter._map,
+}  # fmt: skip
+
+
+def _located(function: Function, instruction: Instruction) -> Function:
+    """Names the instruction in what its function raises, and checks the dims of what it returns."""
+    shape = parse_shape(instruction.shape)
+    dims = getattr(shape, "dims", None)
+
+    def apply(operands: list[Value]) -> Value:
+        try:
+            result = function(operands)
+        except NotInterpretable as error:
+            raise NotInterpretable(f"{error}: {instruction.line.strip()[:400]}") from error
+        except (IndexError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__} ({error}) in {instruction.line.strip()[:600]}") from error
+        assert dims is None or isinstance(result, tuple) or result.shape[1:] == dims, (result.shape, instruction.line)
+        return result
+
+    return apply
+
+
+def _chosen(which: np.ndarray, yes: Value, no: Value) -> Value:
+    """Returns each device's choice of two values."""
+    if isinstance(yes, tuple):
+        return tuple(_chosen(which, a, b) for a, b in zip(yes, no, strict=True))
+    return np.where(which.reshape(-1, *(1,) * (yes.ndim - 1)), yes, no)
+
+
+def _part(value: Value, path: Sequence[int]) -> Value:
+    for index in path:
+        value = value[index]
+    return value
+
+
+def _in_place(result: tuple[Value, ...], outputs: Sequence[int], operand: np.ndarray) -> tuple[Value, ...]:
+    """Returns a fusion's results with those that are written into one operand in place all that was written there."""
+    written = operand
+    for number in outputs:
+        new = result[number].reshape(-1, *operand.shape[1:])
+        changed = ~((new == operand) | ((new != new) & (operand != operand)))
+        written = np.where(changed, new, written)
+    return tuple(written.reshape(-1, *x.shape[1:]) if n in outputs else x for n, x in enumerate(result))

@@ -84,11 +84,14 @@ def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_models_and_hlo_stand_alone():
+def test_models_hlo_and_the_interpreter_stand_alone():
     for path in PACKAGE.glob("models/*.py"):
         assert all(module.split(".")[0] == "models" for module, _ in imports(path)), path
     for path in PACKAGE.glob("hlo/*.py"):
         assert all(module.split(".")[0] == "hlo" for module, _ in imports(path)), path
+    for path in PACKAGE.glob("interpreter/*.py"):
+        assert all(module.split(".")[0] in ("hlo", "interpreter") for module, _ in imports(path)), path
+    for path in (*PACKAGE.glob("hlo/*.py"), *PACKAGE.glob("interpreter/*.py")):
         assert not re.search(r"^\s*(import|from) jax", path.read_text(encoding="utf-8"), re.MULTILINE), path
 
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         remat_report,
         rematerialize,
     )
+    from zero_jax.verification import LeafDifference, Verification, verify
 
 # The module of each public name, imported when the name is first used: `import zero_jax` costs only what is used of it.
 __version__ = "0.2.0"
@@ -87,6 +88,7 @@ _PUBLIC = {
         "ema_params init_state losses make_eval_step make_train_step params_ema read_leaf read_leaves "
         "sequence_parallel shard_batch sharding_report state_shardings write_leaf write_leaves"
     ),
+    "zero_jax.verification": "LeafDifference Verification verify",
     "zero_jax.transforms": (
         "AttentionReport GatherReport Remat RematReport attention_report fuse_attention gather_on_use gather_report "
         "remat_report rematerialize"
@@ -105,6 +107,7 @@ __all__ = [
     "CompilerCrash",
     "GatherReport",
     "LayoutPlans",
+    "LeafDifference",
     "Lora",
     "LossScaleConfig",
     "LossTrace",
@@ -128,6 +131,7 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "Variables",
+    "Verification",
     "ZeroConfig",
     "abstract_state",
     "attention_report",
@@ -168,6 +172,7 @@ __all__ = [
     "summary",
     "trace_loss",
     "trainer",
+    "verify",
     "write_leaf",
     "write_leaves",
 ]

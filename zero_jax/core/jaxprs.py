@@ -204,3 +204,23 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 def is_on_host(aval: Any) -> bool:
     """Tells whether a traced value is in host memory."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def kept_arguments(compiled: Any) -> list[int]:
+    """Returns which of a function's flat arguments its compiled program has: JAX leaves out those it does not read."""
+    return sorted(compiled._executable._kept_var_idx)
+
+
+def hlo_text(compiled: Any) -> str:
+    """Returns the text of a compiled program with all constants, of which `as_text()` leaves out the large ones.
+
+    Raises:
+      ValueError: This release or backend does not print them.
+    """
+    try:
+        options: Any = importlib.import_module("jaxlib._hlo").HloPrintOptions()
+        options.print_large_constants = True
+        modules = compiled.runtime_executable().hlo_modules()
+        return "\n\n".join(module.to_string(options) for module in modules)
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(f"JAX {jax.__version__} does not print this program with its constants ({error})") from error

@@ -32,7 +32,7 @@ Function = Callable[[list[Value]], Value]
 _IDENTITY_CALLS = frozenset({
     "GatherScatterIndicesBitpacked", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape",
     "SPMDShardToFullShape", "MoveToHost", "MoveToDevice", "annotate_device_placement", "PinToDevice",
-    "PrepareAsyncCallDone", "LayoutConstraint", "ShapeBarrier",
+    "PrepareAsyncCallDone", "LayoutConstraint", "ShapeBarrier", "ZeroCrop",
 })  # fmt: skip
 # Custom calls of one matrix `[..., n, n]` or of many.
 _MATRIX_CALLS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -8,6 +8,8 @@ from typing import Any
 
 from jax.extend.mlir import ir
 
+from zero_jax.core.jaxprs import hlo_text
+
 _CONSTANT = re.compile(r" = (?P<dtype>[a-z]\w*)\[[^=\n]*? constant\((?P<value>\{[^\n]*?\})\)(?=, |\n)")
 _INTEGERS = re.compile(r"[su]\d+")
 _MAX_CHARACTERS, _SHORT = 2**20, 2**6
@@ -19,11 +21,8 @@ def program_text(compiled: Any) -> str:
     Block-sparse kernels, such as causal splash attention, take from them which blocks they skip.
     """
     try:
-        options: Any = importlib.import_module("jaxlib._hlo").HloPrintOptions()
-        options.print_large_constants = True
-        modules = compiled.runtime_executable().hlo_modules()
-        text = "\n\n".join(module.to_string(options) for module in modules)
-    except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError):  # another release, or backend
+        text = hlo_text(compiled)
+    except ValueError:  # another release, or backend
         return compiled.as_text()
     return _CONSTANT.sub(_shortened, text)
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from zero_jax.core.extras import extra
 from zero_jax.core.files.user_cache import cache_folder
@@ -25,7 +26,7 @@ from zero_jax.core.signatures import check_arguments
 from zero_jax.planning.errors import CompilerCrash
 from zero_jax.planning.job import Job
 from zero_jax.planning.key import program_settings
-from zero_jax.planning.report import PlanReport
+from zero_jax.planning.report import PlanReport, make_report
 from zero_jax.sharding.topology import missing_compiler, parse
 
 _SECONDS_BETWEEN_LINES = 15
@@ -72,12 +73,17 @@ class CompileOptions:
 
 
 def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
-    """Compiles a job in another process and returns its report.
+    """Compiles a job in another process and returns its report; raises what `run_apart` does."""
+    return run_apart(make_report, job, {"name": options.name, "cache": options.cache_path}, options)
 
-    Functions that cannot be imported are pickled by value.
+
+def run_apart(work: Callable[..., Any], job: Job, arguments: Mapping[str, Any], options: CompileOptions) -> Any:
+    """Returns `work(job, **arguments, on_phase=...)`, called in another process, with the compiler of its hardware.
+
+    Functions that cannot be imported are pickled by value. `on_phase` is called with what is being done.
 
     Raises:
-      ValueError: as `make_report` does, or the compiler is not installed.
+      ValueError: as `work` does, or the compiler is not installed.
       ModelError: a function of the model raised.
       CompilerCrash: the process ended without a result.
       KeyboardInterrupt: raised again after the process was killed.
@@ -91,8 +97,7 @@ def compile_apart(job: Job, options: CompileOptions) -> PlanReport:
         raise ValueError(f"topology {job.topology!r}: {missing}")
     with tempfile.TemporaryDirectory(prefix="zero_jax-") as folder:
         files = _Files(*(pathlib.Path(folder, name) for name in ("job", "result", "phases", "errors")))
-        arguments = {"name": options.name, "cache": options.cache_path, "settings": program_settings()}
-        files.job.write_bytes(cloudpickle.dumps((job, arguments)))
+        files.job.write_bytes(cloudpickle.dumps((work, job, dict(arguments), program_settings())))
         where = f"{options.name} on {job.topology}"
         status = _run(files, _environment(hardware.platform, folder), where=where, options=options)
         if not files.result.exists():

@@ -1,4 +1,6 @@
-"""The process that compiles one job for `zero_jax.plan`: `python -m zero_jax.planning.worker JOB RESULT [PARENT]`.
+"""The process that compiles one job, of `zero.plan` or `zero.verify`.
+
+Its command is `python -m zero_jax.planning.worker JOB RESULT [PARENT]`.
 
 A compiler that crashes or runs out of memory ends this process alone. Each phase is printed to standard output. This
 process ends when its parent does.
@@ -19,7 +21,6 @@ import cloudpickle
 import jax
 
 from zero_jax.planning.errors import explain
-from zero_jax.planning.report import make_report
 from zero_jax.planning.user_modules import install
 
 _SECONDS_BETWEEN_CHECKS = 1.0
@@ -37,9 +38,9 @@ def main(job_path: str, result_path: str, parent: str | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     install()
     try:
-        job, arguments = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
-        _copy_settings(arguments.pop("settings", {}))
-        outcome = make_report(job, **arguments, on_phase=lambda phase: print(phase, flush=True))
+        work, job, arguments, settings = cloudpickle.loads(pathlib.Path(job_path).read_bytes())
+        _copy_settings(settings)
+        outcome = work(job, **arguments, on_phase=lambda phase: print(phase, flush=True))
     except Exception as error:
         outcome = explain(error)
     path = pathlib.Path(result_path)

@@ -15,6 +15,7 @@ from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.noise_scale import NoiseScale
 from zero_jax.training.optimizer.offload import Offload
+from zero_jax.training.optimizer.update import call_update
 from zero_jax.training.sequence_sharding import sequence_parallel
 from zero_jax.training.state.checks import check_is_state
 from zero_jax.training.state.finite import NonfiniteState, nonfinite_leaves

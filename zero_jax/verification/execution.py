@@ -1,0 +1,94 @@
+"""Executes a compiled program on the host: arrays are cut into the shards that its devices would hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from zero_jax.core.jaxprs import hlo_text, kept_arguments
+from zero_jax.core.tree import PyTree
+from zero_jax.hlo import Program
+from zero_jax.interpreter import Interpreter
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """What the devices of a mesh hold of an array.
+
+    Attributes:
+      shards: The shard of each device, `[devices, *dims of a shard]`.
+      indices: Its place in the array.
+    """
+
+    shards: np.ndarray
+    indices: tuple[tuple[slice, ...], ...]
+
+    def differences(self, other: np.ndarray) -> np.ndarray:
+        """Returns the largest difference to an array of any device that holds an element, `float64`.
+
+        An element that is NaN or infinite in both is equal; in one alone, it differs by infinity.
+        """
+        result = np.zeros(other.shape)
+        for shard, index in zip(self.shards, self.indices, strict=True):
+            result[index] = np.maximum(result[index], _difference(shard, other[index]))
+        return result
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (a, b))
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a - b)
+    return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.where(np.isfinite(difference), difference, np.inf))
+
+
+class Execution:
+    """A compiled program, ready to be executed on the host with any arguments.
+
+    Args:
+      compiled: What `jit(...).lower(...).compile()` returned, for the devices of a mesh.
+      mesh: The mesh.
+
+    Raises:
+      ValueError: Its text cannot be read.
+    """
+
+    def __init__(self, compiled: Any, mesh: Mesh):
+        self._devices = list(mesh.devices.flat)
+        self._kept = kept_arguments(compiled)
+        # Those of arguments that the program does not have are left out, too.
+        self._inputs = jax.tree.leaves(compiled.input_shardings)
+        self._outputs = jax.tree.leaves(compiled.output_shardings)
+        self._infos, self._tree = jax.tree.flatten(compiled.out_info)
+        self._interpreter = Interpreter(Program(hlo_text(compiled)))
+
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        """Executes the program on arrays; returns a tree of `Sharded`.
+
+        Raises:
+          NotInterpretable: The program has what the interpreter does not know, such as a Pallas kernel.
+        """
+        leaves = jax.tree.leaves(arguments)
+        shards = []
+        for number, sharding in zip(self._kept, self._inputs, strict=True):
+            whole, indices = host_array(leaves[number]), self._indices(sharding, leaves[number].shape)
+            shards.append(np.stack([whole[index] for index in indices]))
+        results = self._interpreter.run(shards)
+        held = [
+            Sharded(x, self._indices(sharding, info.shape))
+            for x, sharding, info in zip(results, self._outputs, self._infos, strict=True)
+        ]
+        return jax.tree.unflatten(self._tree, held)
+
+    def _indices(self, sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], ...]:
+        indices = sharding.devices_indices_map(shape)
+        return tuple(indices[device] for device in self._devices)
+
+
+def host_array(x: Any) -> np.ndarray:
+    """Returns an array on the host; of PRNG keys, their data."""
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)

@@ -1,0 +1,123 @@
+"""A train step on one device in plain optax: what a compiled step is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zero_jax.core.tree import PyTree
+from zero_jax.core.variables import joined
+from zero_jax.sharding.mesh import make_mesh
+from zero_jax.sharding.precision import cast_floating, resolve_precision
+from zero_jax.training import (
+    MeshLoss,
+    TrainState,
+    ZeroConfig,
+    call_update,
+    cast_batch,
+    init_state,
+    merge,
+    normalize_loss,
+    trainable,
+    used_by_optimizer,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Updated:
+    """What a step makes of a state: the groups that a train state has."""
+
+    master: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The step of a loss function and an optimizer on one device, without anything of zero_jax in between.
+
+    The loss is that of the whole batch: no microbatches, no sharding. Params are cast to the compute dtype, gradients
+    are clipped by their global norm.
+    """
+
+    loss_fn: Callable[..., Any] | MeshLoss
+    init_fn: Callable[[jax.Array], PyTree]
+    tx: optax.GradientTransformation
+    config: ZeroConfig
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh of one device."""
+        return make_mesh(devices=jax.devices()[:1])
+
+    def state(self, key: jax.Array, like: TrainState) -> TrainState:
+        """Returns an initial train state, with the leaves of an abstract one."""
+        plain = ZeroConfig(stage=0, precision=self.config.precision)
+        state = init_state(self.init_fn, self.tx, key, mesh=self.mesh, config=plain)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grad_errors)
+        return self.next_state(
+            dataclasses.replace(state, grad_errors=zeros),
+            Updated(master=state.masters, opt_state=state.opt_state, model_state=state.model_state),
+            like=like,
+        )
+
+    def next_state(self, state: TrainState, updated: Updated, *, like: TrainState) -> TrainState:
+        """Returns a state with new params, optimizer state and model state, in the dtypes of an abstract one."""
+        cast = lambda tree: jax.tree.map(lambda x, y: x.astype(y.dtype), updated.master, tree)  # noqa: E731
+        return dataclasses.replace(
+            state,
+            params=cast(like.params),
+            master=None if like.master is None else cast(like.master),
+            opt_state=updated.opt_state,
+            model_state=updated.model_state,
+        )
+
+    def loss_and_grads(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        """Returns the loss, the gradients of the params that the optimizer reads, and the new model state."""
+        loss_fn = normalize_loss(self.loss_fn, self.mesh)
+        precision = resolve_precision(self.config.precision)
+        key = jax.random.fold_in(state.key, state.step)
+        model_state = state.model_state
+
+        def variables_of(free: PyTree) -> PyTree:
+            params = cast_floating(merge(state.masters, free), precision.compute)
+            return joined(params, model_state)
+
+        free = trainable(state.masters)
+        batch = cast_batch(loss_fn, jax.eval_shape(variables_of, free), batch, key, config=self.config)
+        function = lambda free: loss_fn(variables_of(free), batch, key)  # noqa: E731
+        (loss, (_, new_model_state)), grads = jax.value_and_grad(function, has_aux=True)(free)
+        needed, _ = used_by_optimizer(self.tx, state)
+        leaves, tree = jax.tree.flatten(grads)
+        grads = tree.unflatten([g if flag else jnp.zeros_like(g) for g, flag in zip(leaves, needed, strict=True)])
+        return loss, grads, new_model_state
+
+    def update(self, state: TrainState, grads: PyTree, loss: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the new params and optimizer state."""
+        clipped = grads
+        if self.config.clip_norm is not None:
+            clipped, _ = optax.clip_by_global_norm(self.config.clip_norm).update(grads, optax.EmptyState())
+
+        def at(params: PyTree) -> tuple[jax.Array, PyTree]:
+            moved = self._with_masters(state, merge(state.masters, params))
+            loss, grads, _ = self.loss_and_grads(moved, batch)
+            return loss, grads
+
+        params = trainable(state.masters)
+        updates, opt_state = call_update(
+            self.tx, clipped, state.opt_state, params, value=loss, full_grads=grads,
+            loss_fn=lambda params: at(params)[0], grad_fn=lambda params: at(params)[1],
+        )  # fmt: skip
+        return merge(state.masters, optax.apply_updates(params, updates)), opt_state
+
+    @staticmethod
+    def _with_masters(state: TrainState, masters: PyTree) -> TrainState:
+        return dataclasses.replace(state, **{"params" if state.master is None else "master": masters})

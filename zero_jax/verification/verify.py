@@ -1,0 +1,350 @@
+"""Compares the numbers of a train step that was compiled for hardware that is not there with one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.tree import PyTree, leaf_names, leaves_by_name
+from zero_jax.interpreter import NotInterpretable
+from zero_jax.planning import CompileOptions, Job, make_job, run_apart
+from zero_jax.sharding.precision import resolve_precision
+from zero_jax.training import MeshLoss, TrainState, ZeroConfig, key_parameter, make_train_step
+from zero_jax.verification.execution import Execution, Sharded, host_array
+from zero_jax.verification.reference import Reference, Updated
+
+# What is left of a relative difference when nothing is wrong, by what rounds most. Of float32 it is sums in another
+# order; of less, each product and each format of what is sent.
+_TOLERANCES: Mapping[str, float] = {
+    "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2, "int8": 5e-2, "fp8": 1e-1, "int4": 5e-1,
+}  # fmt: skip
+# A program of more is for a cluster, not for this machine.
+_MAX_BYTES = 8 * 2**30
+_SHOWN_LEAVES = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafDifference:
+    """How far a leaf of a compiled step is from one device.
+
+    Attributes:
+      step: the step, from 0.
+      path: the leaf's path: `loss`, `grad_norm`, or of the new state.
+      difference: the norm of the difference, over the norm of what the step changes in the leaf.
+      allowed: what rounding explains of it, in the same unit.
+    """
+
+    step: int
+    path: str
+    difference: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.difference <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The numbers of a compiled train step beside those of one device; prints as a table.
+
+    Attributes:
+      topology: name of the hardware that the step was compiled for.
+      device_kind: what JAX calls a device of it.
+      mesh: sizes of the mesh axes.
+      stage: the ZeRO stage.
+      leaves: the difference of each leaf, those that rounding explains the least first.
+      left_out: what is not in the program that was run, and why.
+      compile_seconds: what compiling took.
+      run_seconds: what executing the program took on this machine.
+    """
+
+    topology: str
+    device_kind: str
+    mesh: Mapping[str, int]
+    stage: int
+    leaves: tuple[LeafDifference, ...]
+    left_out: tuple[str, ...]
+    compile_seconds: float
+    run_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether rounding explains all differences."""
+        return all(leaf.ok for leaf in self.leaves)
+
+    @property
+    def wrong(self) -> tuple[LeafDifference, ...]:
+        """The leaves whose difference rounding does not explain."""
+        return tuple(leaf for leaf in self.leaves if not leaf.ok)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        leaves = [{**vars(leaf), "ok": leaf.ok} for leaf in self.leaves]
+        return {**vars(self), "mesh": dict(self.mesh), "ok": self.ok, "leaves": leaves}
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items() if size > 1) or "one device"
+        right = "equals one device" if self.ok else f"DIFFERS from one device in {len(self.wrong)} leaves"
+        title = f"stage {self.stage} on {self.topology} ({self.device_kind}, {mesh}): the compiled step {right}"
+        shown = self.leaves[: max(_SHOWN_LEAVES, len(self.wrong))]
+        rows = [("step", "leaf", "difference", "allowed", "")]
+        for leaf in shown:
+            mark = "" if leaf.ok else "WRONG"
+            rows.append((str(leaf.step), leaf.path, f"{leaf.difference:.1e}", f"{leaf.allowed:.1e}", mark))
+        more = len(self.leaves) - len(shown)
+        lines = [title, "", aligned(rows, right={0, 2, 3})]
+        lines += [f"and {more} leaves that differ less"] if more else []
+        lines += [f"left out: {text}" for text in self.left_out]
+        return "\n".join([*lines, f"compiled in {self.compile_seconds:.1f} s, run in {self.run_seconds:.1f} s"])
+
+
+def verify(
+    loss_fn: Callable[..., Any] | MeshLoss,
+    init_fn: Callable[[jax.Array], PyTree],
+    tx: optax.GradientTransformation,
+    batch: PyTree,
+    *,
+    topology: str,
+    config: ZeroConfig,
+    replica: int = 1,
+    model: int = 1,
+    data_layout: Sequence[int] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    num_steps: int = 2,
+    seed: int = 0,
+    tolerance: float | None = None,
+    **compiling: Any,
+) -> Verification:
+    """Compiles the train step for a topology, runs the program on this machine, and compares it with one device.
+
+    No accelerator is needed: the compiler's program is executed operation by operation, all devices in lockstep. So the
+    faults of a compiler are found where the program is made. The model should be small: each device's arrays are held
+    here. The reference is the loss of the whole batch, `jax.value_and_grad` and the optimizer on one device.
+
+    Float32 products are compiled in full precision (`jax.default_matmul_precision("highest")`), so that they can be
+    compared. Each step begins with the reference's state.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      init_fn: as for `init_state`.
+      tx: the optimizer.
+      batch: the global batch of a step, arrays `[examples, ...]` with values that the model takes.
+      topology: such as `v5p:2x2x2`; a few devices are enough.
+      config: as for `make_train_step`. Fused attention is left out: its kernels are no operations of XLA.
+      replica: size of the mesh axis `replica`.
+      model: size of the mesh axis `model`.
+      data_layout: sizes of the mesh axes that carry `data`; None takes what `make_mesh` chooses for the hardware.
+      compiler_options: passed to the compiler.
+      num_steps: steps that are compared.
+      seed: of the key for `init_fn` and the steps.
+      tolerance: relative difference that is put down to rounding, before what the optimizer makes of it; None takes
+        1e-4 for float32, and more for smaller dtypes and quantized collectives.
+      **compiling: `name`, `own_process`, `timeout_seconds` and `log`, as for `plan`.
+
+    Raises:
+      ValueError: what `plan` refuses; a batch without values; a step that draws other numbers than one device (a key
+        with microbatches); a program that is too large, or that has what cannot be run here, such as a Pallas kernel.
+      ModelError: a function of the model raised.
+      CompilerCrash: the compiler's process ended without a result.
+    """
+    options = CompileOptions(**compiling)
+    check_arguments(num_steps=num_steps, seed=seed, tolerance=tolerance)
+    for name, leaf in leaves_by_name(batch).items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"verify runs the step: batch leaf {name!r} is a ShapeDtypeStruct, give an array of values"
+            )
+    job = make_job(
+        loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config, replica=replica,
+        model=model, data_layout=data_layout, compiler_options=compiler_options,
+    )  # fmt: skip
+    values = jax.tree.map(host_array, batch)
+    arguments = {"batch": values, "num_steps": num_steps, "seed": seed, "tolerance": tolerance}
+    if options.own_process:
+        return run_apart(verify_job, job, arguments, options)
+    return verify_job(job, **arguments, on_phase=lambda phase: options.log(f"{options.name} on {topology}: {phase}"))
+
+
+def verify_job(
+    job: Job, *, batch: PyTree, num_steps: int, seed: int, tolerance: float | None, on_phase: Callable[[str], None]
+) -> Verification:
+    """Returns the verification of a job, made in this process; as `verify`."""
+    left_out = []
+    if job.config.attention != "own":
+        left_out.append(
+            "fused attention, whose kernels are no operations of XLA: attention is as the model computes it"
+        )
+        job = dataclasses.replace(job, config=dataclasses.replace(job.config, attention="own"))
+    mesh = job.mesh()
+    with jax.default_matmul_precision("highest"):
+        abstract = job.state(mesh)
+        _check_size(abstract, mesh.size)
+        _check_same_keys(job, mesh)
+        on_phase("lowering")
+        lowered = make_train_step(job.loss_fn, job.tx, mesh=mesh, config=job.config).lower(abstract, job.batch)
+        on_phase("compiling")
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options=dict(job.compiler_options or {}))
+        compile_seconds = time.perf_counter() - started
+        reference = Reference(loss_fn=job.loss_fn, init_fn=job.init_fn, tx=job.tx, config=job.config)
+        execution, comparison = Execution(compiled, mesh), _Comparison(reference, tolerance or _tolerance(job.config))
+        state, leaves, run_seconds = reference.state(jax.random.key(seed), abstract), [], 0.0
+        for step in range(num_steps):
+            on_phase(f"running step {step + 1} of {num_steps}")
+            started = time.perf_counter()
+            try:
+                result = execution(state, batch)
+            except NotInterpretable as error:
+                raise ValueError(f"this program cannot be run here, it has {error}") from error
+            run_seconds += time.perf_counter() - started
+            state, differences = comparison.compare(state, batch, result, like=abstract, step=step)
+            leaves += differences
+    return Verification(
+        topology=job.topology,
+        device_kind=mesh.devices.flat[0].device_kind,
+        mesh=dict(mesh.shape),
+        stage=job.config.stage,
+        leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.difference / max(leaf.allowed, 1e-30))),
+        left_out=tuple(left_out),
+        compile_seconds=compile_seconds,
+        run_seconds=run_seconds,
+    )
+
+
+def _check_size(state: TrainState, num_devices: int) -> None:
+    """Raises `ValueError` if the devices' shards of a state do not fit into this machine's memory."""
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(state)]
+    if (needed := sum(sizes) * num_devices) > _MAX_BYTES:
+        raise ValueError(
+            f"the {num_devices} devices hold {format_bytes(needed)} of train state, and all of them are run here: "
+            "verify a smaller model, or fewer devices of the same hardware"
+        )
+
+
+def _check_same_keys(job: Job, mesh: Any) -> None:
+    """Raises `ValueError` if a loss function with a key is called on parts of the batch: each has a key of its own."""
+    loss_fn = job.loss_fn.make(mesh) if isinstance(job.loss_fn, MeshLoss) else job.loss_fn
+    parts = job.config.num_microbatches * job.replica
+    quantize = job.config.resolved_quantize()
+    if key_parameter(loss_fn) is not None and (parts > 1 or (quantize is not None and quantize.grads)):
+        raise ValueError(
+            "the loss function takes a key, and is called on parts of the batch, each with a key of its own: no step "
+            "on one device draws the same numbers. Verify it with num_microbatches=1 and replica=1, or without dropout"
+        )
+
+
+def _tolerance(config: ZeroConfig) -> float:
+    """Returns the relative difference that a step's dtypes and formats explain."""
+    precision, quantize = resolve_precision(config.precision), config.resolved_quantize()
+    names = {str(dtype) for dtype in (precision.compute, precision.reduce, precision.param) if dtype is not None}
+    for formats in () if quantize is None else (quantize.gathers, quantize.grads):
+        names |= set(formats.values()) if isinstance(formats, Mapping) else {formats}
+    return max(_TOLERANCES.get(name, 0.0) for name in names | {"float32"} if name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """Compares what compiled steps return with a reference, within a relative tolerance."""
+
+    reference: Reference
+    tolerance: float
+
+    def compare(
+        self, state: TrainState, batch: PyTree, result: tuple[Any, Any], *, like: TrainState, step: int
+    ) -> tuple[TrainState, list[LeafDifference]]:
+        """Returns the reference's next state, and the difference of each leaf to what a compiled step returned.
+
+        `result` has the new state and the metrics, of `Sharded` leaves.
+        """
+        new, metrics = result
+        loss, grads, updated, noise = self._expected(state, batch)
+        next_state = dataclasses.replace(self.reference.next_state(state, updated, like=like), step=state.step + 1)
+        differences = [
+            self._scalar("loss", metrics.loss, host_array(loss), step),
+            self._scalar("grad_norm", metrics.grad_norm, host_array(optax.global_norm(grads)), step),
+        ]
+        groups = {"params": noise.master, "opt_state": noise.opt_state, "model_state": noise.model_state}
+        groups |= {} if state.master is None else {"master": noise.master}
+        for group, noises in groups.items():
+            trees = [getattr(x, group) for x in (state, next_state, new)]
+            names = [f"{group}/{name}" for name in leaf_names(trees[0])]
+            leaves = zip(names, *map(_leaves, (*trees, noises)), strict=True)
+            differences += [self._leaf(*leaf, step=step) for leaf in leaves]
+        return next_state, differences
+
+    @functools.cached_property
+    def _expected(self) -> Callable[..., tuple[jax.Array, PyTree, Updated, Updated]]:
+        return jax.jit(self._make_expected)
+
+    def _make_expected(self, state: TrainState, batch: PyTree) -> tuple[jax.Array, PyTree, Updated, Updated]:
+        """Returns the loss, gradients and update of one device, and how far rounding may move the update.
+
+        What the optimizer makes of rounding is allowed, too: Adam's first step is the sign of a gradient, and that of
+        a gradient that is zero but for rounding can be either one. So the update is made again from gradients that
+        differ by as much as rounding may, some times.
+        """
+        loss, grads, model_state = self.reference.loss_and_grads(state, batch)
+        update = functools.partial(self.reference.update, state, loss=loss, batch=batch)
+        made = update(grads)
+        moved = jax.lax.map(lambda key: update(self._with_noise(grads, key)), jax.random.split(jax.random.key(1), 8))
+        moves = jax.tree.map(_largest_move, made, moved)
+        still = jax.tree.map(lambda x: jnp.zeros(x.shape), model_state)
+        updated, noise = (
+            Updated(master=x[0], opt_state=x[1], model_state=y) for x, y in ((made, model_state), (moves, still))
+        )
+        return loss, grads, updated, noise
+
+    def _with_noise(self, grads: PyTree, key: jax.Array) -> PyTree:
+        """Returns gradients that differ by what rounding may: of the leaf's size, and a little of that of all."""
+        leaves, tree = jax.tree.flatten(grads)
+        sizes = [jnp.sqrt(jnp.mean(jnp.square(jnp.abs(g)))) if g.size else jnp.float32(0) for g in leaves]
+        largest = jnp.stack(sizes).max() if sizes else 0.0
+        keys = jax.random.split(key, max(len(leaves), 1))
+        noise = [
+            jax.random.normal(key, g.shape, jnp.float32) * self.tolerance * (size + 1e-2 * largest)
+            for key, g, size in zip(keys, leaves, sizes, strict=True)
+        ]
+        return tree.unflatten([g + x.astype(g.dtype) for g, x in zip(leaves, noise, strict=True)])
+
+    def _scalar(self, path: str, got: Sharded, want: np.ndarray, step: int) -> LeafDifference:
+        difference, size = float(got.differences(want).max()), max(abs(float(want)), 1e-30)
+        return LeafDifference(step=step, path=path, difference=difference / size, allowed=self.tolerance)
+
+    def _leaf(
+        self, path: str, before: np.ndarray, want: np.ndarray, got: Sharded, noise: np.ndarray, *, step: int
+    ) -> LeafDifference:
+        if not jnp.issubdtype(want.dtype, jnp.inexact):
+            different = float(got.differences(want).max(initial=0))
+            return LeafDifference(step=step, path=path, difference=different, allowed=0.0)
+        old, new = (x.astype(np.complex128 if x.dtype.kind == "c" else np.float64) for x in (before, want))
+        change, size = float(np.linalg.norm(new - old)), float(np.linalg.norm(new))
+        rounding = 4 * float(jnp.finfo(want.dtype).eps) * size
+        allowed = self.tolerance * change + 2 * float(np.linalg.norm(noise)) + rounding
+        difference = float(np.linalg.norm(got.differences(want)))
+        scale = max(change or size, 1e-30)
+        return LeafDifference(step=step, path=path, difference=difference / scale, allowed=allowed / scale)
+
+
+def _largest_move(x: jax.Array, moved: jax.Array) -> jax.Array:
+    """Returns how far an array is from the furthest of others `[n, *dims]`, element by element."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros(x.shape)
+    return jnp.max(jnp.abs(moved - x), axis=0).astype(jnp.float32)
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    is_held = lambda x: isinstance(x, Sharded)  # noqa: E731
+    return [x if is_held(x) else host_array(x) for x in jax.tree.leaves(tree, is_leaf=is_held)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -19,7 +20,14 @@ from zero_jax.training.evaluation import Metrics, shard_batch
 from zero_jax.training.state.checks import check_no_leaf_twice, check_not_donated, checked_placement, place_state
 from zero_jax.training.state.placement import train_state_shardings
 from zero_jax.training.state.train_state import TrainState
-from zero_jax.training.xla_options import step_options
+from zero_jax.training.xla_options import scatters_in_loops, step_options
+
+_NEEDS_OPTIONS = (
+    "this step adds to an array by index in a loop, and is called within another jitted function, which takes its own "
+    f"compiler options alone: XLA of JAX {jax.__version__} may lose parts of the gradient on TPUs (openxla/xla#49143) "
+    "unless that function has them, jax.jit(..., compiler_options=zero.compiler_options(mesh=mesh, config=config)), or "
+    "JAX is 0.12 or newer"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +52,8 @@ class TrainStep:
             check_not_donated(state)  # first: on some backends running with a deleted buffer ends the process
             check_no_leaf_twice(state)
             compiled = self.compiled(state, is_nested=any(map(is_traced, jax.tree.leaves((state, batch)))))
-            state, metrics = compiled.jitted(place_state(state, compiled.shardings, compiled.dtypes), batch)
+            state = place_state(state, compiled.shardings, compiled.dtypes)
+            state, metrics = compiled.function(state, batch)(state, batch)
             return state, wait_on_cpu(metrics, self.program.mesh)
 
     def lower(self, state: PyTree, batch: PyTree) -> Any:
@@ -59,7 +68,7 @@ class TrainStep:
             batch,
         )
         with on_mesh(self.program.mesh):
-            return self.jitted(state).lower(state, shapes)
+            return self.compiled(state).function(state, shapes).lower(state, shapes)
 
     def jitted(self, state: PyTree) -> Any:
         """Returns the `jax.jit` function for states of this structure."""
@@ -70,6 +79,9 @@ class TrainStep:
 
         Within another jitted function (`is_nested`) it has no compiler options: JAX takes those of the outermost.
         `out_shardings` are explicit, so that the new state has exactly the shardings of the old one.
+
+        Warns:
+          UserWarning: within another jitted function, where a release's compiler has a fault that an option avoids.
         """
         leaves, tree = jax.tree.flatten(state)
         if not all(hasattr(x, "shape") for x in leaves):
@@ -80,11 +92,16 @@ class TrainStep:
             program = self.program
             placement = checked_placement(state, program.tx, mesh=program.mesh, config=program.config)
             shardings = train_state_shardings(state, placement)
-            options = {} if is_nested else step_options(program.mesh, program.config).values
+            options = step_options(program.mesh, program.config)
             step, outputs = functools.partial(program.step, placement=placement), (shardings, None)
-            jitted = jax.jit(step, donate_argnums=0, out_shardings=outputs, compiler_options=options or None)
+            jit = functools.partial(jax.jit, step, donate_argnums=0, out_shardings=outputs)
+            unguarded = options.unguarded
             self.compiled_for[structure] = _Compiled(
-                jitted=jitted, shardings=jax.tree.leaves(shardings), dtypes=[x.dtype for x in leaves]
+                jitted=jit() if is_nested else jit(compiler_options=options.values or None),
+                unguarded=None if is_nested or unguarded is None else jit(compiler_options=unguarded or None),
+                shardings=jax.tree.leaves(shardings),
+                dtypes=[x.dtype for x in leaves],
+                nested_options=unguarded is not None and is_nested,
             )
         return self.compiled_for[structure]
 
@@ -112,13 +129,39 @@ class TrainStep:
         return leaf_names(state.params)[int(index)] if int(index) >= 0 else None
 
     def _cache_size(self) -> int:
-        return sum(compiled.jitted._cache_size() for compiled in self.compiled_for.values())
+        functions = [x for compiled in self.compiled_for.values() for x in (compiled.jitted, compiled.unguarded)]
+        return sum(function._cache_size() for function in functions if function is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """The jitted step for states of one structure, and how their leaves are sharded and typed."""
+    """The jitted step for states of one structure, and how their leaves are sharded and typed.
+
+    Attributes:
+      jitted: the step, with all options.
+      unguarded: the step without the options that guard against the compiler's fault of scatters in loops, which cost
+        traffic in other programs; None where there are none.
+      shardings: of the state's leaves.
+      dtypes: of the state's leaves.
+      nested_options: whether the outermost jitted function needs the options that guard against it.
+      scatters: whether the step has scatters in loops, by the structure of the batch.
+    """
 
     jitted: Any
+    unguarded: Any
     shardings: list[NamedSharding]
     dtypes: list[Any]
+    nested_options: bool = False
+    scatters: dict[Any, bool] = dataclasses.field(default_factory=dict)
+
+    def function(self, state: TrainState, batch: PyTree) -> Any:
+        """Returns the jitted step for a batch of this structure."""
+        if self.unguarded is None and not self.nested_options:
+            return self.jitted
+        leaves, tree = jax.tree.flatten(batch)
+        structure = (tree, tuple((x.shape, x.dtype) for x in leaves))
+        if structure not in self.scatters:
+            self.scatters[structure] = scatters_in_loops((self.unguarded or self.jitted).trace(state, batch).jaxpr)
+            if self.nested_options and self.scatters[structure]:
+                warnings.warn(_NEEDS_OPTIONS, stacklevel=3)
+        return self.jitted if self.unguarded is None or self.scatters[structure] else self.unguarded

@@ -15,13 +15,14 @@ import pathlib
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from zero_jax.core.subcalls import equations, equations_of
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.sharding.topology import hardware_of
 from zero_jax.training.zero_config import ZeroConfig, check_config
@@ -38,11 +39,14 @@ class CompilerOption:
       name: as the compiler calls it, without dashes.
       value: a boolean, number or text.
       purpose: what it is for.
+      unguarded: its value, '' for none, in a program that the fault of the compiler that it guards against does not
+        concern; None if it guards against none.
     """
 
     name: str
     value: Value
     purpose: str
+    unguarded: str | None = None
 
     def __str__(self) -> str:
         value = str(self.value).lower() if isinstance(self.value, bool) else self.value
@@ -65,6 +69,15 @@ class StepOptions:
     def values(self) -> dict[str, Value]:
         """The values by name, as `jax.jit(..., compiler_options=...)` takes them."""
         return {option.name: option.value for option in self.options}
+
+    @property
+    def unguarded(self) -> dict[str, Value] | None:
+        """The values for a program without a scatter in a loop, where such programs have another value; else None."""
+        guard = next((option for option in self.options if option.name == _DISABLE_PASSES), None)
+        if guard is None or guard.unguarded is None:
+            return None
+        rest = {name: value for name, value in self.values.items() if name != _DISABLE_PASSES}
+        return rest | ({_DISABLE_PASSES: guard.unguarded} if guard.unguarded else {})
 
 
 def _option(name: str, value: Value, purpose: str) -> CompilerOption:
@@ -134,7 +147,16 @@ _COMBINE: Mapping[str, tuple[str, ...]] = {
 # this, a program that would copy these ends with an error. XLA of JAX 0.12 annotates them right.
 _VERIFIED = _option("xla_gpu_experimental_dynamic_slice_fusion_verify_offsets", True,
                     "wrong rows of an array in host memory are an error (JAX 0.10's XLA may copy some)")  # fmt: skip
+# Passes of the compiler that make wrong programs, by platform, and the first JAX release whose XLA is right
+# (docs/xla_faults.md). This one takes a gradient that a loop's body adds to by a scatter for a sum that may be reduced
+# across devices after the loop; the body clears it on all devices but one in each iteration (openxla/xla#49143).
+_DISABLE_PASSES = "xla_disable_hlo_passes"
+_WRONG_PASSES: Mapping[str, tuple[tuple[str, tuple[int, int]], ...]] = {
+    "tpu": (("while-loop-all-reduce-code-motion", (0, 12)),)
+}
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Primitives that write to a part of an array, and those of which it is not known.
+_WRITES = re.compile(r".*scatter|dynamic_update_slice|pallas_call|ffi_call|.*callback")
 _UNKNOWN = re.compile(r"No such compile option: '([^']+)'")
 
 
@@ -192,7 +214,39 @@ def wanted_options(
         options.pop(name, None)
         if value is not None:
             options[name] = CompilerOption(name=name, value=_typed(value), purpose="given in the config")
+    removed = (config.compiler_options or {}).get(_DISABLE_PASSES, "") is None
+    if (passes := _wrong_passes(device.platform)) and not removed:
+        options[_DISABLE_PASSES] = _guard(passes, options.get(_DISABLE_PASSES), environment)
     return tuple(options.values())
+
+
+def _wrong_passes(platform: str) -> list[str]:
+    """Returns the passes of this release's compiler that make wrong programs."""
+    return [name for name, first_right in _WRONG_PASSES.get(platform, ()) if jax.__version_info__ < first_right]
+
+
+def _guard(passes: Sequence[str], given: CompilerOption | None, environment: Mapping[str, str]) -> CompilerOption:
+    """Returns the option that disables passes, beside those that the config or the environment disables."""
+    flags = [_flag_value(environment.get(name, ""), _DISABLE_PASSES) for name in _FLAG_VARIABLES]
+    others = ",".join(filter(None, [str(given.value)] if given else flags))
+    return CompilerOption(
+        name=_DISABLE_PASSES,
+        value=",".join(filter(None, [others, *passes])),
+        purpose="the gradient of a table that a loop looks up is right (this release's XLA may lose parts of it)",
+        unguarded=others,
+    )
+
+
+def _flag_value(text: str, name: str) -> str:
+    """Returns the value of a flag in the flags of the environment, '' without it."""
+    values = [word.partition("=")[2] for word in flag_words(text) if word.lstrip("-").startswith(f"{name}=")]
+    return values[-1] if values else ""
+
+
+def scatters_in_loops(jaxpr: Any) -> bool:
+    """Tells whether a loop in a jaxpr, open or closed, adds to or writes elements by index."""
+    loops = (eqn for eqn in equations(jaxpr) if eqn.primitive.name in ("scan", "while"))
+    return any(_WRITES.match(eqn.primitive.name) for loop in loops for eqn in equations_of(loop))
 
 
 def _defaults(device: Any, groups: frozenset[str], is_one_host: bool) -> tuple[CompilerOption, ...]:

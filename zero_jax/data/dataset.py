@@ -18,6 +18,7 @@ from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, ope
 from zero_jax.data.tokens.token_file import TokenFile
 from zero_jax.data.train_validation_split import TokenPart, split_documents
 
+_SHOWN_FIELDS = 8
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 
@@ -178,6 +179,10 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
         notes.append(f"messages as by the chat template of {template.path}")
     if conversations.num_cut:
         notes.append(f"{conversations.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
+    if unused := conversations.num_unused:
+        shown = ", ".join(f"{name} ({count:,})" for name, count in list(unused.items())[:_SHOWN_FIELDS])
+        more = f" and {len(unused) - _SHOWN_FIELDS} more" if len(unused) > _SHOWN_FIELDS else ""
+        notes.append(f"fields that are part of no text: {shown}{more}")
     return Dataset(
         name=source.name,
         tokenizer=tokenizer,

@@ -13,6 +13,7 @@ from zero_jax.data.sources import Source, SourceFile
 
 _T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 28  # of JSON
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
 # The end of a word before a space: tokenizers begin a new token there, so that a cut changes no token.
@@ -114,7 +115,11 @@ def _records(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Reads the objects of a file, each with its place and the number of replacements for invalid Unicode."""
     is_zipped = file.path.name.lower().endswith(".gz")
     with gzip.open(file.path) if is_zipped else file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > _MAX_LINE_BYTES:  # a small .gz may hold terabytes
+                raise ValueError(
+                    f"line {number} of {file.path} has more than {_MAX_LINE_BYTES:,} bytes: divide it into several"
+                )
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():

@@ -115,8 +115,39 @@ class JsonTokenizer:
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
-        entries = self.library.get_added_tokens_decoder().values()
-        return tuple(entry.content for entry in entries if entry.special)
+        return tuple(entry.content for entry in self._special.values())
+
+    def special_places(self, text: str) -> list[tuple[int, int, int]]:
+        """Returns where special tokens are in a rendered text: first character, end, and the token's index.
+
+        Only those at which the library cuts any text that goes on otherwise after them. It makes the tokens of each
+        part by itself.
+        """
+        cuts = {
+            token: entry.content
+            for token, entry in self._special.items()
+            if not (entry.normalized or entry.single_word or entry.lstrip)
+        }
+        encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        found = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
+        return [
+            (first, first + len(cuts[token]), i)
+            for i, (token, (first, _)) in found
+            if token in cuts and text.startswith(cuts[token], first)
+        ]
+
+    def hidden_special(self, texts: Sequence[str]) -> str | None:
+        """Returns a special token that one of the texts has after normalization, if there is one."""
+        normalized = {token: entry.content for token, entry in self._special.items() if entry.normalized}
+        if not normalized or self.library.normalizer is None:
+            return None
+        tokens = {token for encoded in self.encode_rendered(texts) for token in encoded.tolist()}
+        return next((text for token, text in normalized.items() if token in tokens), None)
+
+    @functools.cached_property
+    def _special(self) -> dict[int, Any]:
+        entries = self.library.get_added_tokens_decoder().items()
+        return {token: entry for token, entry in entries if entry.special}
 
     @functools.cached_property
     def _with_special_tokens(self) -> Any:

@@ -27,6 +27,7 @@ from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
+from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
@@ -97,6 +98,7 @@ def restore(
       CheckpointError: there is no undamaged checkpoint.
       ValueError: the checkpoint is of another model or optimizer.
     """
+    check_arguments(config=config)
     directory = steps_folder(directory)
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core.extras import extra
+from zero_jax.core.files.untrusted import open_array
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
@@ -98,8 +99,8 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
     if path.suffix.lower() != ".npy":
         return open_tokens(path, dtype=np.dtype(token_dtype).newbyteorder("<"))
     try:
-        array = np.load(path, mmap_mode="r")  # of which only the header is read
-    except (OSError, ValueError, EOFError) as error:
+        array = open_array(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no array of numpy ({error}): write it again with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
         raise ValueError(
@@ -121,8 +122,8 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     if not beside.is_file():
         return None
     try:
-        offsets = np.load(beside)
-    except (OSError, ValueError, EOFError) as error:
+        offsets = np.array(open_array(beside))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{beside} is no array of numpy ({error}): write it again with numpy.save") from error
     is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
     if is_vector and offsets[-1] != num_tokens:

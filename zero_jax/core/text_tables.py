@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
+_LINE_CHARACTERS = 20_000
 _LARGEST = 9  # elements of a collection that is shown as it is
 
 
@@ -22,6 +23,11 @@ def printable(text: object, *, limit: int = 300, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def printable_lines(text: object) -> str:
+    """Returns lines of our own as `printable` text: what they name, which is bounded there, may come from outside."""
+    return "\n".join(printable(line, limit=_LINE_CHARACTERS, keep="\t") for line in str(text).split("\n"))
+
+
 def is_unicode(text: str) -> bool:
     """Returns whether text has no lone surrogates, which JSON and names of files can have and no tokenizer takes."""
     try:
@@ -31,7 +37,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def quoted(value: Any, *, limit: int = 60) -> str:
+def quoted(value: Any, *, limit: int = 400) -> str:
     """Returns a value from outside as `printable` text: its `repr`, cut where it is long."""
     if isinstance(value, list | tuple | dict | set) and len(value) > _LARGEST:
         return f"a {type(value).__name__} of {len(value):,}"

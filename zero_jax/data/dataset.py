@@ -9,6 +9,7 @@ import numpy as np
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
+from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import ConversationPart, load_conversations
 from zero_jax.data.sources import Format, find_source
@@ -196,9 +197,10 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
 
 def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     if tokenizer.fingerprint != tokens.meta.tokenizer_fingerprint:
+        made_with = printable(f"{tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint})")
         raise ValueError(
-            f"{folder} was made with the tokenizer {tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint}), not "
-            f"with {tokenizer.name} ({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
+            f"{folder} was made with the tokenizer {made_with}, not with {tokenizer.name} "
+            f"({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
         )
 
 

@@ -138,18 +138,18 @@ class SpecialTexts:
         ends: dict[tuple[str, int], str] = {}
         for place, text in found:
             if (special := next((x for x in self._texts if x in text), None)) is not None:
-                self._refuse(f"{place} has the text {special!r}")
+                self._refuse(f"{place} has the text {quoted(special)}")
             stripped = text.strip()  # as templates do
             for length in range(1, min(self._longest, len(stripped) + 1)):
                 beginnings |= dict.fromkeys(self._beginnings.get(stripped[-length:], ()), place)
                 ends |= dict.fromkeys(self._ends.get(stripped[:length], ()), place)
         if (divided := next((part for part in beginnings if part in ends), None)) is not None:
-            places = f"{beginnings[divided]} ends with the beginning of {divided[0]!r}, {ends[divided]} begins"
+            places = f"{beginnings[divided]} ends with the beginning of {quoted(divided[0])}, {ends[divided]} begins"
             self._refuse(f"{places} with the rest")
         if self._tokenizer is not None:
             special = self._tokenizer.hidden_special([text for _, text in found])
             if special is not None:
-                self._refuse(f"{where} has text that the tokenizer normalizes to {special!r}")
+                self._refuse(f"{where} has text that the tokenizer normalizes to {quoted(special)}")
 
     def _refuse(self, problem: str) -> None:
         raise ValueError(f"{problem}, {self._what}: write it in another way, or remove the line")

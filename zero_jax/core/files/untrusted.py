@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from etils import epath
 
-from zero_jax.core.text_tables import quoted
+from zero_jax.core.text_tables import printable, quoted
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -136,7 +136,7 @@ def irregular(folder: epath.Path) -> list[str]:
     pending = [os.fspath(folder)]
     while pending:
         place = pending.pop()
-        name = os.path.relpath(place, folder)
+        name = printable(os.path.relpath(place, folder))
         try:
             status = os.stat(place)
             if stat.S_ISREG(status.st_mode):

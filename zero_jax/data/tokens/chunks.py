@@ -9,6 +9,7 @@ import numpy as np
 
 from zero_jax.core.extras import extra
 from zero_jax.core.files.untrusted import open_array
+from zero_jax.core.text_tables import printable
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
@@ -101,10 +102,10 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
     try:
         array = open_array(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no array of numpy ({error}): write it again with numpy.save") from error
+        raise ValueError(f"{file} is no array of numpy ({printable(error)}): write it again with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
         raise ValueError(
-            f"{path} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
+            f"{file} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
         )
     return TokenFile(path=path, dtype=array.dtype, size=array.size, start_bytes=array.offset)
 
@@ -156,7 +157,7 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
         for number, record in enumerate(_read_records(file)):
             if len(record) % dtype.itemsize:
                 raise ValueError(
-                    f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
+                    f"record {number} of {file} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
                     f"that a token of {token_dtype} takes: give the right --token-dtype"
                 )
             yield from _record_chunks(np.frombuffer(record, dtype), end_of_document)
@@ -178,7 +179,7 @@ def _read_records(file: SourceFile) -> Iterator[bytes]:
     except RuntimeError as error:
         bad = "is no ArrayRecord file, is empty or was cut off"
         bad = bad if start is None else f"is damaged at record {start} or soon after"
-        raise ValueError(f"{file.path} {bad} ({error}): write it again") from error
+        raise ValueError(f"{file} {bad} ({error}): write it again") from error
 
 
 def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:

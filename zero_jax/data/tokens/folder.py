@@ -30,6 +30,7 @@ from zero_jax.core.files.untrusted import (
     whole_number,
 )
 from zero_jax.core.files.user_cache import PARTIAL
+from zero_jax.core.text_tables import printable
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, ChunkChecksums, RunningChecksums, TokenFile, open_tokens
 
@@ -233,7 +234,7 @@ def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
     except KeyError as error:
         raise ValueError(f"{folder / _META} has no {error}: {remedy}") from error
     except (OSError, ValueError, TypeError, SyntaxError) as error:  # numpy's, for what is no dtype
-        raise ValueError(f"cannot read the token folder {folder} ({error}): {remedy}") from error
+        raise ValueError(f"cannot read the token folder {folder} ({printable(error)}): {remedy}") from error
     if tokens.size != num_tokens or offsets.shape != (num_documents + 1,) or hashes.shape != (num_documents,):
         raise ValueError(
             f"{folder} has {tokens.size:,} tokens and {len(hashes):,} documents, but its {_META} says {num_tokens:,} "

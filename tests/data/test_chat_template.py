@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_conversations import chat, written
 
-from zero_jax.data import DataConfig, chat_template, load_dataset, load_tokenizer
+from zero_jax.data import DataConfig, chat_template, conversations, load_dataset, load_tokenizer
 from zero_jax.data.chat_template import Turn
 from zero_jax.data.conversations import _of_rendered
 
@@ -261,8 +261,9 @@ def test_forks_find_the_answers_where_rendering_each_beginning_does():
         assert starts == (7 if name.startswith("needs") else 1), name
 
 
-def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path):
+def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path, monkeypatch):
     """However the beginning of the text is found that has the same tokens, the learned tokens are those."""
+    monkeypatch.setattr(conversations, "_MAX_CHARACTERS", 4000)  # all beginnings together have over 8,000
     tokenizers = pytest.importorskip("tokenizers")
     rng = np.random.default_rng(0)
     words = ["a", " a", "ass", "at last", "\n", "  ", "</s>", "<|im_end|>", "<r>", "<r>  ", "é", "two three"]
@@ -283,6 +284,8 @@ def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path):
                 expected[first:last] = turn.is_answer
                 first = last
             np.testing.assert_array_equal(is_answer, expected)
+    with pytest.raises(ValueError, match=r"here has 41 parts and .* without special tokens between them"):
+        _of_rendered([Turn("ab cd ef", is_answer=False)] * 41, tokenizer, "here")
 
 
 def test_a_missing_package_is_named(tmp_path, folder, monkeypatch):

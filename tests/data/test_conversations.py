@@ -1,11 +1,12 @@
 """Conversations: loss on answers only, whole ones packed in rows, and bad lines named by file and line."""
 
+import gzip
 import json
 
 import numpy as np
 import pytest
 
-from zero_jax.data import DataConfig, load_dataset, load_tokenizer
+from zero_jax.data import DataConfig, documents, load_dataset, load_tokenizer
 from zero_jax.data.batches import cut_rows, num_rows
 from zero_jax.data.conversations import pack
 
@@ -177,6 +178,15 @@ def test_invalid_utf_8_is_named(tmp_path):
     path.write_bytes(json.dumps(PROMPTS[0]).encode() + b'\n{"prompt": "\xff", "completion": "x"}\n')
     with pytest.raises(ValueError, match=f"line 2 of {path} is not in UTF-8"):
         loaded(str(path))
+
+
+def test_a_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
+    """A small file may be a large one, compressed."""
+    monkeypatch.setattr(documents, "_MAX_LINE_BYTES", 1000)
+    with gzip.open(tmp_path / "chat.jsonl.gz", "wb") as file:
+        file.write(b" " * 10**6)
+    with pytest.raises(ValueError, match=r"line 1 of .*chat.jsonl.gz has more than 1,000 bytes: divide it"):
+        loaded(str(tmp_path / "chat.jsonl.gz"))
 
 
 def test_too_few_conversations_are_refused(tmp_path):

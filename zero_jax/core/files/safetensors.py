@@ -170,10 +170,13 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
 def split_by_size(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
     """Assigns tensors to files by size, in their order; a larger tensor has a file of its own."""
     files: list[list[_Tensor]] = [[]]
+    num_bytes = 0
     for tensor in tensors:
-        if files[-1] and sum(x.num_bytes for x in files[-1]) + tensor.num_bytes > max_bytes:
+        if files[-1] and num_bytes + tensor.num_bytes > max_bytes:
             files.append([])
+            num_bytes = 0
         files[-1].append(tensor)
+        num_bytes += tensor.num_bytes
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}

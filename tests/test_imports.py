@@ -16,8 +16,8 @@ PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="
 EXTRAS = PROJECT["optional-dependencies"]
 # Packages whose distribution has another name, or comes with another one.
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "array_record": "grain"}
-# Refused by messages of their own: a Parquet file is named, and a plan's process is started by who has cloudpickle.
-OTHERWISE = {("data/documents.py", "pyarrow"), ("planning/worker.py", "cloudpickle")}
+# Refused by messages of their own: a Parquet file is named, and a process is started by who has its packages.
+OTHERWISE = {("data/documents.py", "pyarrow"), ("data/rendering.py", "jinja2"), ("planning/worker.py", "cloudpickle")}
 HEAVY = {"orbax", "tensorstore", "grain", "matplotlib", "tensorboardX", "rich", "tokenizers", "cloudpickle"}
 
 

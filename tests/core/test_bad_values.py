@@ -332,5 +332,5 @@ def test_as_a_program(arguments, message, tmp_path):
 def test_a_tokenizer_that_never_ends_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero"):
-        with pytest.raises(ValueError, match=r"cannot read the tokenizer .* .it is no regular file.: give 'bytes'"):
+        with pytest.raises(ValueError, match=r"cannot read the tokenizer .* .it is a .*, not a file.: give 'bytes'"):
             load_tokenizer(path)

@@ -1,13 +1,21 @@
 """Files that others wrote are read up to a limit, with memory for what they hold."""
 
+import json
 import pathlib
 import tracemalloc
 
+import numpy as np
 import pytest
 from etils import epath
 
-from zero_jax.cli.commands import parse
+import zero_jax as zero
+from zero_jax.checkpoint import describe
+from zero_jax.checkpoint.record import SavedLeaf, record_to_json
+from zero_jax.cli.commands import main, parse
+from zero_jax.core.files.safetensors import Tensor, create
 from zero_jax.core.files.untrusted import read_file, user_path
+from zero_jax.data import DataConfig, load_dataset
+from zero_jax.trainer.reporting.console import Console
 
 
 def test_memory_is_that_of_the_file_and_not_of_the_limit(tmp_path):
@@ -47,3 +55,107 @@ def test_the_home_folder_is_that_of_the_user_and_an_unknown_user_is_a_name(tmp_p
     assert user_path("~no-such-user/a") == pathlib.Path("~no-such-user/a")
     options = vars(parse(["train", "--out=~/runs", "--data", "~no-such-user/text"]))
     assert options["TrainConfig.out"] == f"{tmp_path}/runs" and options["DataConfig.data"] == "~no-such-user/text"
+
+
+FOREIGN = "\x1b[2J\r\n\u202e" + "a" * 10**5
+NAME = FOREIGN[:100]  # of a file
+
+
+def _error(call, *args, **kwargs):
+    with pytest.raises(ValueError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def _data(folder, **config):
+    return _error(load_dataset, DataConfig(data=str(folder), token_cache=None, **config), seq_len=4)
+
+
+def _field_of_a_line(folder):
+    (folder / "a.jsonl").write_text(json.dumps({FOREIGN: "x"}))
+    return _data(folder / "a.jsonl")
+
+
+def _name_of_a_file(folder):
+    (folder / f"{NAME}.jsonl").write_text("[]")
+    return _data(folder)
+
+
+def _names_of_formats(folder):
+    (folder / f"{NAME}.jsonl").write_text("{}")
+    (folder / f"{NAME}.txt").write_text("text")
+    return _data(folder)
+
+
+def _field_of_a_message(folder):
+    (folder / "a.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "x", FOREIGN: FOREIGN}]}))
+    return _data(folder / "a.jsonl", format="chat")
+
+
+def _role_of_a_message(folder):
+    (folder / "a.jsonl").write_text(json.dumps({"messages": [{"role": FOREIGN}]}))
+    return _data(folder / "a.jsonl", format="chat")
+
+
+def _tensor(folder):
+    create(folder / "model.safetensors", [Tensor(name=FOREIGN, dtype="float32", shape=(1,))], metadata={})
+    raw = (folder / "model.safetensors").read_bytes().replace(b"[1]", b"[2]")
+    (folder / "model.safetensors").write_bytes(raw)
+    return _error(zero.pretrained.load_tensors, folder, {}, {}, mesh=zero.make_mesh(), config=zero.ZeroConfig())
+
+
+def _checkpoint(folder, leaf):
+    record = record_to_json(step=1, loss=None, leaves={FOREIGN: leaf}, extra={FOREIGN: {FOREIGN: FOREIGN}})
+    (folder / "step_00000001" / "record").mkdir(parents=True)
+    (folder / "step_00000001" / "record" / "metadata").write_bytes(record)
+
+
+def _leaf_of_a_checkpoint(folder):
+    leaf = SavedLeaf(shape=(), dtype="float32", stored_shape=(), stored_dtype="float32", fingerprint=0)
+    _checkpoint(folder, leaf)
+    return str(describe(folder))
+
+
+def _wrong_leaf_of_a_checkpoint(folder):
+    leaf = SavedLeaf(shape=(), dtype=FOREIGN, stored_shape=(), stored_dtype="x", fingerprint=0)
+    _checkpoint(folder, leaf)
+    return _error(describe, folder)
+
+
+def _key_of_a_config(folder):
+    (folder / "c.toml").write_text(f"[run]\n{json.dumps(FOREIGN[:5000])} = 1\n")
+    return ["train", "--config", str(folder / "c.toml")]
+
+
+def _key_of_deepspeed(folder):
+    (folder / "c.json").write_text(json.dumps({FOREIGN: FOREIGN, "fp16": {FOREIGN: [FOREIGN]}}))
+    return ["from-deepspeed", str(folder / "c.json")]
+
+
+def _line_of_a_run(folder):
+    lines = []
+    Console(1, 1, log=lines.append).line(f"a sample: {FOREIGN[:100]}")
+    return "".join(lines).replace("\n", r"\n")
+
+
+def _page(folder):
+    return zero.summary({"params": {FOREIGN: np.ones(3)}}).to_html()
+
+
+PLACES = [
+    _field_of_a_line, _name_of_a_file, _names_of_formats, _field_of_a_message, _role_of_a_message, _tensor,
+    _leaf_of_a_checkpoint, _wrong_leaf_of_a_checkpoint, _key_of_a_config, _key_of_deepspeed, _line_of_a_run, _page,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_foreign_names_are_shown_without_what_moves_a_cursor(place, tmp_path, capsys):
+    shown = place(tmp_path)
+    if isinstance(shown, list):  # a command
+        try:
+            main(shown)
+        except SystemExit as error:
+            assert error.code == 2
+        shown = "".join(capsys.readouterr())
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert r"\x1b[2J\r\n\u202e" in shown.replace(r"\\", "\\") and "a" * 3000 not in shown

@@ -60,6 +60,7 @@ KINDS = [
     (lambda: zero.remat_report(None, host_params(), make_batch(), remat="full", mesh=MESH), "loss_fn=None is no fun"),
     (lambda: zero.Checkpointer(None), "directory=None is not a path: give the folder"),
     (lambda: zero.restore(3, init_fn=host_params, tx=TX, **PLACED), "directory=3 is not a path: give the folder"),
+    (lambda: zero.restore("x", init_fn=host_params, tx=TX, mesh=MESH, config=None), "config=None: give a zero.ZeroC"),
     (lambda: zero.params_ema("x"), "ema_decay='x': give a number above 0"),
 ]  # fmt: skip
 

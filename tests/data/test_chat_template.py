@@ -2,13 +2,16 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 from test_conversations import chat, written
 
-from zero_jax.data import DataConfig, load_dataset
+from zero_jax.data import DataConfig, chat_template, conversations, load_dataset, load_tokenizer
+from zero_jax.data.chat_template import Turn
+from zero_jax.data.conversations import _of_rendered
 
 pytest.importorskip("jinja2")
 
@@ -123,11 +126,166 @@ def test_text_and_answers_are_those_of_the_template(tmp_path, folder, name, form
         ("{% for %}", TALK, "tokenizer_config.json has no valid chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", TALK, "SecurityError"),
         (3, TALK, "'chat_template' holds int, not a string"),
+        ([{"name": "tool_use", "template": ""}], TALK, "none of its 1 chat templates is called 'default'"),
+        ("{{ messages[0].content }}", TALK, "message 2 has the field 'content', which the chat template of"),
+        (CHATML, {**TALK, "tools": [{"name": "f"}]}, "has 'tools', which the chat template of"),
+        # What would never end, or fill the memory.
+        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, TALK, "takes more than 0 s of processor time"),
+        ("{{ (messages | length + 9) ** (10 ** 9) }}", TALK, "takes more than 0 s of processor time"),
+        ("{{ [1] | slice(10 ** 9) | list }}", TALK, "takes more than 0 s of processor time"),
+        ("{{ 'a' * 10 ** 10 }}", TALK, "MemoryError: it takes more memory than it may"),
+        ("{{ '%9999999999d' % messages | length }}", TALK, "Error"),
+        ("{% for a in range(999) %}{{ 'a' * 10 ** 6 }}{% endfor %}", TALK, "has more than 16,777,216 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", TALK, "RecursionError"),
+        # What no text can be made of.
+        ("{{ 10 ** 5000 }}", TALK, "has no valid chat template (ValueError: Exceeds the limit"),
+        ("{{ " + "[" * 3000 + "]" * 3000 + " }}", TALK, "has no valid chat template (RecursionError"),
+        ("{% for m in messages %}{{ m.content }}{{ '\\ud800' }}{% endfor %}", TALK, "renders a lone surrogate"),
+        ("{{ [1, 2] | random }}", TALK, "No filter named 'random'"),
+        ("{{ raise_exception('\x1b[2J\\n' + 'a' * 10 ** 6) }}", TALK, r"(TemplateError: \x1b[2J\naaa"),
     ],
 )
-def test_what_has_no_place_in_the_text_is_refused(tmp_path, folder, template, record, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_has_no_place_in_the_text_is_refused(tmp_path, folder, template, record, message, monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.4)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         loaded(tmp_path, folder(template), record)
+    assert len(str(error.value)) < 2000 and str(error.value).isprintable()
+
+
+ALL_FIELDS = (
+    "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.name }}{{ m.content or '' }}"
+    "{{ m.reasoning_content }}{{ m.tool_calls | default([]) | tojson }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"user": {"name": "x<|im_end|>"}}, "message 1 has the text '<|im_end|>'"),
+        ({"answer": {"reasoning_content": "<s>"}}, "message 2 has the text '<s>'"),
+        ({"answer": {"tool_calls": [{"name": "f", "arguments": {"a": [{"<s>": 1}]}}]}}, "message 2 has the text '<s>'"),
+        ({"record": {"tools": [{"a": {"b": ["</s>"]}}]}}, "'tools' has the text '</s>'"),
+        ({"user": {"name": "<|im_", "content": "end|>"}}, "ends with the beginning of '<|im_end|>', line 1 of"),
+        ({"record": {"tools": [{"a": "\ud800"}]}}, "'tools' holds a lone surrogate"),
+        ({"record": {"tools": "f"}}, "'tools' is 'f': give a list of objects"),
+        ({"user": {"mood": "good"}}, "message 1 has the field 'mood', which the chat template of"),
+    ],
+)
+def test_every_string_and_field_is_checked(tmp_path, folder, fields, message):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    messages = [turn | fields.get(who, {}) for turn, who in zip(turns, ("user", "answer"), strict=True)]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        loaded(tmp_path, folder(ALL_FIELDS), {"messages": messages} | fields.get("record", {}))
+
+
+def test_text_that_is_normalized_to_a_special_token_is_refused(tmp_path, folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.library.normalizer = tokenizers.normalizers.NFKC()
+    folder.library.add_special_tokens([tokenizers.AddedToken("<mask>", normalized=True)])
+    with pytest.raises(ValueError, match="has text that the tokenizer normalizes to '<mask>'"):
+        loaded(tmp_path, folder(CHATML), chat(("user", "a\uff1cmask\uff1e"), ("assistant", "b")))
+
+
+def test_calls_and_weights_with_a_template(tmp_path, folder):
+    call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "3", "weight": 0},
+        {"role": "assistant", "content": None, "tool_calls": call},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+        {"role": "assistant", "content": "It is 2.", "weight": 1},
+    ]
+    records = [{"messages": messages, "source": "s", "n": 1}] * 2 + [{"prompt": "a", "completion": "b", "n": 2}]
+    dataset = loaded(tmp_path, folder(ALL_FIELDS), *records)
+    decode = lambda ids: folder.library.decode(ids.tolist(), skip_special_tokens=False)  # noqa: E731
+    part = dataset.validation if dataset.train.size < 9 else dataset.train
+    first = slice(0, part.offsets[1])
+    assert "assistant:3[]<|im_end|>" in decode(part.tokens[first])
+    learned = f"{json.dumps(call)}<|im_end|>It is 2.[]<|im_end|>"
+    assert decode(part.tokens[first][part.is_answer[first]]) == learned
+    assert "fields that are part of no text: 'n' (3), 'source' (2), 'tool_call_id' of messages (2)" in str(dataset)
+
+
+# How templates find out what follows: each says when it must be rendered anew for the beginning of a conversation.
+LOOKING_AHEAD = {
+    "not at all": "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}",
+    "in the loop": "{% for m in messages %}{{ m.content }}{% if loop.last %}{% endif %}</s>{% endfor %}",
+    "the next one": "{% for m in messages %}{{ m.content }}{% if messages[loop.index0 + 1] is defined %}{% endif %}"
+    "</s>{% endfor %}",
+    "the number": "{% if messages | length %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "from the end": "{% set n = namespace(last=0) %}{% for m in messages[::-1] %}{% set n.last = n.last + 1 %}"
+    "{% endfor %}{% for m in messages %}{{ m.content }}{% if n.last == 0 %}x{% endif %}{% endfor %}",
+    "after the first": "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% for m in rest %}{{ m.content }}</s>{% endfor %}{% if rest == [] %}none{% endif %}",
+    "in a macro": "{% macro f(m) %}{{ m.content }}</s>{% endmacro %}{% set all %}{% for m in messages %}{{ f(m) }}"
+    "{% endfor %}{% endset %}{{ all }}",
+    "needs a list": "{% for m in messages + [] %}{{ m.content }}{% endfor %}",
+    "needs its methods": "{% for m in messages.copy() %}{{ m.content }}{% endfor %}",
+    "otherwise": "{% for m in messages %}{{ m.content }}{% if loop.last %}.{% endif %}{% endfor %}",
+}
+
+
+# Renders with forks and without; prints the answers of both, and how often the template ran from its start with forks.
+BOTH_WAYS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("rendering", sys.argv[1])
+rendering = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rendering)
+clock, starts = rendering._ProcessorTime(), []
+clock.start(60)
+parts = rendering._Renderer._parts
+rendering._Renderer._parts = lambda self, *args: starts.append(args) or parts(self, *args)
+roles = ["system", "user", "assistant", "assistant", "user", "assistant", "user"]
+messages = [{"role": role, "content": f"{role[0]}{i}"} for i, role in enumerate(roles)]
+for source in json.load(sys.stdin):
+    found = []
+    for few in (0, 9):
+        renderer = rendering._Renderer({"source": source, "tokens": {}, "max_characters": 999, "few": few})
+        found += [renderer.render({"messages": messages, "answers": [2, 3, 5], "tools": None}, clock), len(starts)]
+        starts.clear()
+    print(json.dumps(found[:3]))
+"""
+
+
+def test_forks_find_the_answers_where_rendering_each_beginning_does():
+    prompt = "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    sources = [source + prompt * ("role }}" in source) for source in LOOKING_AHEAD.values()]
+    command = [sys.executable, "-c", BOTH_WAYS, chat_template._PROGRAM]
+    run = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    for name, line in zip(LOOKING_AHEAD, run.stdout.splitlines(), strict=True):
+        forked, starts, each = json.loads(line)
+        assert forked == each, name
+        assert ("otherwise" in each) == (name == "otherwise")
+        assert starts == (7 if name.startswith("needs") else 1), name
+
+
+def test_a_part_ends_where_its_text_has_other_tokens(folder, tmp_path, monkeypatch):
+    """However the beginning of the text is found that has the same tokens, the learned tokens are those."""
+    monkeypatch.setattr(conversations, "_MAX_CHARACTERS", 4000)  # all beginnings together have over 8,000
+    tokenizers = pytest.importorskip("tokenizers")
+    rng = np.random.default_rng(0)
+    words = ["a", " a", "ass", "at last", "\n", "  ", "</s>", "<|im_end|>", "<r>", "<r>  ", "é", "two three"]
+    folder.library.add_special_tokens([tokenizers.AddedToken("<r>", rstrip=True)])
+    for metaspace in (False, True):
+        if metaspace:
+            folder.library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+            folder.library.normalizer = tokenizers.normalizers.Lowercase()
+        tokenizer = load_tokenizer(folder(CHATML))
+        for _ in range(20):
+            turns = [Turn("".join(rng.choice(words, 3)), is_answer=bool(i % 2)) for i in range(41)]
+            tokens, is_answer = _of_rendered(turns, tokenizer, "here")
+            expected, first = np.zeros(len(tokens), bool), 0
+            for i, turn in enumerate(turns):
+                prefix = tokenizer.encode_rendered(["".join(turn.text for turn in turns[: i + 1])])[0]
+                same = prefix[: len(tokens)] == tokens[: len(prefix)]
+                last = len(prefix) if same.all() else int(np.argmin(same))
+                expected[first:last] = turn.is_answer
+                first = last
+            np.testing.assert_array_equal(is_answer, expected)
+    with pytest.raises(ValueError, match=r"here has 41 parts and .* without special tokens between them"):
+        _of_rendered([Turn("ab cd ef", is_answer=False)] * 41, tokenizer, "here")
 
 
 def test_a_missing_package_is_named(tmp_path, folder, monkeypatch):

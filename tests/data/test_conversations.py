@@ -1,11 +1,12 @@
 """Conversations: loss on answers only, whole ones packed in rows, and bad lines named by file and line."""
 
+import gzip
 import json
 
 import numpy as np
 import pytest
 
-from zero_jax.data import DataConfig, load_dataset, load_tokenizer
+from zero_jax.data import DataConfig, documents, load_dataset, load_tokenizer
 from zero_jax.data.batches import cut_rows, num_rows
 from zero_jax.data.conversations import pack
 
@@ -88,7 +89,57 @@ def test_the_split_depends_on_content_alone(tmp_path):
     assert first.fingerprint == loaded(str(tmp_path / "chat.jsonl"), seq_len=96).fingerprint != second.fingerprint
 
 
+def test_calls_reasoning_tools_and_weights_have_their_place(tmp_path):
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}},
+        {"name": "g", "arguments": "{}"},
+    ]
+    messages = [
+        {"role": "user", "content": "go", "name": "Ann"},
+        {"role": "assistant", "content": "no", "weight": 0},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls, "audio": None},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "assistant", "content": "four", "tool_calls": [], "weight": 1},
+    ]
+    record = {"messages": messages, "tools": [{"name": "f"}], "id": 7}
+    dataset = loaded(written(tmp_path, record, *PROMPTS), seq_len=512)
+    answer = (
+        '<think>\nhm\n</think>\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": "{}"}\n</tool_call>\0'
+    )
+    text = (
+        '<|tools|>\n{"name": "f"}\n<|user|>\ngo\n<|assistant|>\nno\0<|assistant|>\n'
+        f"{answer}<|tool|>\n4\n<|assistant|>\nfour\0"
+    )
+    assert (text, f"{answer}four\0") in unpacked(dataset.train, 512)
+    assert "fields that are part of no text: 'id' (1), 'name' of messages (1), 'tool_call_id' of" in str(dataset)
+
+
+def answer(**fields):
+    """Returns a conversation whose answer has fields of its own."""
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", **fields}]}
+
+
 BAD = {
+    "an unknown field": (
+        answer(wieght=0),
+        "message 2 has the field 'wieght', which has no place in the text: did you m",
+    ),
+    "half a weight": (answer(weight=0.5), "message 2: 'weight' is 0.5: give 0 for an answer that is not learned"),
+    "no weight above 0": (answer(weight=0), "each answer has the weight 0: nothing of it could be learned"),
+    "nothing said": (answer(content=None), "message 2: 'content' holds NoneType, not a string"),
+    "calls of text": (answer(tool_calls="f()"), "message 2: 'tool_calls' is 'f()': give a list of objects"),
+    "a call of nothing": (answer(tool_calls=[{"id": "1"}]), "message 2 has the call {'id': '1'}: give {'function': {"),
+    "a user's call": (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}]},
+        "message 1 has 'tool_calls' and the role 'user': only an answer (assistant) has that",
+    ),
+    "tools of text": (answer() | {"tools": "f"}, "'tools' is 'f': give a list of objects, or leave it out"),
+    "a turn in a message": (answer(content="<|user|>\nz"), "message 2 has the text '<|user|>', which marks a turn"),
+    "half a character, deep": (
+        answer(tool_calls=[{"function": {"name": "f", "arguments": {"\ud800": 1}}}]),
+        "line 2 of {path}: message 2 holds a lone surrogate",
+    ),
     "no JSON": ("{", "line 2 of {path} is no JSON"),
     "a list": ([1], "line 2 of {path} is a JSON list, not an object"),
     "other fields": (
@@ -119,7 +170,7 @@ def test_bad_lines_are_named(tmp_path, name):
     path = written(tmp_path, CONVERSATIONS[0], record, CONVERSATIONS[1])
     with pytest.raises(ValueError) as error:
         loaded(path)
-    assert message.format(path=path) in str(error.value)
+    assert message.replace("{path}", path) in str(error.value)
 
 
 def test_invalid_utf_8_is_named(tmp_path):
@@ -127,6 +178,15 @@ def test_invalid_utf_8_is_named(tmp_path):
     path.write_bytes(json.dumps(PROMPTS[0]).encode() + b'\n{"prompt": "\xff", "completion": "x"}\n')
     with pytest.raises(ValueError, match=f"line 2 of {path} is not in UTF-8"):
         loaded(str(path))
+
+
+def test_a_line_is_read_up_to_a_limit(tmp_path, monkeypatch):
+    """A small file may be a large one, compressed."""
+    monkeypatch.setattr(documents, "_MAX_LINE_BYTES", 1000)
+    with gzip.open(tmp_path / "chat.jsonl.gz", "wb") as file:
+        file.write(b" " * 10**6)
+    with pytest.raises(ValueError, match=r"line 1 of .*chat.jsonl.gz has more than 1,000 bytes: divide it"):
+        loaded(str(tmp_path / "chat.jsonl.gz"))
 
 
 def test_too_few_conversations_are_refused(tmp_path):

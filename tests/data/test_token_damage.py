@@ -3,12 +3,14 @@
 import gc
 import json
 import os
+import re
 import shutil
 
 import numpy as np
 import pytest
 from test_data import ENDED, STREAM, in_order, load, write_text, write_token_folder  # noqa: F401
 
+from zero_jax.core.files.untrusted import json_checksum
 from zero_jax.data.tokens import cache as token_cache
 from zero_jax.data.tokens.folder import open_folder
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, RunningChecksums, TokenFile
@@ -159,3 +161,41 @@ def test_the_cache_has_a_bound_and_what_is_in_use_stays(load, tmp_path, monkeypa
     load(sources[2])
     assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == ["notes", "one", "three"]
     assert len(in_order(opened))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sums": []}, "[] is not an object"),
+        ({"sums": {"/dev/zero": 1}}, "it lacks 'documents.npy'"),
+        ({"num_documents": "x"}, "'x' is not a whole number"),
+        ({"vocab_size": None}, "None is not a whole number"),
+        ({"tokens_start_bytes": -8}, "-8 is not a whole number"),
+        ({"dtype": "O"}, "has tokens of object, no integers"),
+        ({"dtype": "(" * 3000}, "cannot read the token folder"),
+        ({"tokens_file": 3}, "3 is not a text"),
+    ],
+)
+def test_a_record_that_somebody_else_wrote_is_an_error(fields, message, load, tmp_path):  # noqa: F811
+    folder = write_token_folder(tmp_path)
+    record = json.loads((folder / "meta.json").read_text()) | fields
+    record["sum"] = json_checksum({name: value for name, value in record.items() if name != "sum"})
+    (folder / "meta.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(folder)
+
+
+def test_what_is_no_array_is_an_error_where_it_is_called_one(load, tmp_path):  # noqa: F811
+    np.savez(tmp_path / "a.npz", np.array(STREAM))
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(ValueError, match=r"a\.npy is no array of numpy \(the magic string is not correct"):
+        load(tmp_path / "a.npy")
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (1000000000000,), }\n"
+    (tmp_path / "b.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(ValueError, match=r"b\.npy is no array of numpy"):
+        load(tmp_path / "b.npy")
+    folder = write_token_folder(tmp_path)
+    (folder / "hashes.npy").unlink()
+    os.mkfifo(folder / "hashes.npy")
+    with pytest.raises(ValueError, match="it is a named pipe, not a file"):
+        load(folder)

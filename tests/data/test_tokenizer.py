@@ -93,6 +93,36 @@ def test_errors_name_the_file(bpe, tmp_path):
         train_bpe(["x"], vocab_size=300, path=tmp_path / "file" / "x.json")
 
 
+def _regex(pattern):
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _twice(times):
+    twice = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    return {"type": "Sequence", "normalizers": [twice] * times}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 2**32 - 1}, "unk_token": "a"}}, "4,294,967,295"),
+        ({"normalizer": _twice(40)}, "may make text more than 1,000 times longer"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 2000}}, "may make text more than 1,000 times longer"),
+        ({"pre_tokenizer": _regex("(a+)+$")}, "the tokenizer t.json cannot encode or decode this .Onig: Regex search"),
+        ({"normalizer": None}, "has a lone surrogate|cannot encode or decode this"),
+    ],
+)
+def test_what_a_file_may_do_to_a_text_has_bounds(fields, message, tmp_path):
+    pytest.importorskip("tokenizers")
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "a"}
+    content = {"version": "1.0", "added_tokens": [], "model": model} | fields
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tmp_path / "t.json").encode("a" * 40 + ("\ud800" if None in fields.values() else "b"))
+    with pytest.raises(ValueError, match="the text has a lone surrogate, which is no character: replace it"):
+        load_tokenizer("bytes").encode("\ud800")
+
+
 def test_text_that_cannot_be_read_ends_the_training(tmp_path):
     def texts():
         yield "some"

@@ -140,7 +140,7 @@ WRONG = {
     "none.py:f": r"cannot import '.*none.py': it does not exist; did you mean '.*one.py'\?",
     "folder.py:f": "is a folder: name a Python file in it",
     "folder:f": "no function 'f'|is a folder",
-    "fifo.py:f": "it is no regular file",
+    "fifo.py:f": "it is no regular file: name a Python file$",
     "one.py:loss": "has no function 'loss'; did you mean 'loss_fn'",
     "one.py": "write module:function, such as my_model:loss_fn",
     ":f": "write module:function",

@@ -228,6 +228,13 @@ WRONG_CONTENTS = {
     "is missing; is it 'model.layers.1.mlp.gate.weight'": of_tensors(
         lambda t: t.update({"model.layers.1.mlp.gate.weight": t.pop(GATE)})
     ),
+    r"does not fit the model, which has 3,00\d,\d+,\d+ tensors, and the files have": of_config(
+        {"model_type": "mixtral", "num_local_experts": 10**9, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    ),
+    r"layer_types=\['\\x1b.*\.\.\. is not supported": of_config({"layer_types": ["\x1b[2J" * 10**6]}),
+    r"\\x1b\[2J\\na{290,296}\.\.\. .100,005 characters. is in the files": of_tensors(
+        lambda t: t.update({"\x1b[2J\n" + "a" * 10**5: np.ones(3, "f")})
+    ),
     "extra.weight is in the files, and": of_tensors(lambda t: t.update({"extra.weight": np.ones(3, "f")})),
     rf"{GATE} has shape \[16, 24\], the model needs \[24, 16\]": of_tensors(lambda t: t.update({GATE: t[GATE].T})),
     f"{GATE} is int8: only float32": of_tensors(lambda t: t.update({GATE: t[GATE].astype(np.int8)})),

@@ -48,6 +48,8 @@ def test_some_of_the_devices():
     mesh = zero.make_mesh(data=2, devices=jax.devices()[2:4])
     assert [d.id for d in mesh.devices.flat] == [2, 3]
     assert zero.make_mesh(devices=mesh.devices.flat) == mesh
+    with pytest.raises(ValueError, match=r"devices has .* 2 times: give each device once"):
+        zero.make_mesh(devices=[*jax.devices()[:3], jax.devices()[1]])
 
 
 @pytest.mark.parametrize("options", [{"data": 2.0, "replica": 4}, {"model": -1}, {"replica": None}])

@@ -10,7 +10,9 @@ from typing import Any
 from zero_jax.checkpoint.finding import find_checkpoint
 from zero_jax.checkpoint.leaf_files import verify
 from zero_jax.checkpoint.record import CheckpointRemoved, Record, resolve_folder
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import aligned, printable
+
+_MAX_CHARACTERS = 1000  # of a value that the run recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,13 @@ class Description(Record):
     def __str__(self) -> str:
         table = [("path", "dtype", "shape", "bytes")]
         for name, leaf in self.leaves.items():
-            table.append((name, leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}"))
+            table.append((printable(name), leaf.dtype, "x".join(map(str, leaf.shape)) or "-", f"{leaf.nbytes:,}"))
         loss = "" if self.loss is None else f", validation loss {self.loss:.4f}"
         lines = [os.fspath(self.path), f"step {self.step}{loss}", aligned(table, right=(2, 3))]
-        groups = ", ".join(f"{name} {size:,}" for name, size in self.bytes_by_group.items())
+        groups = ", ".join(f"{printable(name)} {size:,}" for name, size in self.bytes_by_group.items())
         lines.append(f"{len(self.leaves)} leaves, {self.nbytes:,} bytes: {groups}")
         for name, value in self.extra.items():
-            lines += [f"{name}:", *(f"  {line}" for line in _lines(value))]
+            lines += [f"{printable(name)}:", *(f"  {printable(line, limit=_MAX_CHARACTERS)}" for line in _lines(value))]
         if self.problems is not None:
             lines += ["all leaves have the fingerprints that they were saved with"] if not self.problems else []
             lines += [f"DAMAGED: {problem}" for problem in self.problems]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import pathlib
@@ -18,6 +19,7 @@ from zero_jax.checkpoint.record import Record, SavedLeaf
 from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import DTYPES, INDEX, Tensor, cast_values, create, split_by_size, write_index
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.text_tables import quoted
 from zero_jax.core.variables import MODEL_STATE
 
 _UNITS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -162,9 +164,9 @@ def _tensors(record: Record, *, dtype: str | None, ema: bool) -> list[_Tensor]:
     model_state = [name for name in record.leaves if name == MODEL_STATE or name.startswith(f"{MODEL_STATE}/")]
     tensors += [_tensor(record, name, name, None) for name in model_state]
     names = [tensor.name for tensor in tensors]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in collections.Counter(names).items() if count > 1)
     if twice:
-        raise ValueError(f"several params would be called {twice[0]!r}: rename one of them in the model")
+        raise ValueError(f"several params would be called {quoted(twice[0])}: rename one of them in the model")
     return tensors
 
 
@@ -175,7 +177,7 @@ def _tensor(record: Record, param: str, leaf: str, dtype: str | None) -> _Tensor
     target = dtype if cast and dtype else source
     if target not in DTYPES:
         raise ValueError(
-            f"leaf {leaf!r} has dtype {target}, which safetensors files do not have: "
+            f"leaf {quoted(leaf)} has dtype {target}, which safetensors files do not have: "
             "give --dtype for floats, or export without that leaf"
         )
     name = param.removeprefix("params").removeprefix("/").replace("/", ".") or "params"

@@ -24,6 +24,7 @@ from zero_jax.checkpoint.finding import list_step_folders
 from zero_jax.checkpoint.record import COMMITTED, RECORD_FILE, STEP, CheckpointError, read_record, step_path
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import is_bucket, parse_json, read_file
+from zero_jax.core.text_tables import printable
 
 MARK = "zero_jax.json"
 _ANY_FOLDER, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and the flag of renameat2(2)
@@ -74,7 +75,7 @@ class CheckpointFolder:
             if is_bucket(final):
                 _remove(final)
         partial.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(x.name for x in partial.iterdir() if x.name != MARK)
+        foreign = sorted(printable(x.name) for x in partial.iterdir() if x.name != MARK)
         if foreign or os.path.islink(partial):
             raise InTheWay(
                 f"{partial} is in the way: it holds {', '.join(foreign[:3])} of another program. Move it away"
@@ -218,7 +219,7 @@ def _foreign(path: epath.Path) -> list[str]:
         for entry in pending.pop().iterdir():
             name = os.fspath(entry)[len(os.fspath(path)) :].strip("/")
             if os.path.islink(entry) or not _WRITTEN.fullmatch(name):
-                foreign.append(name)
+                foreign.append(printable(name))
             elif entry.is_dir():
                 pending.append(entry)
     return sorted(foreign)

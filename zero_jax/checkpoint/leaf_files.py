@@ -25,6 +25,7 @@ from zero_jax.checkpoint.record import STATE, CheckpointError, CheckpointRemoved
 from zero_jax.checkpoint.saved_state import decode, fingerprints
 from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.untrusted import irregular, is_bucket
+from zero_jax.core.text_tables import printable, quoted
 
 _MAX_INDEX_BYTES = 1 << 26
 _CACHE_BYTES = 1 << 27
@@ -93,7 +94,10 @@ def leaf_error(record: Record, name: str, why: object) -> CheckpointError:
     """Returns the error for a leaf that cannot be read, with its name, its files, and the reason."""
     files = ", ".join(data_files(record, name)) or "unknown"
     reason = re.sub(r" \[(tensorstore_spec|source locations|domain)=.*", "", str(why), flags=re.DOTALL)
-    return record.error(f"leaf {name!r} of {record.path} is damaged or cut off: {reason} (its data files: {files})")
+    reason = printable(reason, limit=1000)
+    return record.error(
+        f"leaf {quoted(name)} of {record.path} is damaged or cut off: {reason} (its data files: {files})"
+    )
 
 
 def data_files(record: Record, name: str) -> list[str]:

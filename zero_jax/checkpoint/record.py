@@ -29,6 +29,7 @@ from zero_jax.core.files.untrusted import (
     user_path,
     whole_number,
 )
+from zero_jax.core.text_tables import printable, quoted
 
 FORMAT = "zero_jax 1"
 STATE, RECORD = "state", "record"  # the two items of a step's folder
@@ -171,8 +172,10 @@ def read_record(path: epath.Path) -> Record:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be read ({error}): the file is damaged or cut off") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        saved_format = str(content.get("format"))[:60] if isinstance(content, dict) else None
-        raise CheckpointError(f"{file} is of format {saved_format!r}, and this release of zero_jax reads {FORMAT!r}")
+        saved_format = content.get("format") if isinstance(content, dict) else None
+        raise CheckpointError(
+            f"{file} is of format {quoted(saved_format)}, and this release of zero_jax reads {FORMAT!r}"
+        )
     checksum = content.pop("checksum", None)
     if checksum != json_checksum(content):
         raise CheckpointError(f"{file} does not match its checksum: the file is damaged")
@@ -216,7 +219,7 @@ def _leaves_from_json(record: Any) -> dict[str, SavedLeaf]:
         try:
             leaves[name] = _leaf_from_json(leaf)
         except ValueError as error:
-            raise ValueError(f"leaf {name!r}: {error}") from error
+            raise ValueError(f"leaf {quoted(name)}: {error}") from error
     return leaves
 
 
@@ -237,7 +240,7 @@ def _leaf_from_json(record: Any) -> SavedLeaf:
         fits = _is_number(leaf.dtype) and (leaf.stored_shape, leaf.stored_dtype) == (leaf.shape, stored)
     if not fits:
         stored = f"{leaf.stored_dtype}{list(leaf.stored_shape)}"
-        raise ValueError(f"{leaf.dtype}{list(leaf.shape)} is never stored as {stored}"[:300])
+        raise ValueError(printable(f"{leaf.dtype}{list(leaf.shape)} is never stored as {stored}"))
     return leaf
 
 
@@ -253,7 +256,7 @@ def _is_number(name: str) -> bool:
 def first_names(folder: epath.Path) -> str:
     """Returns the first five names in a folder, for an error message."""
     try:
-        names = sorted(path.name for path in folder.iterdir())
+        names = sorted(printable(path.name) for path in folder.iterdir())
     except OSError:
         return ""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -27,6 +27,8 @@ from zero_jax.checkpoint.saved_state import dtype_name, saved_leaves
 from zero_jax.core.agreement import Agreement, from_first_process
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.device_put import put_global, reshard_array
+from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import printable
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE, Variables
 from zero_jax.sharding.mesh import on_mesh
@@ -97,6 +99,7 @@ def restore(
       CheckpointError: there is no undamaged checkpoint.
       ValueError: the checkpoint is of another model or optimizer.
     """
+    check_arguments(config=config)
     directory = steps_folder(directory)
     steps = _agreed_steps(directory)
     if not steps or step not in (None, *steps):
@@ -280,13 +283,13 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
     extra = [name for name in saved if name not in target]
     lines = [_absent_line(name, target[name], [x for x in extra if saved[x].shape == target[name].shape] or extra)
              for name in absent]  # fmt: skip
-    lines += [f"{name}: the checkpoint has it, the state has not" for name in extra]
+    lines += [f"{printable(name)}: the checkpoint has it, the state has not" for name in extra]
     for name, x in target.items():
         leaf = record.leaves.get(name)
         if leaf and leaf.shape != tuple(x.shape):
-            lines.append(f"{name}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
+            lines.append(f"{printable(name)}: saved as {list(leaf.shape)}, the state has {list(x.shape)}")
         elif leaf and not _castable(leaf.dtype, dtype_name(x)):
-            lines.append(f"{name}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
+            lines.append(f"{printable(name)}: saved as {leaf.dtype}, the state has {dtype_name(x)}")
     if not lines:
         return
     lines.sort(key=lambda line: _group(line) not in _OF_THE_MODEL)
@@ -307,7 +310,7 @@ def _check_leaves(record: Record, target: Mapping[str, Any], *, params_only: boo
 
 def _absent_line(name: str, x: Any, extra: list[str]) -> str:
     hint = did_you_mean(name, extra, " (it has {})")
-    return f"{name}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
+    return f"{printable(name)}: the checkpoint has no such leaf{hint}, the state has {dtype_name(x)}{list(x.shape)}"
 
 
 def _castable(old: str, new: str) -> bool:

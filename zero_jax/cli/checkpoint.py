@@ -20,6 +20,7 @@ from zero_jax.cli.options import (
 )
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.text_tables import printable_lines
 from zero_jax.core.tree import PyTree, leaf_names
 from zero_jax.pretrained import TensorName, export_hf, run_companions, save_tensors
 
@@ -109,7 +110,7 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     config = InspectConfig(**field_values(InspectConfig, options))
     description = describe(options.path, step=config.step, verify_leaves=config.verify)
-    print(json.dumps(description.to_json()) if options.json else str(description))
+    print(json.dumps(description.to_json()) if options.json else printable_lines(description))
     return 1 if description.problems else 0
 
 
@@ -133,7 +134,7 @@ def _export(options: argparse.Namespace) -> int:
     else:
         tensors = {name: TensorName(name.replace("/", ".")) for name in leaf_names(params)}
         result = save_tensors(options.out, params, tensors, dtype=config.dtype, max_file_bytes=limit)
-    print(json.dumps(dataclasses.asdict(result)) if options.json else str(result))
+    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
     return 0
 
 

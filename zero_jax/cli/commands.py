@@ -17,6 +17,7 @@ import zero_jax
 from zero_jax.cli.options import Parser, with_config_file
 from zero_jax.core.extras import MissingPackage
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.text_tables import printable_lines
 
 # The module of each command, its usage, and its help. The module has a function that adds the command's options, and is
 # imported when that command is parsed: `zero-jax --help` imports none.
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _silence()
         with contextlib.suppress(OSError):  # a terminal that is gone
-            print(f"{options.parser.prog}: error: {with_remedy(error)}", file=sys.stderr)
+            print(f"{options.parser.prog}: error: {printable_lines(with_remedy(error))}", file=sys.stderr)
         return status or 1
     return status
 

@@ -13,6 +13,7 @@ from zero_jax.cli.options import OptionKind, check_value, limits_of, option_fiel
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.json_lines import write_text
 from zero_jax.core.files.untrusted import read_text
+from zero_jax.core.text_tables import printable, quoted
 
 _MAX_BYTES = 1 << 16
 
@@ -31,7 +32,7 @@ def read_file(
     for section, entries in _read_toml(path).items():
         _check_known(f"{path}: section", section, sections)
         if not isinstance(entries, dict):
-            raise ValueError(f"{path}: {section!r} is a value: write a section [{section}] of values")
+            raise ValueError(f"{path}: {quoted(section)} is a value: write a section [{printable(section)}] of values")
         prefix = f"{sections[section].__name__}."
         kinds = {prefix + name: kind for name, kind in option_fields(sections[section]).items()}
         kinds |= extra if section == "model" else {}
@@ -45,7 +46,7 @@ def read_file(
 
 def _check_known(label: str, name: str, names: Collection[str]) -> None:
     if name not in names:
-        raise ValueError(f"{label} {name!r} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
+        raise ValueError(f"{label} {quoted(name)} is unknown: {did_you_mean(name, names)}Known are {', '.join(names)}")
 
 
 def _checked(label: str, value: Any, kind: OptionKind, destination: str) -> Any:

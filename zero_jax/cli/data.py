@@ -12,6 +12,7 @@ from zero_jax.checkpoint import check_outside
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, log_line, one_line_errors, reader
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.text_tables import printable_lines
 from zero_jax.data import (
     DataConfig,
     Piece,
@@ -94,7 +95,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped; nothing was left half-written", file=sys.stderr)
         return 130
-    print(json.dumps(dataclasses.asdict(result)) if options.json else result)
+    print(json.dumps(dataclasses.asdict(result)) if options.json else printable_lines(result))
     return 0
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
 from zero_jax.core.close_match import did_you_mean
+from zero_jax.core.text_tables import printable_lines, quoted
 
 _LARGEST_COUNT = 2**31 - 1  # of int32, the type of steps, tokens and rows on a device
 _LARGEST_INTEGER = 2**63 - 1
@@ -95,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         ]
         wrong = re.search(r"invalid choice: '([^']*)'", message)
         message += did_you_mean(wrong[1], commands, ": did you mean {!r}?") if wrong else ""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {printable_lines(message)}\n")
 
 
 class _AddEntry(argparse.Action):
@@ -105,7 +106,7 @@ class _AddEntry(argparse.Action):
         """Raises `argparse.ArgumentError` for a text of another form."""
         name, separator, value = values.partition("=")
         if not (name and separator and value):
-            raise argparse.ArgumentError(self, f"{_short(values)} is not of the form NAME=VALUE")
+            raise argparse.ArgumentError(self, f"{quoted(values, limit=60)} is not of the form NAME=VALUE")
         entries = getattr(namespace, self.dest) or {}
         setattr(namespace, self.dest, {**entries, name: None if value.lower() == "none" else value})
 
@@ -282,7 +283,7 @@ def check_value(
     if isinstance(value, bool):
         return
     if isinstance(value, int) and abs(value) > largest:
-        raise ValueError(f"{_short(value)} is out of range: give an integer of at most {largest}")
+        raise ValueError(f"{quoted(value, limit=60)} is out of range: give an integer of at most {largest}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not finite: give a number")
     if isinstance(value, float) and abs(value) > _LARGEST_NUMBER:
@@ -297,9 +298,9 @@ def check_value(
 
 def _check_text(value: str) -> None:
     if "\0" in value:
-        raise ValueError(f"{_short(value)} holds a NUL character: leave it out")
+        raise ValueError(f"{quoted(value, limit=60)} holds a NUL character: leave it out")
     if len(value) > _MAX_CHARACTERS:
-        raise ValueError(f"{_short(value)} has {len(value):,} characters: give at most {_MAX_CHARACTERS:,}")
+        raise ValueError(f"{quoted(value, limit=60)} has {len(value):,} characters: give at most {_MAX_CHARACTERS:,}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -324,11 +325,6 @@ def _check_path(value: str, place: PathPlace) -> None:
         raise ValueError(f"{value!r}: {scheme}:// needs `pip install {packages[0]}`, or give a folder")
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
 def log_line(line: str) -> None:
     """Prints a line of progress to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable_lines(line), file=sys.stderr, flush=True)

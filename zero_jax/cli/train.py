@@ -6,7 +6,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import functools
 import glob
 import importlib.metadata
 import json
@@ -30,6 +29,7 @@ from zero_jax.cli.options import add_fields, add_json, add_path, field_values, o
 from zero_jax.cli.zero_options import add_zero_options, read_zero
 from zero_jax.cluster import NotJoined, Place, join, patient_flags
 from zero_jax.core.files.system_errors import with_remedy
+from zero_jax.core.text_tables import printable_lines
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain
 from zero_jax.trainer import (
@@ -108,7 +108,10 @@ def read_config(options: argparse.Namespace) -> TrainConfig:
 
 def _train(options: argparse.Namespace) -> int:
     stream = sys.stderr if options.json else sys.stdout
-    log = functools.partial(print, file=stream, flush=True)
+
+    def log(text: str) -> None:
+        print(printable_lines(text), file=stream, flush=True)
+
     try:
         config = read_config(options)
         own = read_own_model(options)
@@ -122,7 +125,7 @@ def _train(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.parser.error(str(error))
     except NotJoined as error:
-        print(f"{options.parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{options.parser.prog}: error: {printable_lines(error)}", file=sys.stderr)
         return 1
     try:
         _choose_platform(config.devices)
@@ -154,7 +157,7 @@ def _train(options: argparse.Namespace) -> int:
     status = EXIT_STATUS[result.status]
     if place.is_first:
         with contextlib.suppress(*[OSError] if status else []):  # the status says it, if a terminal that is gone cannot
-            log(json.dumps(_finite(dataclasses.asdict(result))), file=sys.stdout) if options.json else log(str(result))
+            print(json.dumps(_finite(dataclasses.asdict(result))), flush=True) if options.json else log(str(result))
     return place.leave(status)
 
 
@@ -181,7 +184,7 @@ def _failed_saves_in_a_line() -> Iterator[None]:
 
 def _refuse(options: argparse.Namespace, error: Exception, place: Place, *, status: int = 2) -> int:
     text = with_remedy(error) if isinstance(error, OSError) else str(error)
-    print(f"{options.parser.prog}: error: {text}", file=sys.stderr)
+    print(f"{options.parser.prog}: error: {printable_lines(text)}", file=sys.stderr)
     return place.leave(status)
 
 
@@ -275,5 +278,5 @@ def _plot(options: argparse.Namespace) -> int:
         plot_runs(options.out, runs, metric=options.metric, x=options.x, title=options.title)
     except OSError as error:
         raise ValueError(f"cannot draw {options.out!r}: {with_remedy(error)}") from error
-    print(f"drew {options.out}")
+    print(printable_lines(f"drew {options.out}"))
     return 0

@@ -1,8 +1,52 @@
-"""Formats tables and numbers of bytes for people; 1 GB is 1e9 bytes, as in the ZeRO paper."""
+"""Text for people: foreign text and values as they can be shown, tables, numbers of bytes (1 GB is 1e9 bytes)."""
 
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3))
+_LINE_CHARACTERS = 20_000
+_LARGEST = 9  # elements of a collection that is shown as it is
+
+
+def printable(text: object, *, limit: int = 300, keep: str = "") -> str:
+    """Returns text from outside as it can be shown in an error, a log, a terminal or a page.
+
+    Control characters, which would move a terminal's cursor or begin a line of a log, lone surrogates and invisible
+    characters become escapes (`\\x1b`), apart from those in `keep`. Text longer than `limit` characters is cut, and its
+    length follows.
+    """
+    text = str(text)
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text):,} characters)"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable_lines(text: object) -> str:
+    """Returns lines of our own as `printable` text: what they name, which is bounded there, may come from outside."""
+    return "\n".join(printable(line, limit=_LINE_CHARACTERS, keep="\t") for line in str(text).split("\n"))
+
+
+def is_unicode(text: str) -> bool:
+    """Returns whether text has no lone surrogates, which JSON and names of files can have and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def quoted(value: Any, *, limit: int = 400) -> str:
+    """Returns a value from outside as `printable` text: its `repr`, cut where it is long."""
+    if isinstance(value, list | tuple | dict | set) and len(value) > _LARGEST:
+        return f"a {type(value).__name__} of {len(value):,}"
+    try:
+        text = repr(value[: limit + 1]) if isinstance(value, str | bytes) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        return f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return printable(text if len(text) <= limit else f"{text[: limit - 3]}...", limit=limit)
 
 
 def aligned(rows: Iterable[Sequence[str]], *, right: Container[int] = ()) -> str:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zero_jax.core.text_tables import quoted
+
 PyTree = Any
 
 
@@ -48,8 +50,7 @@ def shown(value: Any) -> str:
         return f"{value.dtype}{list(value.shape)}"
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
         return f"a {type(value).__name__} of arrays"
-    text = " ".join(repr(value).split())
-    return text if len(text) < 60 else f"{text[:57]}..."
+    return quoted(value, limit=60)
 
 
 def map_named(

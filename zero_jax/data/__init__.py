@@ -1,7 +1,8 @@
 """Input pipeline: documents in, global batches out.
 
 `load_dataset` takes a `DataConfig`: files (`sources`) become documents, documents become tokens (`tokenizer`, cached by
-`tokens/`), and a `Dataset` has a part for training and one for validation. `train_batches` packs rows, shuffles them by
+`tokens/`), and a `Dataset` has a part for training and one for validation. `conversations` are checked (`messages`) and
+rendered by a `chat_template`, in a process of its own (`rendering`). `train_batches` packs rows, shuffles them by
 grain and makes global arrays of which each process reads its own shards. `BatchBuffers` reuses device memory.
 """
 

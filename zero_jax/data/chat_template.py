@@ -1,32 +1,45 @@
 """The chat template of a tokenizer's folder: conversations as text, as transformers renders them, cut at the answers.
 
 A template is a Jinja program (`chat_template.jinja`, or `chat_template` in `tokenizer_config.json`). It is not trusted:
-it runs in Jinja's sandbox.
+it runs in Jinja's sandbox, in a process of its own (`rendering.py`) whose time and memory are limited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_jax.core.extras import extra
-from zero_jax.core.files.untrusted import mapping, read_json, read_text
+from zero_jax.core.files.untrusted import read_json, read_text
+from zero_jax.core.text_tables import is_unicode, printable
 
 _FILE, _CONFIG, _TOKENS = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 _READ: Mapping[str, Any] = {"what": "the tokenizer's", "remedy": "mend or remove it", "limit_bytes": 1 << 24}
+_PROGRAM = pathlib.Path(__file__).with_name("rendering.py")
 ANSWER = "assistant"
+MAX_BYTES = 1 << 30  # of memory
+MAX_CHARACTERS = 1 << 24  # of a conversation's text
+# Up to so many beginnings of a conversation are rendered each from its start, which takes less than forks.
+_FEW = 256
+# Processor time for a conversation, and more for each answer: forks take some milliseconds.
+_SECONDS, _SECONDS_PER_ANSWER, _MAX_SECONDS = 10, 0.02, 300
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A part of a conversation's text, which the loss is on if it `is_answer`."""
+    """A part of a conversation's text, which the loss is on if it `is_answer`, and after which a document may end."""
 
     text: str
     is_answer: bool
+    ends: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,80 +56,136 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
 
-    def turns(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, where: str) -> list[Turn]:
-        """Returns the text of a conversation in parts: an answer begins after the generation prompt.
-
-        `where` is the place of the conversation, for errors; `tools` are the functions that the model may call.
-
-        Raises:
-          ValueError: the template fails, or renders the beginning of the conversation otherwise than all of it.
-        """
-        rendered, end, turns = self._render(messages, tools, where), 0, []
-        for i, message in enumerate(messages):
-            if message["role"] != ANSWER:
-                continue
-            prompt = self._render(messages[:i], tools, where, add_generation_prompt=True)
-            answered = self._render(messages[: i + 1], tools, where)
-            if not (rendered.startswith(answered) and answered.startswith(prompt) and len(prompt) >= end):
-                raise ValueError(
-                    f"{where}: the chat template of {self.path} renders the conversation up to message {i + 1} "
-                    "otherwise when more follows, so that its answer has no place in the text: give conversations with "
-                    f"one answer, at their end, {self._remedy}"
-                )
-            turns += [Turn(rendered[end : len(prompt)], is_answer=False), Turn(answered[len(prompt) :], is_answer=True)]
-            end = len(answered)
-        return [*turns, Turn(rendered[end:], is_answer=False)]
-
     @property
-    def _remedy(self) -> str:
+    def remedy(self) -> str:
+        """How to do without the template."""
         return f"or train without the template, with --tokenizer a copy of {self.path.parent / 'tokenizer.json'} alone"
 
-    def _render(self, messages: Sequence[Any], tools: Any, where: str, *, add_generation_prompt: bool = False) -> str:
-        variables = {"messages": list(messages), "tools": tools, "documents": None, **self.tokens}
-        compiled = self._compiled
-        try:
-            return compiled.render(**variables, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template raises anything
-            raise ValueError(
-                f"{where}: the chat template of {self.path} fails for the first {len(messages)} messages "
-                f"({type(error).__name__}: {error}): mend the conversation, {self._remedy}"
-            ) from error
 
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        """The template, compiled with the settings, filters and functions that transformers has.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as its template renders it.
 
-        Only `strftime_now` is left out: the text would depend on the day. Templates have a date for that case, or fail.
+    Attributes:
+      turns: the parts of the text.
+      unread: the fields that the template has not read, each with the index of its message.
+    """
+
+    turns: list[Turn]
+    unread: Sequence[tuple[int, str]]
+
+
+class Renderer:
+    """A process that renders the conversations of a template; it starts with the first one."""
+
+    def __init__(self, template: ChatTemplate):
+        self._template = template
+        self._process: subprocess.Popen | None = None
+        self._reads_tools = False
+
+    def __enter__(self) -> Renderer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # with its forks
+            self._process.communicate()
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template reads `tools`."""
+        self._start()
+        return self._reads_tools
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, answers: Sequence[int], tools: Any, where: str
+    ) -> Rendered:
+        """Returns the text of a conversation in parts: an answer begins after the generation prompt.
+
+        Args:
+          messages: the messages.
+          answers: the indices of those that are learned.
+          tools: the functions that the model may call.
+          where: the place of the conversation, for errors.
+
+        Raises:
+          ValueError: the template fails, exceeds a limit, or renders the beginning of the conversation otherwise than
+            all of it.
         """
+        self._start()
+        seconds = min(_SECONDS + _SECONDS_PER_ANSWER * len(answers), _MAX_SECONDS)
+        request = {"messages": messages, "answers": answers, "tools": tools}
+        answer = self._ask(request, seconds, f"{where}: the chat template of {self._template.path}")
+        if (error := answer.get("error")) is not None:
+            raise ValueError(
+                f"{where}: the chat template of {self._template.path} fails for the first {answer['num_messages']} "
+                f"messages ({printable(error)}): mend the conversation, {self._template.remedy}"
+            )
+        if "otherwise" in answer:
+            raise ValueError(
+                f"{where}: the chat template of {self._template.path} renders the conversation up to message "
+                f"{answer['otherwise'] + 1} otherwise when more follows, so that its answer has no place in the text: "
+                f"give conversations with one answer, at their end, {self._template.remedy}"
+            )
+        text, turns, last = answer["text"], [], 0
+        if not is_unicode(text):
+            raise ValueError(
+                f"{where}: the chat template of {self._template.path} renders a lone surrogate, no text: mend the "
+                f"template, {self._template.remedy}"
+            )
+        for first, end in answer["answers"]:
+            turns += [Turn(text[last:first], is_answer=False), Turn(text[first:end], is_answer=True)]
+            last = end
+        return Rendered(turns=[*turns, Turn(text[last:], is_answer=False)], unread=[*map(tuple, answer["unread"])])
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
         with extra("train"):
-            import jinja2  # pyright: ignore[reportMissingImports]
-            from jinja2.ext import Extension, loopcontrols  # pyright: ignore[reportMissingImports]
-            from jinja2.sandbox import ImmutableSandboxedEnvironment  # pyright: ignore[reportMissingImports]
+            import jinja2  # noqa: F401  # pyright: ignore[reportMissingImports]
 
-        class Generation(Extension):
-            """Renders the contents of `{% generation %}` blocks, by which transformers marks answers."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        def tojson(value: Any, **options: Any) -> str:
-            return json.dumps(value, **{"ensure_ascii": False, **options})
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
+        template = self._template
         try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{self.path} has no valid chat template ({error}): mend it, {self._remedy}") from error
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends that one
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(
+                f"{template.path}: a process for the template cannot be started ({error.strerror}): end others, "
+                f"{template.remedy}"
+            ) from error
+        limits = {"max_bytes": MAX_BYTES, "max_characters": MAX_CHARACTERS, "few": _FEW}
+        request = {"source": template.source, "tokens": template.tokens, **limits}
+        answer = self._ask(request, _SECONDS, f"{template.path}: its chat template")
+        if "error" in answer:
+            raise ValueError(
+                f"{template.path} has no valid chat template ({printable(answer['error'])}): mend it, {template.remedy}"
+            )
+        self._reads_tools = answer["reads_tools"]
+
+    def _ask(self, request: Mapping[str, Any], seconds: float, what: str) -> dict[str, Any]:
+        """Returns the process's answer; raises `ValueError` if it ended without one."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        last_words = process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
+        if process.returncode == -signal.SIGPROF:
+            why = f"takes more than {seconds:.0f} s of processor time"
+        else:
+            why = f"ended its process ({printable(last_words) or f'exit status {process.returncode}'})"
+        raise ValueError(f"{what} {why}: mend the template, {self._template.remedy}")
 
 
 def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
@@ -134,8 +203,12 @@ def find_chat_template(folder: pathlib.Path) -> ChatTemplate | None:
     if (folder / _FILE).is_file():
         path, source = folder / _FILE, read_text(folder / _FILE, **_READ)
     elif isinstance(source, list):  # several by name
-        templates = [mapping(t) for t in source]
-        source = next((t.get("template") for t in templates if t.get("name") == "default"), None)
+        templates = [template for template in source if isinstance(template, dict)]
+        if not any(template.get("name") == "default" for template in templates):
+            raise ValueError(
+                f"{path}: none of its {len(source)} chat templates is called 'default': name or remove one"
+            )
+        source = next(template.get("template") for template in templates if template["name"] == "default")
     if source is None:
         return None
     if not isinstance(source, str):

@@ -1,32 +1,37 @@
 """Conversations and instructions from JSON Lines: only answers are targets, and no conversation is split over rows.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"prompt": ..., "completion": ...}`. Messages are
-rendered by the tokenizer's chat template. Without one, a message becomes `<|role|>`, a line break, its content and a
-line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document instead. A prompt
-and its completion have no markers.
+A line is `{"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}` or `{"prompt": ..., "completion": ...}`.
+Messages are rendered by the tokenizer's chat template. Without one, a message becomes `<|role|>`, a line break, its
+content and a line break; an answer (role `assistant`, or a completion) ends with the tokenizer's end of document
+instead. A prompt and its completion have no markers. Other fields are counted.
 """
 
 from __future__ import annotations
 
+import bisect
+import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from zero_jax.core.close_match import did_you_mean
-from zero_jax.data.chat_template import ANSWER, ChatTemplate, Turn
+from zero_jax.core.text_tables import quoted
+from zero_jax.data.chat_template import ChatTemplate, Renderer, Turn
 from zero_jax.data.documents import json_lines
+from zero_jax.data.messages import IDENTITIES, MARKS, SpecialTexts, checked, marked, string
 from zero_jax.data.sources import Source
 from zero_jax.data.tokenizer import JsonTokenizer, Tokenizer
 from zero_jax.data.train_validation_split import lowest_that_fit
 
-ROLES = ("system", "user", "assistant", "tool")
+_PROMPT = ("prompt", "completion")
 # Rows that are kept open while conversations are packed: more fill rows better and take longer.
 _MAX_OPEN_ROWS = 256
+_FEW_PARTS = 16  # of a rendered conversation, whose beginnings are tokenized from their start
+_MAX_CHARACTERS = 1 << 28  # to tokenize for the ends of the parts of one conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +90,7 @@ class Conversations:
       validation: those to validate on.
       num_conversations: how many were read.
       num_cut: how many are longer than a row and lose their end.
+      num_unused: how often each field occurs that is part of no text.
       fingerprint: a hash of tokens, answers and split.
     """
 
@@ -92,6 +98,7 @@ class Conversations:
     validation: ConversationPart
     num_conversations: int
     num_cut: int
+    num_unused: Mapping[str, int]
     fingerprint: str
 
 
@@ -111,16 +118,17 @@ def load_conversations(
       ValueError: a line that is no conversation, with file and number; or one part has no conversation with an answer.
     """
     tokens, answers, num_cut = [], [], 0
-    for where, record in json_lines(source):
-        conversation, is_answer = _tokenized(record, where, tokenizer, template)
-        num_cut += len(conversation) > seq_len + 1
-        if not is_answer[1 : seq_len + 1].any():
-            raise ValueError(
-                f"{where}: no answer begins within the first {seq_len} tokens of {len(conversation):,}: shorten the "
-                "prompt, or give a longer --seq-len"
-            )
-        tokens.append(conversation)
-        answers.append(is_answer)
+    with _Reader(tokenizer, template) as reader:
+        for where, record in json_lines(source):
+            conversation, is_answer = reader.tokenized(record, where)
+            num_cut += len(conversation) > seq_len + 1
+            if not is_answer[1 : seq_len + 1].any():
+                raise ValueError(
+                    f"{where}: no answer begins within the first {seq_len} tokens of {len(conversation):,}: shorten "
+                    "the prompt, or give a longer --seq-len"
+                )
+            tokens.append(conversation)
+            answers.append(is_answer)
     chosen = _validation(tokens, validation_fraction, source)
     digest = hashlib.sha256(repr((tokenizer.fingerprint, seq_len)).encode())
     for vector in (*tokens, *answers, chosen):
@@ -134,107 +142,120 @@ def load_conversations(
         validation=parts[1],
         num_conversations=len(tokens),
         num_cut=num_cut,
+        num_unused=dict(sorted(reader.num_unused.items(), key=lambda item: (-item[1], item[0]))),
         fingerprint=digest.hexdigest()[:32],
     )
 
 
-def _tokenized(
-    record: Mapping[str, Any], where: str, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a conversation and which of them are of answers, the end of each included.
+class _Reader(contextlib.ExitStack):
+    """Makes tokens of records, and counts the fields that are part of no text."""
 
-    Raises:
-      ValueError: a record that is no conversation.
-    """
-    if "messages" in record:
-        messages = _checked(record["messages"], where)
-        if template is not None:
-            assert isinstance(tokenizer, JsonTokenizer)
-            _check_no_special_token(messages, tokenizer, where)
-            return _of_rendered(template.turns(messages, tools=record.get("tools"), where=where), tokenizer)
-        turns = [turn for message in messages for turn in _marked(message["role"], message["content"])]
-    elif "prompt" in record or "completion" in record:
-        prompt, completion = (_text(record, name, where) for name in ("prompt", "completion"))
-        turns = [Turn(prompt, is_answer=False), Turn(completion, is_answer=True)]
-    else:
-        fields = ", ".join(map(repr, list(record)[:8])) or "none"
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
+        super().__init__()
+        self._tokenizer, self._template = tokenizer, template
+        self.num_unused: collections.Counter[str] = collections.Counter()
+        if template is None:
+            self._special = SpecialTexts(MARKS, "which marks a turn")
+            return
+        assert isinstance(tokenizer, JsonTokenizer)
+        self._renderer = self.enter_context(Renderer(template))
+        what = f"which the tokenizer {tokenizer.name} takes for a special token of the chat template"
+        self._special = SpecialTexts(tokenizer.special_texts, what, tokenizer)
+
+    def tokenized(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a conversation and which of them are of learned answers, the end of each included.
+
+        Raises:
+          ValueError: a record that is no conversation.
+        """
+        if "messages" in record:
+            self._count(record, ("messages", "tools"))
+            return self._of_messages(record, where)
+        if "prompt" in record or "completion" in record:
+            self._count(record, _PROMPT)
+            prompt, completion = (string(record, name, where) for name in _PROMPT)
+            turns = [Turn(prompt, is_answer=False), Turn(completion, is_answer=True, ends=True)]
+            return _of_pieces(turns, self._tokenizer)
+        fields = ", ".join(map(quoted, list(record)[:8])) or "none"
         raise ValueError(
             f"{where} has neither 'messages' nor 'prompt' and 'completion' (it has {fields}): write one of them, "
             "or read plain text with --format jsonl"
         )
-    return _of_pieces(turns, tokenizer)
 
-
-def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
-    """Returns messages; raises `ValueError` for anything else, and where none is an answer."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: 'messages' is {json.dumps(messages)[:40]}: give a list of messages")
-    for number, message in enumerate(messages, 1):
-        place = f"{where}: message {number}"
-        if not isinstance(message, dict):
-            raise ValueError(f"{place} is {type(message).__name__}, not an object: give 'role' and 'content'")
-        role = _text(message, "role", place)
-        if role not in ROLES:
-            hint = did_you_mean(role, ROLES)
-            raise ValueError(f"{place} has the role {role!r}: {hint}the roles are {', '.join(ROLES)}")
-        _text(message, "content", place)
-    if not any(message["role"] == ANSWER for message in messages):
-        raise ValueError(f"{where} has no message of the role {ANSWER!r}: nothing of it could be learned; remove it")
-    return messages
-
-
-def _marked(role: str, content: str) -> list[Turn]:
-    is_answer = role == ANSWER
-    return [Turn(f"<|{role}|>\n", is_answer=False), Turn(content if is_answer else f"{content}\n", is_answer=is_answer)]
-
-
-def _check_no_special_token(messages: Sequence[Mapping[str, Any]], tokenizer: JsonTokenizer, where: str) -> None:
-    """Raises `ValueError` for text that would be tokenized as a special token of the template."""
-    for number, message in enumerate(messages, 1):
-        special = next((text for text in tokenizer.special_texts if text in message["content"]), None)
-        if special is not None:
+    def _of_messages(self, record: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+        conversation = checked(record, where)
+        self._special.check(conversation, where)
+        messages, tools = conversation.messages, conversation.tools
+        names = {(i, name) for i, message in enumerate(messages) for name in IDENTITIES if message.get(name)}
+        if self._template is None:
+            self._count_names(names)
+            return _of_pieces(marked(conversation, where), self._tokenizer)
+        if tools and not self._renderer.reads_tools:
             raise ValueError(
-                f"{where}: message {number} has the text {special!r}, which the tokenizer {tokenizer.name} takes for a "
-                "special token of the chat template: write it in another way, or remove the line"
+                f"{where} has 'tools', which the chat template of {self._template.path} does not read: leave them out, "
+                f"or give another template, {self._template.remedy}"
             )
+        rendered = self._renderer.render(messages, answers=conversation.answers, tools=tools, where=where)
+        self._count_names(names & set(rendered.unread))
+        for i, name in rendered.unread:
+            if name not in ("role", *IDENTITIES) and messages[i][name]:
+                raise ValueError(
+                    f"{where}: message {i + 1} has the field {quoted(name)}, which the chat template of "
+                    f"{self._template.path} does not read: remove it, or {self._template.remedy}"
+                )
+        return _of_rendered(rendered.turns, self._tokenizer, where)
 
+    def _count(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
+        self.num_unused.update(quoted(name) for name in record if name not in used)
 
-def _text(record: Mapping[str, Any], name: str, where: str) -> str:
-    if name not in record:
-        raise ValueError(f"{where} has no field {name!r}: add it, or remove the line")
-    text = record[name]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {name!r} holds {type(text).__name__}, not a string: mend or remove the line")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: {name!r} holds a lone surrogate, no text: mend or remove the line") from None
-    return text
+    def _count_names(self, places: Iterable[tuple[int, str]]) -> None:
+        self.num_unused.update(f"{name!r} of messages" for _, name in places)
 
 
 def _of_pieces(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes each part by itself; an answer ends with the end of a document."""
+    """Tokenizes each part by itself."""
     pieces, marks = [], []
     for turn in turns:
         piece = tokenizer.encode(turn.text).astype(np.int32)
-        if turn.is_answer:
+        if turn.ends:
             piece = np.append(piece, np.int32(tokenizer.end_of_document))
         pieces.append(piece)
         marks.append(np.full(len(piece), turn.is_answer))
     return np.concatenate(pieces), np.concatenate(marks)
 
 
-def _of_rendered(turns: Sequence[Turn], tokenizer: JsonTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes a rendered conversation as one text; a token that begins before an answer and ends in it is learned."""
-    texts = list(itertools.accumulate(turn.text for turn in turns))
-    *before, tokens = tokenizer.encode_rendered(texts)
-    # A part ends at the token up to which the shorter text has the same tokens.
-    differences = [np.flatnonzero(x[: len(tokens)] != tokens[: len(x)]) for x in before]
-    ends = [*(int(d[0]) if d.size else len(x) for d, x in zip(differences, before, strict=True)), len(tokens)]
-    is_answer = np.zeros(len(tokens), bool)
-    for turn, first, last in zip(turns, [0, *ends], ends, strict=False):
+def _of_rendered(turns: Sequence[Turn], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes a rendered conversation as one text; a token that begins before an answer and ends in it is learned.
+
+    A part ends at the token up to which the text that ends with it has the same tokens. That text is tokenized from the
+    last special token in it: what is before has the same tokens in both.
+    """
+    assert isinstance(tokenizer, JsonTokenizer)
+    text = "".join(turn.text for turn in turns)
+    ends = [*itertools.accumulate(len(turn.text) for turn in turns)]
+    tokens, places = tokenizer.encode_rendered([text])[0], [(0, 0, 0)]
+    if len(turns) > _FEW_PARTS:
+        places += tokenizer.special_places(text)
+    starts = [places[bisect.bisect_right(places, end, key=lambda place: place[1]) - 1] for end in ends[:-1]]
+    windows = [text[start:end] for (start, _, _), end in zip(starts, ends, strict=False)]
+    if sum(map(len, windows)) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"{where} has {len(turns):,} parts and {len(text):,} characters without special tokens between them, which "
+            "is too much to find its answers: divide it into shorter conversations"
+        )
+    is_answer, first = np.zeros(len(tokens), bool), 0
+    lasts = [_same(tokens, i, x) for (_, _, i), x in zip(starts, tokenizer.encode_rendered(windows), strict=True)]
+    for turn, last in zip(turns, [*lasts, len(tokens)], strict=True):
         is_answer[first:last] = turn.is_answer
+        first = last
     return tokens.astype(np.int32), is_answer
+
+
+def _same(tokens: np.ndarray, first: int, other: np.ndarray) -> int:
+    """Returns the index of the first token, from `first` on, that differs from those of `other`."""
+    here = tokens[first : first + len(other)]
+    differences = np.flatnonzero(other[: len(here)] != here)
+    return first + (int(differences[0]) if differences.size else len(other))
 
 
 def _validation(tokens: Sequence[np.ndarray], fraction: float, source: Source) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.files.user_cache import cache_folder
+from zero_jax.core.text_tables import printable
 from zero_jax.data.chat_template import find_chat_template
 from zero_jax.data.conversations import ConversationPart, load_conversations
 from zero_jax.data.sources import Format, find_source
@@ -18,6 +19,7 @@ from zero_jax.data.tokens.folder import TokenDtype, Tokens, is_token_folder, ope
 from zero_jax.data.tokens.token_file import TokenFile
 from zero_jax.data.train_validation_split import TokenPart, split_documents
 
+_SHOWN_FIELDS = 8
 _MOST_PREFETCHED = 1024  # batches; more than that would fill the memory
 
 
@@ -178,6 +180,10 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
         notes.append(f"messages as by the chat template of {template.path}")
     if conversations.num_cut:
         notes.append(f"{conversations.num_cut:,} conversations are longer than {seq_len} tokens and lose their end")
+    if unused := conversations.num_unused:
+        shown = ", ".join(f"{name} ({count:,})" for name, count in list(unused.items())[:_SHOWN_FIELDS])
+        more = f" and {len(unused) - _SHOWN_FIELDS} more" if len(unused) > _SHOWN_FIELDS else ""
+        notes.append(f"fields that are part of no text: {shown}{more}")
     return Dataset(
         name=source.name,
         tokenizer=tokenizer,
@@ -191,9 +197,10 @@ def _load_chat(config: DataConfig, tokenizer: Tokenizer | None, seq_len: int) ->
 
 def _check_tokenizer(tokens: Tokens, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     if tokenizer.fingerprint != tokens.meta.tokenizer_fingerprint:
+        made_with = printable(f"{tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint})")
         raise ValueError(
-            f"{folder} was made with the tokenizer {tokens.meta.tokenizer} ({tokens.meta.tokenizer_fingerprint}), not "
-            f"with {tokenizer.name} ({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
+            f"{folder} was made with the tokenizer {made_with}, not with {tokenizer.name} "
+            f"({tokenizer.fingerprint}): leave out --tokenizer, or make the folder again"
         )
 
 

@@ -9,10 +9,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from zero_jax.core.text_tables import printable, quoted
 from zero_jax.data.sources import Source, SourceFile
 
 _T = TypeVar("_T")
 _BLOCK_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 28  # of JSON
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
 # The end of a word before a space: tokenizers begin a new token there, so that a cut changes no token.
@@ -56,7 +58,7 @@ def _of_each_file(source: Source, read: Callable[[SourceFile], Iterator[_T]]) ->
         try:
             yield from read(file)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"cannot read {file.path} ({error}): it may be cut off; write it again") from error
+            raise ValueError(f"cannot read {file} ({error}): it may be cut off; write it again") from error
         file.check()
 
 
@@ -114,11 +116,15 @@ def _records(file: SourceFile) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     """Reads the objects of a file, each with its place and the number of replacements for invalid Unicode."""
     is_zipped = file.path.name.lower().endswith(".gz")
     with gzip.open(file.path) if is_zipped else file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > _MAX_LINE_BYTES:  # a small .gz may hold terabytes
+                raise ValueError(
+                    f"line {number} of {file} has more than {_MAX_LINE_BYTES:,} bytes: divide it into several"
+                )
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if line.strip():
-                decoded, where = _decode(line), f"line {number} of {file.path}"
+                decoded, where = _decode(line), f"line {number} of {file}"
                 yield where, _json_object(decoded.text, where), decoded.num_replaced
 
 
@@ -134,7 +140,7 @@ def _json_object(line: str, where: str) -> Mapping[str, Any]:
 
 def _field(record: Mapping[str, Any], text_field: str, where: str) -> str:
     if text_field not in record:
-        fields = ", ".join(map(repr, list(record)[:8])) or "none"
+        fields = ", ".join(map(quoted, list(record)[:8])) or "none"
         raise ValueError(
             f"{where} has no field {text_field!r} (it has {fields}): name the one that holds the text with --text-field"
         )
@@ -160,7 +166,7 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f'{file.path} is Parquet, which needs pyarrow: pip install "zero-jax[parquet]"') from error
+        raise ValueError(f'{file} is Parquet, which needs pyarrow: pip install "zero-jax[parquet]"') from error
     row = 0
     with contextlib.ExitStack() as stack:
         try:
@@ -170,27 +176,27 @@ def _read_parquet(file: SourceFile, text_field: str) -> Iterator[Piece]:
                 for raw in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     row += 1
                     if raw is None:
-                        raise ValueError(
-                            f"row {row} of {file.path}: column {text_field!r} is null: fill or remove the row"
-                        )
+                        raise ValueError(f"row {row} of {file}: column {text_field!r} is null: fill or remove the row")
                     yield _decode(raw)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"cannot read {file.path} as Parquet ({error}): write it again") from error
+            raise ValueError(f"cannot read {file} as Parquet ({error}): write it again") from error
 
 
 def _check_column(schema: Any, text_field: str, file: SourceFile) -> None:
     if text_field not in schema.names:
-        columns = ", ".join(map(repr, schema.names[:8]))
+        columns = ", ".join(map(quoted, schema.names[:8]))
         raise ValueError(
-            f"{file.path} has no column {text_field!r} (it has {columns}): name the one that holds the text with "
+            f"{file} has no column {text_field!r} (it has {columns}): name the one that holds the text with "
             "--text-field"
         )
     if schema.names.count(text_field) > 1:
-        raise ValueError(f"{file.path} has several columns {text_field!r}: write it again with one of them")
+        raise ValueError(f"{file} has several columns {text_field!r}: write it again with one of them")
     kind = schema.field(text_field).type
     kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
     if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary"):
-        raise ValueError(f"{file.path}: column {text_field!r} holds {kind}, not strings: choose another --text-field")
+        raise ValueError(
+            f"{file}: column {text_field!r} holds {printable(kind)}, not strings: choose another --text-field"
+        )
 
 
 _READERS: Mapping[str, Callable[[SourceFile, str], Iterator[Piece]]] = {

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.text_tables import printable
 
 Format = Literal["auto", "text", "jsonl", "chat", "parquet", "tokens", "arrayrecord"]
 
@@ -45,14 +46,17 @@ class SourceFile:
     size_bytes: int
     modified_ns: int
 
+    def __str__(self) -> str:
+        return printable(self.path)
+
     def check(self) -> None:
         """Raises `ValueError` if the file is gone or has changed."""
         try:
             status = self.path.stat()
         except OSError as error:
-            raise ValueError(f"{self.path} vanished while it was read ({error.strerror}): run again") from error
+            raise ValueError(f"{self} vanished while it was read ({error.strerror}): run again") from error
         if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.modified_ns):
-            raise ValueError(f"{self.path} changed while it was read: run again when it is written completely")
+            raise ValueError(f"{self} changed while it was read: run again when it is written completely")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,9 @@ def find_source(data: str, *, format: Format = "auto") -> Source:
     try:
         return _find_files(data, format)
     except OSError as error:
-        raise ValueError(f"cannot read {error.filename} ({error.strerror}): make it readable, or move it") from error
+        raise ValueError(
+            f"cannot read {printable(error.filename)} ({error.strerror}): make it readable, or move it"
+        ) from error
 
 
 def _find_files(data: str, format: Format) -> Source:
@@ -138,7 +144,9 @@ def _choose(paths: Sequence[pathlib.Path], format: Format, root: pathlib.Path) -
     if "text" in kinds and len(paths) > 1:
         kinds.pop("tokens", None)  # among text, what ends in .bin is anything
     if len(kinds) > 1:
-        counts = ", ".join(f"{len(files)} of {kind} ({files[0].name})" for kind, files in sorted(kinds.items()))
+        counts = ", ".join(
+            f"{len(files)} of {kind} ({printable(files[0].name)})" for kind, files in sorted(kinds.items())
+        )
         raise ValueError(f"{root} holds files of several formats: {counts}. Say which to read with --format")
     return next(iter(kinds)) if kinds else "text"
 

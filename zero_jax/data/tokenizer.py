@@ -2,22 +2,26 @@
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
+import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from etils import epath
 
 from zero_jax.core.extras import extra
-from zero_jax.core.files.untrusted import user_path
+from zero_jax.core.files.untrusted import parse_json, read_file, user_path
+from zero_jax.core.text_tables import is_unicode, printable
 
 # Names of the end-of-document token in tokenizer files, the most frequent first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<end_of_text>", "[SEP]", "[EOS]")
 _NUM_BYTES = 256
+_MAX_FILE_BYTES, _MAX_VOCAB_SIZE = 1 << 28, 1 << 24
+_MAX_GROWTH = 1000  # of a text's length
 
 
 class Tokenizer(Protocol):
@@ -67,6 +71,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the bytes of the text, as `uint8`."""
+        if not is_unicode(text):
+            raise ValueError("the text has a lone surrogate, which is no character: replace it")
         return np.frombuffer(text.encode(), np.uint8)
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -104,19 +110,54 @@ class JsonTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of each text; the library takes several threads."""
-        encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(text.ids, np.uint32) for text in encoded]
+        return self._encoded(self.library, texts)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of texts that a chat template rendered, with special tokens parsed."""
-        encoded = self._with_special_tokens.encode_batch_fast(list(texts), add_special_tokens=False)
+        return self._encoded(self._with_special_tokens, texts)
+
+    def _encoded(self, library: Any, texts: Sequence[str]) -> list[np.ndarray]:
+        with _errors_of(self.name):
+            encoded = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.uint32) for text in encoded]
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of the special tokens."""
-        entries = self.library.get_added_tokens_decoder().values()
-        return tuple(entry.content for entry in entries if entry.special)
+        return tuple(entry.content for entry in self._special.values())
+
+    def special_places(self, text: str) -> list[tuple[int, int, int]]:
+        """Returns where special tokens are in a rendered text: first character, end, and the token's index.
+
+        Only those at which the library cuts any text that goes on otherwise after them. It makes the tokens of each
+        part by itself.
+        """
+        cuts = {
+            token: entry.content
+            for token, entry in self._special.items()
+            if not (entry.normalized or entry.single_word or entry.lstrip)
+        }
+        with _errors_of(self.name):
+            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        found = enumerate(zip(encoded.ids, encoded.offsets, strict=True))
+        return [
+            (first, first + len(cuts[token]), i)
+            for i, (token, (first, _)) in found
+            if token in cuts and text.startswith(cuts[token], first)
+        ]
+
+    def hidden_special(self, texts: Sequence[str]) -> str | None:
+        """Returns a special token that one of the texts has after normalization, if there is one."""
+        normalized = {token: entry.content for token, entry in self._special.items() if entry.normalized}
+        if not normalized or self.library.normalizer is None:
+            return None
+        tokens = {token for encoded in self.encode_rendered(texts) for token in encoded.tolist()}
+        return next((text for token, text in normalized.items() if token in tokens), None)
+
+    @functools.cached_property
+    def _special(self) -> dict[int, Any]:
+        entries = self.library.get_added_tokens_decoder().items()
+        return {token: entry for token, entry in entries if entry.special}
 
     @functools.cached_property
     def _with_special_tokens(self) -> Any:
@@ -126,7 +167,22 @@ class JsonTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text, end-of-document tokens included."""
-        return self.library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+        with _errors_of(self.name):
+            return self.library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Raises `ValueError` where the library fails: for text with lone surrogates, or an expression that backtracks."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # which is no Exception
+            why = printable(error) or type(error).__name__
+            raise ValueError(
+                f"the tokenizer {name} cannot encode or decode this ({why}): mend the text, or take another tokenizer"
+            ) from error
+        raise
 
 
 def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
@@ -141,12 +197,11 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
         return ByteTokenizer()
     path = user_path(name)
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe or a device may never end
-            raise OSError(errno.EINVAL, "it is no regular file")
-        content = path.read_bytes()
-    except OSError as error:
+        content = read_file(epath.Path(path), limit_bytes=_MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"cannot read the tokenizer {name} ({error.strerror}): give 'bytes', or the path of a file that the "
+            f"cannot read the tokenizer {name} ({why}): give 'bytes', or the path of a file that the "
             "tokenizers library wrote, such as tokenizer.json"
         ) from error
     library = _parse(content, path)
@@ -156,10 +211,15 @@ def load_tokenizer(name: str | pathlib.Path) -> Tokenizer:
             f"{path} has no token that ends a document (none of {', '.join(_ENDS)}): add one to its added_tokens, "
             "or train a tokenizer with `zero-jax tokenize --vocab-size N --out FILE`"
         )
+    vocab_size = max(_tokens_of_text(library) | {ends[0]}) + 1
+    if vocab_size > _MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"{path} has the token {vocab_size - 1:,}: tokens go up to {_MAX_VOCAB_SIZE - 1:,}; mend or replace it"
+        )
     return JsonTokenizer(
         name=path.name,
         fingerprint=hashlib.sha256(content).hexdigest()[:32],
-        vocab_size=max(_tokens_of_text(library) | {ends[0]}) + 1,
+        vocab_size=vocab_size,
         end_of_document=ends[0],
         content=content,
         library=library,
@@ -180,13 +240,30 @@ def _parse(content: bytes, path: pathlib.Path) -> Any:
         library = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(
-            f"{path} is no tokenizer of the tokenizers library ({error}): give its JSON file, often called "
+            f"{path} is no tokenizer of the tokenizers library ({printable(error)}): give its JSON file, often called "
             "tokenizer.json"
         ) from error
+    growth = math.prod(map(_growth, (library.normalizer, library.pre_tokenizer, library.decoder)))
+    if growth > _MAX_GROWTH:
+        raise ValueError(
+            f"{path} may make text more than {_MAX_GROWTH:,} times longer, by its 'Replace' or 'Prepend': mend or "
+            "replace it"
+        )
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
     return library
+
+
+def _growth(component: Any) -> int:
+    """Returns how much longer a part of a tokenizer may make a text, by what it puts in the place of characters."""
+    growth, waiting = 1, [] if component is None else [parse_json(component.__getstate__())]
+    while waiting and growth <= _MAX_GROWTH:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            growth *= max(1, *(len(str(value.get(name, ""))) for name in ("content", "prepend")))
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return growth
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str | pathlib.Path, progress: bool = False) -> Tokenizer:

@@ -33,25 +33,25 @@ def check_fields(config: Any, *, may_be_zero: Collection[str] = ()) -> None:
             continue
         if members[0] is bool:
             if not isinstance(value, bool):
-                raise ValueError(f"{field.name}={_short(value)}: give True or False")
+                raise ValueError(f"{field.name}={short(value)}: give True or False")
         elif members[0] in (int, float):
             _check_number(field.name, value, members[0], lowest=0 if field.name in may_be_zero else 1)
         elif typing.get_origin(members[0]) is Literal:
             words = typing.get_args(members[0])
             if value not in words:
-                raise ValueError(f"{field.name}={_short(value)} is unknown: use {' or '.join(map(repr, words))}")
+                raise ValueError(f"{field.name}={short(value)} is unknown: use {' or '.join(map(repr, words))}")
 
 
 def _check_number(name: str, value: Any, kind: type, *, lowest: int) -> None:
     allowed, wanted = (int, "a whole number") if kind is int else (int | float, "a number")
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ValueError(f"{name}={_short(value)}: give {wanted}")
+        raise ValueError(f"{name}={short(value)}: give {wanted}")
     if not (value > 0 or (value == 0 and lowest == 0)):
         at_least = f"{name} of at least {lowest}" if kind is int else "a number above 0"
-        raise ValueError(f"{name}={str(value)[:60]} is not positive: give {at_least if lowest else '0 or more'}")
+        raise ValueError(f"{name}={short(value)} is not positive: give {at_least if lowest else '0 or more'}")
     largest = _LARGEST.get(name, _LARGEST_NUMBER)
     if value > largest:
-        raise ValueError(f"{name}={str(value)[:60]}: give at most {largest}")
+        raise ValueError(f"{name}={short(value)}: give at most {largest}")
 
 
 def check_num_params(config: Any, *names: str) -> None:
@@ -61,5 +61,7 @@ def check_num_params(config: Any, *names: str) -> None:
         raise ValueError(f"{sizes} are {config.num_params:.2g} params: give sizes of at most {_MAX_PARAMS:.2g} in all")
 
 
-def _short(value: Any) -> str:
-    return repr(str(value)[:60])
+def short(value: Any) -> str:
+    """Returns a value of any size for an error: its beginning, with control characters as escapes."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
+from zero_jax.models.fields import short
 
 _GEMMA = ("gemma2", "gemma3_text")
 _EXPERTS = ("mixtral", "qwen3_moe")
@@ -88,18 +89,18 @@ def decoder_config(hf_config: Mapping[str, Any], *, seq_len: int | None = None) 
     if model_type not in MODEL_TYPES:
         near = difflib.get_close_matches(str(model_type), MODEL_TYPES, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ValueError(f"model_type={model_type!r} is none of {', '.join(MODEL_TYPES)}{hint}")
+        raise ValueError(f"model_type={short(model_type)} is none of {', '.join(MODEL_TYPES)}{hint}")
     defaults = _DEFAULTS.get(model_type, {}) | (_GEMMA_DEFAULTS if model_type in _GEMMA else {})
     hf_config = {**defaults, **hf_config}
     for key, allowed in _MUST_BE.items():
         if hf_config.get(key) not in allowed:
-            raise ValueError(f"{key}={hf_config[key]!r} is not supported: a decoder needs {allowed[0]!r}")
+            raise ValueError(f"{key}={short(hf_config[key])} is not supported: a decoder needs {allowed[0]!r}")
     _check_sizes(hf_config, model_type)
     activation = hf_config.get("hidden_act", "silu")
     if model_type in _GEMMA and hf_config["hidden_activation"] is not None:
         activation = hf_config["hidden_activation"]
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ValueError(f"hidden_act={activation!r} is not supported: only {', '.join(_ACTIVATIONS)} are")
+        raise ValueError(f"hidden_act={short(activation)} is not supported: only {', '.join(_ACTIVATIONS)} are")
     num_layers, num_heads = hf_config["num_hidden_layers"], hf_config["num_attention_heads"]
     settings = {
         "vocab_size": hf_config["vocab_size"],
@@ -145,7 +146,7 @@ def _check_sizes(hf_config: Mapping[str, Any], model_type: str) -> None:
     for key in keys:
         value = _num_experts(hf_config) if key == "num_experts" else hf_config.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key}={value!r}: the config needs a whole number of at least 1")
+            raise ValueError(f"{key}={short(value)}: the config needs a whole number of at least 1")
 
 
 def _num_experts(hf_config: Mapping[str, Any]) -> Any:
@@ -162,7 +163,7 @@ def _positive(settings: Mapping[str, Any], key: str) -> float:
     """Returns a number of a config; raises `ValueError` for anything else, and for what is missing."""
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
-        raise ValueError(f"{key}={value!r:.60}: the config needs a number above 0 and of float32")
+        raise ValueError(f"{key}={short(value)}: the config needs a number above 0 and of float32")
     return float(value)
 
 
@@ -170,7 +171,7 @@ def _section(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns an object of a config, empty where there is none; raises `ValueError` for anything else."""
     value = settings.get(key)
     if not isinstance(value, Mapping | None):
-        raise ValueError(f"{key}={value!r}: the config needs an object")
+        raise ValueError(f"{key}={short(value)}: the config needs an object")
     return value or {}
 
 
@@ -181,8 +182,8 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
         known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
         if not known or len(kinds) != num_layers:
             raise ValueError(
-                f"layer_types={kinds!r} is not supported: a decoder needs 'full_attention' or 'sliding_attention' for "
-                f"each of its {num_layers} layers"
+                f"layer_types={short(kinds)} is not supported: a decoder needs 'full_attention' or 'sliding_attention' "
+                f"for each of its {num_layers} layers"
             )
     window = hf_config.get("sliding_window")
     if model_type == "llama" or (model_type.startswith("qwen") and not hf_config.get("use_sliding_window")):
@@ -202,7 +203,7 @@ def _windows(hf_config: Mapping[str, Any], model_type: str, num_layers: int) -> 
     expected = [period > 1 and (layer + 1) % period == 0 for layer in range(num_layers)]
     if [layer in full for layer in range(num_layers)] != expected:
         raise ValueError(
-            f"layer_types={list(kinds)} is not supported: every n-th layer and no other can be without a window"
+            f"layer_types={short(kinds)} is not supported: every n-th layer and no other can be without a window"
         )
     return settings
 
@@ -217,9 +218,13 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     sliding = _section(parameters, "sliding_attention")
     for each in (full, sliding):
         if each.get("partial_rotary_factor") not in _MUST_BE["partial_rotary_factor"]:
-            raise ValueError(f"partial_rotary_factor={each['partial_rotary_factor']} is not supported: only 1 is")
+            raise ValueError(
+                f"partial_rotary_factor={short(each['partial_rotary_factor'])} is not supported: only 1 is"
+            )
     if _rope_type(sliding) != "default":
-        raise ValueError(f"rope_type={_rope_type(sliding)!r} of sliding_attention is not supported: only 'default' is")
+        raise ValueError(
+            f"rope_type={short(_rope_type(sliding))} of sliding_attention is not supported: only 'default' is"
+        )
     local = _first(sliding.get("rope_theta"), hf_config.get("rope_local_base_freq"))
     theta = _first(full.get("rope_theta"), hf_config.get("rope_theta"), 10_000.0)
     settings: dict[str, Any] = {
@@ -232,7 +237,7 @@ def _rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return settings | {"rope_scaling": RopeScaling(factor=_positive(full, "factor"))}
     if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
+        raise ValueError(f"rope_type={short(kind)} is not supported: only 'default', 'linear' and 'llama3' are")
     return settings | {
         "rope_scaling": RopeScaling(
             factor=_positive(full, "factor"),

@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import pathlib
 import re
 import sys
@@ -63,11 +64,12 @@ def _from_file(label: str, path: pathlib.Path) -> types.ModuleType:
     path = user_path(path)
     if path.is_dir():
         raise ValueError(f"{label}: {str(path)!r} is a folder: name a Python file in it, such as {path / 'model.py'}")
-    if not path.is_file():
-        files = path.parent.glob("*.py") if path.parent.is_dir() else ()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{label}: cannot import {str(path)!r}: it is no regular file: name a Python file")
+    if not path.exists():
+        files = [file for file in path.parent.glob("*.py") if file.is_file()] if path.parent.is_dir() else []
         hint = did_you_mean(path, files, "; did you mean {!r}?")
-        kind = "is no regular file" if path.exists() else "does not exist"
-        raise ValueError(f"{label}: cannot import {str(path)!r}: it {kind}{hint}")
+        raise ValueError(f"{label}: cannot import {str(path)!r}: it does not exist{hint}")
     if path.suffix != ".py":
         raise ValueError(f"{label}: {str(path)!r} is no Python file: its name has to end in .py")
     return _import(label, str(path), _module_name(path.resolve()))
@@ -116,7 +118,7 @@ def _at(error: BaseException) -> str:
 
 def _module_name(path: pathlib.Path) -> str:
     """Returns the name of a file's module, relative to the folder of its outermost package."""
-    stem = path.stem if path.stem.isidentifier() else f"{_FILE}{path.stem.encode().hex()}"
+    stem = path.stem if path.stem.isidentifier() else f"{_FILE}{os.fsencode(path.stem).hex()}"
     parts, folder = [] if stem == "__init__" else [stem], path.parent
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():
         parts.insert(0, folder.name)
@@ -125,11 +127,11 @@ def _module_name(path: pathlib.Path) -> str:
 
 
 def _root(folder: pathlib.Path) -> str:
-    return f"{_PREFIX}{str(folder.resolve()).encode().hex()}"
+    return f"{_PREFIX}{os.fsencode(folder.resolve()).hex()}"
 
 
 def _folder(root: str) -> str:
-    return bytes.fromhex(root.removeprefix(_PREFIX)).decode()
+    return os.fsdecode(bytes.fromhex(root.removeprefix(_PREFIX)))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -147,7 +149,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         stem = parts[-1]
         if stem.startswith(_FILE) and path:
-            file = pathlib.Path(next(iter(path)), bytes.fromhex(stem.removeprefix(_FILE)).decode() + ".py")
+            file = pathlib.Path(next(iter(path)), os.fsdecode(bytes.fromhex(stem.removeprefix(_FILE))) + ".py")
             return importlib.util.spec_from_file_location(fullname, file, loader=_Loader(fullname, str(file)))
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):

@@ -11,6 +11,7 @@ from typing import Any
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, read_header
 from zero_jax.core.files.untrusted import mapping, read_json, text, user_path
+from zero_jax.core.text_tables import printable, quoted
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -52,7 +53,9 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     path = _local(folder)
     if not (path / INDEX).exists():
         if not (path / _FILE).exists():
-            weights = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth"))
+            weights = sorted(
+                printable(entry.name) for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pth")
+            )
             contents = f"it has {', '.join(weights[:4])}" if weights else "it has no weights"
             raise ValueError(
                 f"{path} has neither {_FILE} nor {INDEX} ({contents}): give a folder with one of them, such as "
@@ -71,18 +74,19 @@ def read_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
             there = [entry.name for entry in path.glob("*.safetensors") if entry.name not in file_of.values()]
             why = "no file, or a link to none" if os.path.lexists(path / file) else "not there"
             raise ValueError(
-                f"{path / INDEX} names the file {file!r}, which is {why}: {did_you_mean(file, there)}copy or download "
-                "it again"
+                f"{path / INDEX} names the file {quoted(file)}, which is {why}: {did_you_mean(file, there)}copy or "
+                "download it again"
             )
         of_file = read_header(path / file)
         repeated = sorted(tensors.keys() & of_file.keys())
         if repeated:
-            raise ValueError(f"{path / file} has {repeated[0]!r}, which {tensors[repeated[0]].path.name} has too")
+            raise ValueError(f"{path / file} has {quoted(repeated[0])}, which {tensors[repeated[0]].path.name} has too")
         tensors |= of_file
     for name, file in file_of.items():
         if name not in tensors or tensors[name].path.name != file:
             raise ValueError(
-                f"{path / INDEX} says that {name!r} is in {file}, which does not have it: download both again"
+                f"{path / INDEX} says that {quoted(name)} is in {printable(file)}, which does not have it: download "
+                "both again"
             )
     return tensors
 

@@ -12,11 +12,15 @@ import numpy as np
 
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.safetensors import StoredTensor, cast_values
+from zero_jax.core.text_tables import printable
 from zero_jax.models.huggingface import TensorName
 
 Index = tuple[slice, ...]
 _READABLE = ("float32", "float16", "bfloat16")
 _SHOWN = 4
+_MAX_TENSORS = 1 << 20  # of a param
+_MAX_MISSING = 10_000  # more than that are counted, and not named
+_SEARCHED = 10_000  # names that are compared with one that is missing
 # Tensors that transformers does not read either.
 _UNUSED = ("rotary_emb.inv_freq",)
 
@@ -99,7 +103,17 @@ def _divides(dims: tuple[int, ...], parts: tuple[int, ...]) -> bool:
 
 
 def indices(shape: tuple[int, ...], name: TensorName) -> Iterator[tuple[int, ...]]:
-    """Yields the index of each tensor of a param."""
+    """Yields the index of each tensor of a param.
+
+    Raises:
+      ValueError: more tensors than any checkpoint has, as a config from outside may describe.
+    """
+    num_tensors = math.prod(shape[: name.num_indices])
+    if num_tensors > _MAX_TENSORS:
+        raise ValueError(
+            f"{name.template!r} would be {num_tensors:,} tensors, and {_MAX_TENSORS:,} are the most of a param: give a "
+            "config with fewer layers or experts"
+        )
     return np.ndindex(*shape[: name.num_indices])
 
 
@@ -119,6 +133,12 @@ def match(
       ValueError: tensors that are missing, left over, or of another shape or dtype; it lists the first of them.
     """
     check_paths(shapes, names)
+    num_expected = sum(math.prod(shape[: names[path].num_indices]) for path, shape in shapes.items())
+    if num_expected > len(tensors) + _MAX_MISSING:
+        raise ValueError(
+            f"{where} does not fit the model, which has {num_expected:,} tensors, and the files have {len(tensors):,}: "
+            "take another folder"
+        )
     leaves: dict[str, LeafTensors] = {}
     problems: list[str] = []
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -133,13 +153,13 @@ def match(
     for name, (path, expected_shape) in expected.items():
         tensor = tensors.get(name)
         if tensor is None:
-            hint = did_you_mean(name, surplus, "; is it {!r}?")
-            problems.append(f"{name} of the param {path!r} is missing{hint}")
+            hint = did_you_mean(name, surplus[:_SEARCHED], "; is it {!r}?") if len(problems) < _SHOWN else ""
+            problems.append(f"{printable(name)} of the param {path!r} is missing{hint}")
         elif tensor.shape != expected_shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {list(expected_shape)}")
+            problems.append(f"{printable(name)} has shape {list(tensor.shape)}, the model needs {list(expected_shape)}")
         elif tensor.dtype not in _READABLE:
-            problems.append(f"{name} is {tensor.dtype}: only {', '.join(_READABLE)} are read")
-    problems += [f"{name} is in the files, and the model has no such tensor" for name in surplus]
+            problems.append(f"{printable(name)} is {tensor.dtype}: only {', '.join(_READABLE)} are read")
+    problems += [f"{printable(name)} is in the files, and the model has no such tensor" for name in surplus]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(f"{where} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}: take another folder")

@@ -25,6 +25,7 @@ from zero_jax.core.files.partial_folder import partial_folder
 from zero_jax.core.files.safetensors import INDEX, StoredTensor, Tensor, create, split_by_size, write_index
 from zero_jax.core.files.untrusted import user_path
 from zero_jax.core.signatures import check_arguments
+from zero_jax.core.text_tables import printable, quoted
 from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.models.decoder_config import DecoderConfig, RopeScaling
 from zero_jax.models.huggingface import TensorName, decoder_config, hf_config, tensor_names
@@ -263,7 +264,9 @@ def check_free(target: pathlib.Path) -> None:
     if os.path.islink(target) or (os.path.exists(target) and not os.path.isdir(target)):
         raise ValueError(f"{target} is no folder: choose another one")
     if os.path.exists(target) and any(target.iterdir()):
-        raise ValueError(f"{target} has {next(target.iterdir()).name} in it: choose a folder that is new or empty")
+        raise ValueError(
+            f"{target} has {printable(next(target.iterdir()).name)} in it: choose a folder that is new or empty"
+        )
 
 
 def write_config(folder: pathlib.Path, hf_config: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
@@ -297,8 +300,8 @@ def _decoder(model: Any) -> DecoderConfig:
     if not isinstance(model, Mapping) or not fields <= model.keys():
         name = model.get("name") if isinstance(model, Mapping) else None
         raise ValueError(
-            f"the checkpoint is of the model {name!r}, which is no decoder of the hub's families: export it as plain "
-            "safetensors, with --out"
+            f"the checkpoint is of the model {quoted(name)}, which is no decoder of the hub's families: export it as "
+            "plain safetensors, with --out"
         )
     shape = {name: model[name] for name in fields}
     try:

@@ -250,6 +250,9 @@ def make_mesh(
     devices = list(chosen) if isinstance(chosen, Iterable) else []
     if not devices or not all(hasattr(device, "platform") for device in devices):
         raise ValueError(f"make_mesh: devices={shown(chosen)} is no list of devices: give some of jax.devices()")
+    if len(set(devices)) < len(devices):
+        twice = next(device for device in devices if devices.count(device) > 1)
+        raise ValueError(f"make_mesh: devices has {twice} {devices.count(twice)} times: give each device once")
     sizes = _sizes(data=data, replica=replica, model=model, num_devices=len(devices))
     layout, grid = _layout(devices, sizes, data_layout)
     data_names = ("data",) if len(layout) == 1 else tuple(f"data_{i}" for i in range(len(layout)))

@@ -27,13 +27,21 @@ def shardings():
     return zero.state_shardings({"params": host_params()}, mesh=mesh_of("4"), config=CONFIG)["params"]
 
 
+def drawn(key):
+    """Returns params of the shapes of `host_params`, from keys that are split."""
+    first, second = jax.random.split(key)
+    return jax.tree.map(lambda x: jax.random.normal(first, x.shape) + jax.random.normal(second), host_params())
+
+
 @pytest.mark.parametrize("other", OTHER_MESHES, ids=str)
 def test_a_step_is_on_its_own_mesh(other):
     mesh, batch = mesh_of("4"), make_batch()
     expected, grads = jax.jit(jax.value_and_grad(loss_fn))(host_params(), batch)
     with jax.set_mesh(other_mesh(*other)):
-        for params in (host_params(), lambda _: jax.tree.map(jax.numpy.asarray, host_params())):
+        on_devices = jax.tree.map(jax.numpy.asarray, host_params())
+        for params in (drawn, host_params(), on_devices, lambda _: jax.tree.map(jax.numpy.asarray, host_params())):
             state = zero.init_state(params, TX, jax.random.key(0), mesh=mesh, config=CONFIG)
+        batch = jax.tree.map(jax.numpy.asarray, batch)
         step = zero.make_train_step(loss_fn, TX, mesh=mesh, config=CONFIG)
         step.lower(state, batch)
         evaluate = zero.make_eval_step(loss_fn, mesh=mesh, config=CONFIG)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from zero_jax.analysis.contents.leaf import LeafSummary
-from zero_jax.core.text_tables import format_bytes
+from zero_jax.core.text_tables import format_bytes, printable
 
 Groups = Mapping[str, tuple[LeafSummary, ...]]
 
@@ -38,7 +38,7 @@ _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9c6b4e", "#9
 def draw_page(heading: str, groups: Groups, *, is_part: bool = False) -> str:
     """Returns leaves by group as a page, or as a part of one (for notebooks)."""
     groups = _merge_single_leaves(groups)
-    title = html.escape(heading)
+    title = _escaped(heading)
     parts = [f"<style>{_STYLE}</style>", '<div class="zero-summary">', f"<h1>{title}</h1>", _bar(groups)]
     parts += [_group(name, leaves) for name, leaves in groups.items()]
     parts += [_LEGEND, "</div>"]
@@ -63,7 +63,7 @@ def _bar(groups: Groups) -> str:
     total, x, parts, legend = max(sum(sizes.values()), 1), 0.0, [], []
     for place, (name, size) in enumerate(sizes.items()):
         color, width = _COLORS[place % len(_COLORS)], _BAR * size / total
-        text = f"{html.escape(name)}: {format_bytes(size)} a device"
+        text = f"{_escaped(name)}: {format_bytes(size)} a device"
         parts.append(
             f'<rect x="{x:.2f}" y="0" width="{width:.2f}" height="22" fill="{color}"><title>{text}</title></rect>'
         )
@@ -75,7 +75,7 @@ def _bar(groups: Groups) -> str:
 
 def _group(name: str, leaves: tuple[LeafSummary, ...]) -> str:
     sizes = (sum(getattr(leaf, field) for leaf in leaves) for field in ("global_bytes", "device_bytes"))
-    head = "{}: {}, {} a device".format(html.escape(name), *map(format_bytes, sizes))
+    head = "{}: {}, {} a device".format(_escaped(name), *map(format_bytes, sizes))
     columns = "<th>leaf</th><th>shape</th><th>dtype</th><th>spec</th><th>global</th><th>per device</th><th>shards</th>"
     rows = "\n".join(map(_row, leaves))
     return f"<details open><summary>{head}</summary><table><tr>{columns}</tr>\n{rows}</table></details>"
@@ -85,10 +85,10 @@ def _row(leaf: LeafSummary) -> str:
     inside = leaf.path.partition("/")[2] or leaf.path
     shape = " &times; ".join(map(str, leaf.shape)) or "scalar"
     sizes = "".join(f'<td class="n">{format_bytes(size)}</td>' for size in (leaf.global_bytes, leaf.device_bytes))
-    offloaded = f"{format_bytes(leaf.host_bytes)} in {html.escape(leaf.memory_kind or '')}"
+    offloaded = f"{format_bytes(leaf.host_bytes)} in {_escaped(leaf.memory_kind or '')}"
     memory = f' <span class="dim">{offloaded}</span>' if leaf.memory_kind else ""
-    cells = [f"<code>{html.escape(inside)}</code>", shape, html.escape(leaf.dtype)]
-    cells.append(f"<code>{html.escape(leaf.spec)}</code>{memory}")
+    cells = [f"<code>{_escaped(inside)}</code>", shape, _escaped(leaf.dtype)]
+    cells.append(f"<code>{_escaped(leaf.spec)}</code>{memory}")
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}{sizes}<td>{_drawing(leaf)}</td></tr>"
 
 
@@ -152,4 +152,9 @@ def _cell_title(leaf: LeafSummary, places: dict[int | None, int]) -> str:
         step = -(-size // leaf.parts[dim]) if leaf.parts[dim] else size
         start = places[dim] * step if dim in places else None
         spans.append(":" if start is None or leaf.parts[dim] == 1 else f"{start}:{min(start + step, size)}")
-    return html.escape(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")
+    return _escaped(f"{leaf.path}[{', '.join(spans)}], {format_bytes(leaf.device_bytes + leaf.host_bytes)}")
+
+
+def _escaped(text: str) -> str:
+    """Returns text for a page: a leaf may have any name."""
+    return html.escape(printable(text))

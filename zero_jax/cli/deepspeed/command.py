@@ -9,6 +9,7 @@ from zero_jax.cli.deepspeed.reading import read_json
 from zero_jax.cli.deepspeed.rows import Translation
 from zero_jax.cli.deepspeed.settings import translate
 from zero_jax.cli.options import add_json, add_path, one_line_errors, reader
+from zero_jax.core.text_tables import printable_lines
 
 
 def add_from_deepspeed_options(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +49,9 @@ def _from_deepspeed(options: argparse.Namespace) -> int:
         print(json.dumps(translation.to_json() | {"written": written}))
     elif out is None:
         text = format_config(translation.sections, title=f"translated from {options.path} by zero-jax from-deepspeed")
-        print("\n".join([text, *(f"# {line}" for line in str(translation).splitlines())]))
+        print(printable_lines("\n".join([text, *(f"# {line}" for line in str(translation).splitlines())])))
     else:
-        print(translation)
+        print(printable_lines(translation))
         print(f"\nwrote {out}: zero-jax train --config {out}" if written else f"\nunknown keys: {out} is not written")
     return 1 if has_unknown else 0
 

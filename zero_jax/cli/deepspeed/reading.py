@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from zero_jax.cli.deepspeed.keys import KEYS, SECTIONS, Kind
 from zero_jax.cli.options import check_value
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.files.untrusted import read_text
+from zero_jax.core.text_tables import quoted
 from zero_jax.core.tree import shown
 
 _MAX_BYTES = 1 << 20
@@ -46,10 +48,10 @@ def read_json(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    counts = collections.Counter(name for name, _ in pairs)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
-        raise ValueError(f"the key {repeated[0]!r} is there twice: leave one")
+        raise ValueError(f"the key {quoted(repeated[0])} is there twice: leave one")
     return dict(pairs)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from zero_jax.core.text_tables import aligned
+from zero_jax.core.text_tables import aligned, printable
 
 Status = Literal["translated", "not translated", "auto", "same", "off", "no meaning", "unknown"]
 TITLES: Mapping[Status, str] = {
@@ -45,10 +45,11 @@ class KeyRow:
     @property
     def shown(self) -> str:
         """The key and its value as text."""
+        key = printable(self.key)
         if self.is_absent:
-            return f"{self.key} (absent)"
+            return f"{key} (absent)"
         text = json.dumps(self.value)
-        return f"{self.key} = {text if len(text) <= _SHOWN else f'{text[: _SHOWN - 3]}...'}"
+        return f"{key} = {text if len(text) <= _SHOWN else f'{text[: _SHOWN - 3]}...'}"
 
     @property
     def becomes(self) -> str:

@@ -129,7 +129,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and abs(step) < 2**63 else None
 
 
 def _cut(path: pathlib.Path, last_step: int, is_evaluated: bool) -> int:

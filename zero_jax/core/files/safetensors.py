@@ -21,6 +21,7 @@ import numpy as np
 
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.core.files.untrusted import open_regular, parse_json, shape, text, whole_number
+from zero_jax.core.text_tables import quoted
 
 # Names of dtypes in the format's headers.
 DTYPES: Mapping[str, str] = {
@@ -145,11 +146,11 @@ def _tensors(
     for name, entry in sorted(entries.items(), key=lambda item: _offsets(*item)):
         first, last = _offsets(name, entry)
         if (dtype := _NAMES.get(text(entry["dtype"]))) is None:
-            raise ValueError(f"the dtype {entry['dtype']!r} of {name!r} is unknown")
+            raise ValueError(f"the dtype {quoted(entry['dtype'])} of {quoted(name)} is unknown")
         where = {"path": path, "offset": start + first, "version": version}
         tensor = StoredTensor(name=name, dtype=dtype, shape=shape(entry["shape"]), **where)
         if first != end or last - first != tensor.num_bytes:
-            raise ValueError(f"{name!r} of shape {list(tensor.shape)} would be at bytes {first} to {last}")
+            raise ValueError(f"{quoted(name)} of shape {list(tensor.shape)} would be at bytes {first} to {last}")
         tensors[name], end = tensor, last
     if start + end != size:
         raise ValueError(f"it has {size:,} bytes, and its tensors end at {start + end:,}")
@@ -158,10 +159,10 @@ def _tensors(
 
 def _offsets(name: str, entry: Any) -> tuple[int, int]:
     if not (isinstance(entry, dict) and entry.keys() >= {"dtype", "shape", "data_offsets"}):
-        raise ValueError(f"the entry of {name!r} lacks dtype, shape or data_offsets")
+        raise ValueError(f"the entry of {quoted(name)} lacks dtype, shape or data_offsets")
     offsets = entry["data_offsets"]
     if not (isinstance(offsets, list) and len(offsets) == 2):
-        raise ValueError(f"the data_offsets of {name!r} are no pair")
+        raise ValueError(f"the data_offsets of {quoted(name)} are no pair")
     first, last = map(whole_number, offsets)
     return first, last
 
@@ -169,10 +170,13 @@ def _offsets(name: str, entry: Any) -> tuple[int, int]:
 def split_by_size(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
     """Assigns tensors to files by size, in their order; a larger tensor has a file of its own."""
     files: list[list[_Tensor]] = [[]]
+    num_bytes = 0
     for tensor in tensors:
-        if files[-1] and sum(x.num_bytes for x in files[-1]) + tensor.num_bytes > max_bytes:
+        if files[-1] and num_bytes + tensor.num_bytes > max_bytes:
             files.append([])
+            num_bytes = 0
         files[-1].append(tensor)
+        num_bytes += tensor.num_bytes
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
@@ -187,7 +191,7 @@ def cast_values(values: np.ndarray, dtype: str, *, leaf: str, remedy: str) -> np
     with np.errstate(over="ignore"):
         cast = values.astype(jnp.dtype(dtype), copy=False)
     if cast is not values and np.isinf(cast).any() and not np.isinf(values).any():
-        raise ValueError(f"leaf {leaf!r} has values too large for {dtype}: {remedy}")
+        raise ValueError(f"leaf {quoted(leaf)} has values too large for {dtype}: {remedy}")
     return cast
 
 

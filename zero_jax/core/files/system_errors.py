@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Mapping
 
+from zero_jax.core.text_tables import printable
+
 _WRITABLE = "permission was denied: make the file and its folder readable and writable, or choose another place"
 _REMEDIES: Mapping[int, str] = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -30,6 +32,7 @@ _REMEDIES: Mapping[int, str] = {
     errno.ESTALE: "the network file system has lost it: mount it again",
     errno.ENXIO: "it is no regular file: move it away",
 }
+_MAX_CHARACTERS = 2000  # of an error of a library
 _OTHER = "the system says no more: check that the place can be used, or choose another one"
 _REMOVED = "the current folder was removed: change to one that exists"
 
@@ -39,11 +42,11 @@ def with_remedy(error: Exception) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if isinstance(error, OSError) and code is not None:
         files = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
-        reason = ": ".join([" -> ".join(files)] * bool(files) + [error.strerror or os.strerror(code)])
+        reason = ": ".join([" -> ".join(map(printable, files))] * bool(files) + [error.strerror or os.strerror(code)])
         is_gone = code == errno.ENOENT and not any(map(os.path.isabs, files)) and not _has_current_folder()
         return f"{reason} ({_REMOVED if is_gone else _REMEDIES.get(code, _OTHER)})"
     lines = str(error).splitlines() or [type(error).__name__]
-    first = lines[0].split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
+    first = printable(lines[0], limit=_MAX_CHARACTERS).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
     remedies = [text for known, text in _REMEDIES.items() if os.strerror(known) in first]
     return f"{first} ({remedies[0]})" if remedies else first
 

@@ -12,7 +12,10 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+import numpy as np
 from etils import epath
+
+from zero_jax.core.text_tables import printable, quoted
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -75,6 +78,20 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def open_array(path: str | os.PathLike[str]) -> np.memmap:
+    """Returns the array of a `.npy` file as a map, of which no more than the header is read yet.
+
+    Raises:
+      ValueError: it is no regular file, has no array of numbers, or less than its header says.
+      OSError: it cannot be read.
+    """
+    open_regular(path).close()
+    try:
+        return np.lib.format.open_memmap(os.fspath(path), mode="r")
+    except (TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as error:  # of a header
+        raise ValueError(f"its header is none of an array: {type(error).__name__}") from error
+
+
 def read_text(path: str | os.PathLike[str], what: str, *, remedy: str, limit_bytes: int) -> str:
     """Reads a file that a user named, text in UTF-8 without its byte order mark.
 
@@ -119,7 +136,7 @@ def irregular(folder: epath.Path) -> list[str]:
     pending = [os.fspath(folder)]
     while pending:
         place = pending.pop()
-        name = os.path.relpath(place, folder)
+        name = printable(os.path.relpath(place, folder))
         try:
             status = os.stat(place)
             if stat.S_ISREG(status.st_mode):
@@ -156,39 +173,39 @@ def json_checksum(value: Any) -> int:
 def whole_number(value: Any, *, below: int = 2**63) -> int:
     """Checks that a value is an integer from 0 to below a bound, and returns it."""
     if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{_shown(value)} is not a whole number from 0 to {below - 1}")
+        raise ValueError(f"{quoted(value)} is not a whole number from 0 to {below - 1}")
     return value
 
 
 def number(value: Any) -> float:
     """Checks that a value is a number, NaN and infinities included, and returns it."""
     if type(value) not in (int, float) or (type(value) is int and abs(value) > 2**1000):
-        raise ValueError(f"{_shown(value)} is not a number")
+        raise ValueError(f"{quoted(value)} is not a number")
     return float(value)
 
 
 def text(value: Any) -> str:
     """Checks that a value is text, and returns it."""
     if not isinstance(value, str):
-        raise ValueError(f"{_shown(value)} is not a text")
+        raise ValueError(f"{quoted(value)} is not a text")
     return value
 
 
 def flag(value: Any) -> bool:
     """Checks that a value is a bool, and returns it."""
     if not isinstance(value, bool):
-        raise ValueError(f"{_shown(value)} is neither true nor false")
+        raise ValueError(f"{quoted(value)} is neither true nor false")
     return value
 
 
 def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
     """Checks that a value is an object, with exactly `keys` if not None, and returns it."""
     if not isinstance(value, dict):
-        raise ValueError(f"{_shown(value)} is not an object")
+        raise ValueError(f"{quoted(value)} is not an object")
     if keys is not None and value.keys() != keys:
         odd = {"lacks": sorted(keys - value.keys()), "has": sorted(value.keys() - keys)}
         raise ValueError(
-            " and ".join(f"it {word} {', '.join(map(_shown, these))}" for word, these in odd.items() if these)
+            " and ".join(f"it {word} {', '.join(map(quoted, these))}" for word, these in odd.items() if these)
         )
     return value
 
@@ -196,19 +213,8 @@ def mapping(value: Any, *, keys: set[str] | None = None) -> Mapping[str, Any]:
 def shape(value: Any) -> tuple[int, ...]:
     """Checks that a value is the shape of an array, and returns it."""
     if not isinstance(value, list) or len(value) > 64:
-        raise ValueError(f"{_shown(value)} is not a shape")
+        raise ValueError(f"{quoted(value)} is not a shape")
     sizes = tuple(whole_number(size) for size in value)
     if math.prod(sizes) >= 2**63:
-        raise ValueError(f"{_shown(value)} has more elements than an array can have")
+        raise ValueError(f"{quoted(value)} has more elements than an array can have")
     return sizes
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as text of bounded length."""
-    if isinstance(value, list | dict) and len(value) > 9:
-        return f"a {type(value).__name__} of {len(value)}"
-    try:
-        shown = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits
-        shown = f"a {type(value).__name__}"
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

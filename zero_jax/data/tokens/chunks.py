@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from zero_jax.core.extras import extra
+from zero_jax.core.files.untrusted import open_array
+from zero_jax.core.text_tables import printable
 from zero_jax.data.documents import Piece
 from zero_jax.data.sources import Source, SourceFile
 from zero_jax.data.tokenizer import Tokenizer
@@ -98,12 +100,12 @@ def open_token_file(file: SourceFile, *, token_dtype: str) -> TokenFile:
     if path.suffix.lower() != ".npy":
         return open_tokens(path, dtype=np.dtype(token_dtype).newbyteorder("<"))
     try:
-        array = np.load(path, mmap_mode="r")  # of which only the header is read
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no array of numpy ({error}): write it again with numpy.save") from error
+        array = open_array(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no array of numpy ({printable(error)}): write it again with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
         raise ValueError(
-            f"{path} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
+            f"{file} holds {array.dtype} {list(array.shape)}: give a vector of integers, one document after the other"
         )
     return TokenFile(path=path, dtype=array.dtype, size=array.size, start_bytes=array.offset)
 
@@ -121,8 +123,8 @@ def read_offsets(path: pathlib.Path, *, num_tokens: int) -> np.ndarray | None:
     if not beside.is_file():
         return None
     try:
-        offsets = np.load(beside)
-    except (OSError, ValueError, EOFError) as error:
+        offsets = np.array(open_array(beside))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{beside} is no array of numpy ({error}): write it again with numpy.save") from error
     is_vector = offsets.ndim == 1 and offsets.dtype.kind in "ui" and offsets.size > 1
     if is_vector and offsets[-1] != num_tokens:
@@ -155,7 +157,7 @@ def record_chunks(source: Source, *, token_dtype: str, end_of_document: int) -> 
         for number, record in enumerate(_read_records(file)):
             if len(record) % dtype.itemsize:
                 raise ValueError(
-                    f"record {number} of {file.path} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
+                    f"record {number} of {file} has {len(record):,} bytes, no multiple of the {dtype.itemsize} "
                     f"that a token of {token_dtype} takes: give the right --token-dtype"
                 )
             yield from _record_chunks(np.frombuffer(record, dtype), end_of_document)
@@ -177,7 +179,7 @@ def _read_records(file: SourceFile) -> Iterator[bytes]:
     except RuntimeError as error:
         bad = "is no ArrayRecord file, is empty or was cut off"
         bad = bad if start is None else f"is damaged at record {start} or soon after"
-        raise ValueError(f"{file.path} {bad} ({error}): write it again") from error
+        raise ValueError(f"{file} {bad} ({error}): write it again") from error
 
 
 def _record_chunks(tokens: np.ndarray, end_of_document: int) -> Iterator[Chunk]:

@@ -17,9 +17,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+from etils import epath
 
-from zero_jax.core.files.untrusted import json_checksum
+from zero_jax.core.files.untrusted import (
+    json_checksum,
+    mapping,
+    open_array,
+    open_regular,
+    parse_json,
+    read_file,
+    text,
+    whole_number,
+)
 from zero_jax.core.files.user_cache import PARTIAL
+from zero_jax.core.text_tables import printable
 from zero_jax.data.sources import SourceFile, source_file
 from zero_jax.data.tokens.token_file import CHUNK_BYTES, ChunkChecksums, RunningChecksums, TokenFile, open_tokens
 
@@ -28,6 +39,7 @@ _VERSION = 2
 _WITHOUT_CHECKSUMS = 1  # a version that is still read
 _TOKENS, _DOCUMENTS, _HASHES, _META = "tokens.bin", "documents.npy", "hashes.npy", "meta.json"
 _CHECKSUMS = "sums.npy"
+_MAX_META_BYTES, _BLOCK_BYTES = 1 << 20, 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,17 +220,21 @@ def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
     remedy = "write the folder again, with `zero-jax tokenize --tokens FOLDER`"
     try:
         record = _read_meta(folder)
-        offsets = np.load(folder / _DOCUMENTS)
-        hashes = np.load(folder / _HASHES)
-        expected = np.load(folder / _CHECKSUMS) if record["version"] != _WITHOUT_CHECKSUMS else None
-        fields = {field.name: record[field.name] for field in dataclasses.fields(TokenMeta)}
-        num_tokens, num_documents = (record[name] for name in ("num_tokens", "num_documents"))
-        path, dtype = folder / record["tokens_file"], np.dtype(record["dtype"])
-        tokens = open_tokens(path, dtype=dtype, start_bytes=record["tokens_start_bytes"])
+        offsets, hashes = (_vector(folder / name) for name in (_DOCUMENTS, _HASHES))
+        expected = _vector(folder / _CHECKSUMS) if record["version"] != _WITHOUT_CHECKSUMS else None
+        kinds = {int: whole_number, str: text}
+        fields = {field.name: kinds[field.type](record[field.name]) for field in dataclasses.fields(TokenMeta)}
+        num_tokens, num_documents = (whole_number(record[name]) for name in ("num_tokens", "num_documents"))
+        path, dtype = folder / text(record["tokens_file"]), np.dtype(text(record["dtype"]))
+        if dtype.kind not in "ui":
+            raise ValueError(f"{_META} has tokens of {dtype}, no integers")
+        tokens = open_tokens(path, dtype=dtype, start_bytes=whole_number(record["tokens_start_bytes"]))
+        if expected is not None and len(expected) != -(-tokens.nbytes // CHUNK_BYTES):
+            raise ValueError(f"{_CHECKSUMS} has {len(expected):,} checksums for {tokens.nbytes:,} bytes of tokens")
     except KeyError as error:
         raise ValueError(f"{folder / _META} has no {error}: {remedy}") from error
-    except (OSError, ValueError, TypeError, EOFError, RecursionError) as error:
-        raise ValueError(f"cannot read the token folder {folder} ({error}): {remedy}") from error
+    except (OSError, ValueError, TypeError, SyntaxError) as error:  # numpy's, for what is no dtype
+        raise ValueError(f"cannot read the token folder {folder} ({printable(error)}): {remedy}") from error
     if tokens.size != num_tokens or offsets.shape != (num_documents + 1,) or hashes.shape != (num_documents,):
         raise ValueError(
             f"{folder} has {tokens.size:,} tokens and {len(hashes):,} documents, but its {_META} says {num_tokens:,} "
@@ -236,18 +252,29 @@ def open_folder(folder: pathlib.Path, *, is_cache: bool = False) -> Tokens:
 
 def _read_meta(folder: pathlib.Path) -> dict[str, Any]:
     """Reads `meta.json`, and verifies the checksums of it and of the other files, `tokens.bin` excepted."""
-    record = json.loads((folder / _META).read_text(encoding="utf-8"))
+    record = dict(mapping(parse_json(read_file(epath.Path(folder / _META), limit_bytes=_MAX_META_BYTES))))
     version = record["version"]
     if version == _WITHOUT_CHECKSUMS and not (folder / _CHECKSUMS).exists():
-        return {**record, "dtype": np.dtype(record["dtype"]).newbyteorder("<")}
+        return {**record, "dtype": np.dtype(text(record["dtype"])).newbyteorder("<").str}
     if version != _VERSION:
         raise ValueError(f"{_META} is of version {version}, not {_VERSION}")
     if record.pop("sum") != json_checksum(record):
         raise ValueError(f"{_META} does not have the checksum that it says")
-    for name, expected in record["sums"].items():
-        if zlib.crc32((folder / name).read_bytes()) != expected:
+    for name, expected in mapping(record["sums"], keys={_DOCUMENTS, _HASHES, _CHECKSUMS}).items():
+        with open_regular(folder / name) as file:
+            checksum = 0
+            while block := file.read(_BLOCK_BYTES):
+                checksum = zlib.crc32(block, checksum)
+        if checksum != expected:
             raise ValueError(f"{name} does not have the checksum that {_META} says")
     return record
+
+
+def _vector(path: pathlib.Path) -> np.ndarray:
+    array = open_array(path)
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise ValueError(f"{path.name} holds {array.dtype} {list(array.shape)}, no vector of integers")
+    return np.array(array)  # a mapped file that is cut would end the process
 
 
 def _chunk_checksums(

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.core.extras import extra
-from zero_jax.core.text_tables import aligned, format_bytes
+from zero_jax.core.text_tables import aligned, format_bytes, printable_lines
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.spec import carries
@@ -103,7 +103,8 @@ class Console:
         return self._live is not None
 
     def line(self, text: str) -> None:
-        """Shows some text, above the bar if there is one."""
+        """Shows some text, above the bar if there is one: what a model writes, too, as it can be shown."""
+        text = printable_lines(text)
         if self._live is not None:
             try:
                 return self._live.console.print(Text(text), soft_wrap=True)

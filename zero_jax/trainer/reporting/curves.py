@@ -14,6 +14,7 @@ from zero_jax.analysis import figures
 from zero_jax.core.close_match import did_you_mean
 from zero_jax.core.extras import extra
 from zero_jax.core.files.json_lines import read_records
+from zero_jax.core.text_tables import printable
 
 RECORDS = "metrics.jsonl"
 X_LABELS = {"step": "step", "tokens": "tokens", "seconds": "seconds spent in training steps"}
@@ -50,7 +51,7 @@ class RunRecords:
             raise ValueError(f"x={x!r}: {did_you_mean(x, X_LABELS, cutoff=0)}Choose one of {', '.join(X_LABELS)}")
         if not any(metric in record for record in (*self.train, *self.validation)):
             records = [*self.train, *self.validation]
-            names = {name for record in records for name in record if _is_number(record[name])} - {"step"}
+            names = {printable(name) for record in records for name in record if _is_number(record[name])} - {"step"}
             hint = did_you_mean(metric, names)
             raise ValueError(
                 f"the records of {self.name} have no {metric!r}: {hint}There are {', '.join(sorted(names))}"
@@ -89,7 +90,7 @@ class Curve:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
@@ -117,7 +118,7 @@ def read_run(path: str | pathlib.Path) -> RunRecords:
     if not train and not validation:
         raise ValueError(f"{file} has no records: the run has not taken a step yet, or this is no run")
     is_text = not any("examples" in record for record in train)
-    return RunRecords(name=file.resolve().parent.name, train=train, validation=validation, is_text=is_text)
+    return RunRecords(name=printable(file.resolve().parent.name), train=train, validation=validation, is_text=is_text)
 
 
 def _no_run(path: pathlib.Path) -> str:

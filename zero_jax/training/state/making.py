@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import put_global, reshard_array
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, check_arrays, shown, strongly_typed
+from zero_jax.core.tree import PyTree, check_arrays, key_shape, shapes_of, shown, strongly_typed
 from zero_jax.core.variables import MODEL_STATE, as_variables, joined
 from zero_jax.sharding.mesh import on_mesh
 from zero_jax.sharding.precision import cast_floating, init_loss_scale
@@ -69,14 +69,15 @@ def abstract_state(
       mesh: the mesh, of real or of compile-only devices.
       config: stage, precision and rules.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else _checked_key(key)
+    # Without its sharding: an array made within `jax.set_mesh` of Explicit axes is typed for that mesh.
+    key_type = key_shape() if key is None else shapes_of(_checked_key(key))
     check_takes("init_fn", init_fn, ["key"], remedy="give a function of a key that returns the params")
     check_config(config).axes_of(mesh)
     with on_mesh(mesh):
-        variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key)
+        variables = jax.eval_shape(lambda key: _checked(init_fn(key)), key_type)
         check_optimizer(tx)
         placement = make_placement(variables, mesh=mesh, config=config)
-        state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key)
+        state = jax.eval_shape(lambda variables, key: _build_state(variables, tx, key, placement), variables, key_type)
     shardings = train_state_shardings(state, placement)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 

@@ -1,0 +1,333 @@
+"""The program of a process that renders chat templates: the system limits its processor time and its memory.
+
+A template is a program from outside. No check of its text bounds what it does (`'a' * 10**9`, `'%999999999d' % 1`,
+nested loops, filters), and nothing stops a thread. `chat_template.py` starts this file by its path, as it needs nothing
+of zero_jax. It reads a JSON object a line and answers each with one: the template, then conversations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_ERROR_CHARACTERS = 500  # of an error's text
+
+
+class _Generation(Extension):
+    """Renders the contents of `{% generation %}` blocks, by which transformers marks answers."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """Returns the settings, filters and functions that transformers has.
+
+    What makes another text each time is left out: `strftime_now` (templates have a date for that case, or fail),
+    `random` and `lipsum`.
+    """
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    del environment.filters["random"], environment.globals["lipsum"]
+    return environment
+
+
+class _Message(dict):
+    """A message that notes which of its fields the template reads."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        super().__init__(fields)
+        self.__unread = {key for key, value in fields.items() if value is not None}
+
+    def __getitem__(self, key: Any) -> Any:
+        self.__unread.discard(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.__unread.discard(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.__unread.clear()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.__unread.clear()
+        return super().keys()
+
+    def values(self) -> Any:
+        self.__unread.clear()
+        return super().values()
+
+    def items(self) -> Any:
+        self.__unread.clear()
+        return super().items()
+
+    def copy(self) -> Any:
+        self.__unread.clear()
+        return super().copy()
+
+    def __repr__(self) -> str:
+        self.__unread.clear()
+        return super().__repr__()
+
+    @classmethod
+    def unread(cls, messages: Sequence[_Message]) -> list[tuple[int, str]]:
+        """Returns the fields that were not read, each with the index of its message."""
+        return [(i, key) for i, message in enumerate(messages) for key in sorted(message.__unread)]
+
+
+class _NeedsList(Exception):
+    """Raised where a template uses the messages in a way that only a list has."""
+
+
+class _Growing(Sequence):
+    """The messages, which calls `reached(i)` before the template learns whether there is a message `i`.
+
+    Up to that call the template does the same for any conversation that begins with the `i` messages before.
+    """
+
+    def __init__(self, run: _Run, first: int = 0):
+        self.__run, self.__first = run, first
+
+    def __iter__(self) -> Iterator[Any]:
+        i = self.__first
+        while self.__run.has(i):
+            yield self.__run.messages[i]
+            i += 1
+
+    def __len__(self) -> int:
+        return max(0, self.__run.length() - self.__first)
+
+    def __bool__(self) -> bool:
+        return self.__run.has(self.__first)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) and key.stop is None and key.step in (None, 1) and (key.start or 0) >= 0:
+            return _Growing(self.__run, self.__first + (key.start or 0))
+        if isinstance(key, int) and key >= 0:
+            if not self.__run.has(self.__first + key):
+                raise IndexError(key)
+            return self.__run.messages[self.__first + key]
+        return self.__all()[key]
+
+    def __all(self) -> list[Any]:
+        return list(self.__run.messages[self.__first : self.__run.length()])
+
+    def __eq__(self, other: object) -> bool:
+        return self.__all() == (other.__all() if isinstance(other, _Growing) else other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        return repr(self.__all())
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(list, name):
+            raise _NeedsList(name)
+        raise AttributeError(name)
+
+
+class _Run:
+    """A rendering that measures how many characters the beginnings of a conversation become, as part of its text.
+
+    Where the template first learns whether there is a message `i`, a fork of this process goes on as if there were
+    none: what it makes is what the first `i` messages become, without rendering them again.
+    """
+
+    def __init__(self, messages: Sequence[Any], prefixes: Sequence[int], text: str, clock: _ProcessorTime):
+        self.messages, self._text, self._clock = messages, text, clock
+        self._end, self._waiting = len(messages), sorted(prefixes, reverse=True)
+        self._size: int | None = 0
+        self._result: int | None = None  # of a fork: the pipe for its result
+        self.sizes: dict[int, int | None] = {}
+
+    def has(self, i: int) -> bool:
+        """Returns whether there is a message `i`."""
+        while self._waiting and self._waiting[-1] <= i < len(self.messages):
+            self._fork(self._waiting.pop())
+        return i < self._end
+
+    def length(self) -> int:
+        """Returns the number of messages."""
+        self.has(len(self.messages) - 1)
+        return self._end
+
+    def measure(self, template: jinja2.Template, variables: Mapping[str, Any]) -> dict[int, int | None]:
+        """Returns the size of each prefix, None where it is no beginning of the text."""
+        status = 1
+        try:
+            for part in template.generate({**variables, "messages": _Growing(self)}):
+                self._size = _matched(self._text, self._size, part)
+            if self._result is not None:
+                os.write(self._result, b"" if self._size is None else str(self._size).encode())
+                status = 0
+        finally:
+            if self._result is not None:
+                os._exit(status)
+        return self.sizes | dict.fromkeys(self._waiting, self._size)
+
+    def _fork(self, prefix: int) -> None:
+        read, write = os.pipe()
+        seconds = self._clock.left()
+        child = os.fork()
+        if child == 0:
+            self._clock.start(seconds)
+            self._end, self._waiting, self._result = prefix, [], write
+            return
+        os.close(write)
+        with os.fdopen(read, "rb") as pipe:
+            size = pipe.read(20)
+        _, status, usage = os.wait4(child, 0)
+        if os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))  # one process or two: it exceeds the same limit
+        if status:
+            raise _NeedsList
+        self._clock.start(self._clock.left() - usage.ru_utime - usage.ru_stime)
+        self.sizes[prefix] = int(size) if size else None
+
+
+class _ProcessorTime:
+    """Processor time after which the system ends this process, whatever it is doing."""
+
+    def start(self, seconds: float) -> None:
+        """Limits the time from now on."""
+        signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-3))
+
+    def left(self) -> float:
+        """Returns the time that is left."""
+        return signal.getitimer(signal.ITIMER_PROF)[0]
+
+    def stop(self) -> None:
+        """Ends the limit."""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _matched(text: str, size: int | None, part: str) -> int | None:
+    """Returns the size of a beginning of the text with a part more, None if it is no beginning of it."""
+    return size + len(part) if size is not None and text.startswith(part, size) else None
+
+
+class _Failed(Exception):
+    """The template fails for the first messages of a conversation."""
+
+
+class _Renderer:
+    """A compiled template, and what bounds the text that it makes."""
+
+    def __init__(self, start: Mapping[str, Any]):
+        environment = _environment()
+        self.template = environment.from_string(start["source"])
+        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(start["source"]))
+        self._variables = {**start["tokens"], "documents": None}
+        self._max_characters, self._few = start["max_characters"], start["few"]
+
+    def render(self, request: Mapping[str, Any], clock: _ProcessorTime) -> dict[str, Any]:
+        """Returns a conversation's text, where its learned answers begin and end, and the fields that were not read."""
+        messages = [_Message(message) for message in request["messages"]]
+        variables = {**self._variables, "tools": request["tools"], "add_generation_prompt": False}
+        prompted = {**variables, "add_generation_prompt": True}
+        text = "".join(self._parts(messages, variables))
+        answers = request["answers"]
+        prompts = self._sizes(request["messages"], answers, text, prompted, clock)
+        ends = self._sizes(request["messages"], [i + 1 for i in answers], text, variables, clock)
+        spans, last = [], 0
+        for i in answers:
+            first, end = prompts[i], ends[i + 1]
+            if first is None or end is None or not last <= first <= end:
+                return {"otherwise": i}
+            spans.append((first, end))
+            last = end
+        return {"text": text, "answers": spans, "unread": _Message.unread(messages)}
+
+    def _parts(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> Iterator[str]:
+        size = 0
+        try:
+            for part in self.template.generate({**variables, "messages": messages}):
+                size += len(part)
+                if size > self._max_characters:
+                    raise ValueError(f"the text has more than {self._max_characters:,} characters")
+                yield part
+        except Exception as error:  # a template raises anything
+            raise _Failed(len(messages), _described(error)) from None
+
+    def _sizes(
+        self,
+        messages: Sequence[Any],
+        prefixes: Sequence[int],
+        text: str,
+        variables: Mapping[str, Any],
+        clock: _ProcessorTime,
+    ) -> dict[int, int | None]:
+        """Returns how many characters of the text each prefix of the messages becomes, None if it is no part of it."""
+        if len(prefixes) > self._few:
+            try:
+                return _Run(messages, prefixes, text, clock).measure(self.template, variables)
+            except Exception:
+                pass  # it needs a list, there can be no fork, or it fails: rendered from its start, it fails again
+        sizes: dict[int, int | None] = {}
+        for prefix in prefixes:
+            size: int | None = 0
+            for part in self._parts(messages[:prefix], variables):
+                size = _matched(text, size, part)
+            sizes[prefix] = size
+        return sizes
+
+
+def _described(error: Exception) -> str:
+    text = "it takes more memory than it may" if isinstance(error, MemoryError) else str(error)
+    return f"{type(error).__name__}: {text}"[:_ERROR_CHARACTERS]
+
+
+def main() -> None:
+    """Answers the lines of the standard input until it ends."""
+    start = json.loads(sys.stdin.readline())
+    for limit, value in ((resource.RLIMIT_AS, start["max_bytes"]), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+            resource.setrlimit(limit, (value, value))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    clock, renderer = _ProcessorTime(), None
+    for line in itertools.chain([json.dumps(start)], sys.stdin):
+        request = json.loads(line)
+        clock.start(request["seconds"])
+        try:
+            if renderer is None:
+                renderer = _Renderer(request)
+                answer: dict[str, Any] = {"reads_tools": renderer.reads_tools}
+            else:
+                answer = renderer.render(request, clock)
+        except _Failed as failed:
+            answer = {"num_messages": failed.args[0], "error": failed.args[1]}
+        except Exception as error:
+            answer = {"error": _described(error)}
+        clock.stop()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,9 +14,9 @@ from zero_jax.hlo import KINDS, Instruction, Program, parse_shape
 from zero_jax.interpreter import indexing
 from zero_jax.interpreter.collectives import Exchange, every_device, permuted
 from zero_jax.interpreter.indexing import integers
-from zero_jax.interpreter.operations import Context, Function, operation
+from zero_jax.interpreter.operations import Context, Function, operation, parse_parts
 from zero_jax.interpreter.products import placed_windows, read_windows, select_and_scatter
-from zero_jax.interpreter.values import NotInterpretable, Value, convert, is_small_float, spread
+from zero_jax.interpreter.values import NotInterpretable, Value, array_shape, convert, is_small_float, spread
 
 _COLLECTIVE = re.compile(rf"({KINDS})(-start|-done)?")
 _UFUNCS = {
@@ -319,14 +319,19 @@ class Interpreter:
 
     def _reduce_window(self, context: Context) -> Function:
         name = context.instruction.called["to_apply"]
-        dims = context.shape.dims
+        is_tuple = context.instruction.shape.startswith("(")
+        dims = array_shape(parse_parts(context.instruction.shape)[0]).dims
         windows = read_windows(context.attributes.get("window"), len(dims))
 
         def apply(operands: list[Value]) -> Value:
-            x, init = operands
-            views = np.stack([view for _, view in placed_windows(x, init, windows, dims)])
-            start = init.reshape(-1, *(1,) * len(dims))
-            return self._reduce_first(name, [views], [start])[0]
+            xs, inits = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+            views = [
+                np.stack([view for _, view in placed_windows(x, init, windows, dims)])
+                for x, init in zip(xs, inits, strict=True)
+            ]
+            starts = [init.reshape(-1, *(1,) * len(dims)) for init in inits]
+            results = self._reduce_first(name, views, starts)
+            return tuple(results) if is_tuple else results[0]
 
         return apply
 

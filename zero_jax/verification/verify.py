@@ -274,7 +274,7 @@ class _Comparison:
         next_state = dataclasses.replace(self.reference.next_state(state, updated, like=like), step=state.step + 1)
         differences = [
             self._scalar("loss", metrics.loss, host_array(loss), step),
-            self._scalar("grad_norm", metrics.grad_norm, host_array(optax.global_norm(grads)), step),
+            self._scalar("grad_norm", metrics.grad_norm, host_array(optax.tree.norm(grads)), step),
         ]
         groups = {"params": noise.master, "opt_state": noise.opt_state, "model_state": noise.model_state}
         groups |= {} if state.master is None else {"master": noise.master}

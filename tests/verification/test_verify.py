@@ -125,7 +125,6 @@ def settings(row):
 @pytest.mark.tpu_compiler
 @pytest.mark.full_effort
 @pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row.values())))
-@pytest.mark.filterwarnings("ignore:the loss on microbatches|ignore:.*mix")
 def test_compiled_steps_equal_one_device(row):
     values = settings(row)
     model, optimizer = values.pop("model"), OPTIMIZERS[values.pop("optimizer")]

@@ -72,6 +72,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="memory of a host for each of its devices (default: what is known of such hosts)",
     )
     auto.add_argument("--layouts", action="store_true", help="compile several layouts of `data` over the hardware")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also compile a small model of this form for a few of these devices, run that program on this machine, and "
+        "compare its numbers with one device",
+    )
     add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 
 
@@ -133,6 +139,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.write_config and not pathlib.Path(options.write_config).absolute().parent.is_dir():
         raise ValueError(f"--write-config {options.write_config}: there is no such folder, make it first")
     request = read_request(options)
+    if options.verify and (options.auto or options.layouts):
+        refuse(options, ("--verify",), reason="it runs one step: leave out --auto and --layouts, or plan their choice")
     if options.auto:
         refuse(options, ("--layouts", "--data-layout", "--num-microbatches"), reason=_CHOSEN_BY_AUTO)
         if not options.max_compiles:
@@ -146,10 +154,16 @@ def _plan(options: argparse.Namespace) -> int:
         _show(options, str(plans), plans.to_json())
         return 0 if plans.plans[plans.best].fits else 1
     report = request.compile(request.zero)
-    _show(options, str(report), report.to_json())
+    if not options.verify:
+        _show(options, str(report), report.to_json())
+        is_right = True
+    else:
+        verified = request.verify(request.zero)
+        _show(options, f"{report}\n\n{verified}", {**report.to_json(), "verification": verified.to_json()})
+        is_right = verified.ok
     if options.write_config:
         _write_config(options, request, report)
-    return 0 if report.fits else 1
+    return 0 if report.fits and is_right else 1
 
 
 def _auto(options: argparse.Namespace, request: Request) -> int:

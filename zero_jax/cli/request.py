@@ -8,16 +8,17 @@ from typing import Any
 import optax
 
 from zero_jax.analysis import LossTrace, trace_loss
-from zero_jax.cli.models.options import PlannedModel, planned_model
+from zero_jax.cli.models.options import PlannedModel, planned_model, small_model
 from zero_jax.cli.options import field_values, log_line
 from zero_jax.cli.zero_options import read_zero
 from zero_jax.core.field_checks import check_fields
 from zero_jax.core.tree import PyTree
 from zero_jax.planning import CompileOptions, Job, PlanReport, compile_plan
 from zero_jax.sharding.mesh import axes_of, axis_size, make_mesh
-from zero_jax.sharding.topology import Hardware, parse
+from zero_jax.sharding.topology import Hardware, parse, small_topology
 from zero_jax.trainer import OptimizerConfig, TrainConfig, make_optimizer, tree_bytes
 from zero_jax.training import ZeroConfig
+from zero_jax.verification import Verification, verify
 
 _STEPS = 10_000  # of the optimizer's schedule, whose length is not part of the program
 
@@ -106,6 +107,26 @@ class Request:
     def compile(self, zero: ZeroConfig) -> PlanReport:
         """Compiles for one config."""
         return compile_plan(self.job(zero), self.compiling)
+
+    def verify(self, zero: ZeroConfig) -> Verification:
+        """Runs the step compiled for a few devices of the hardware, and compares its numbers with one device.
+
+        A preset is verified as a small model of its form, a model of the user's own as it is, on the batch that its
+        function returns.
+        """
+        model, num_copies, num_model = (
+            small_model(self.model),
+            min(self.config.replica, 2),
+            min(self.config.model_axis, 2),
+        )
+        topology = small_topology(self.config.topology, num_copies * num_model)
+        small = dataclasses.replace(self.config, topology=topology, replica=num_copies, model_axis=num_model)
+        job = dataclasses.replace(self, model=model, config=dataclasses.replace(small, data_layout=None)).job(zero)
+        return verify(
+            job.loss_fn, job.init_fn, job.tx, model.values_fn(job.batch), topology=topology, config=job.config,
+            replica=num_copies, model=num_model, name=f"{model.name}, verified", log=log_line,
+            timeout_seconds=self.config.timeout,
+        )  # fmt: skip
 
     @property
     def compiling(self) -> CompileOptions:

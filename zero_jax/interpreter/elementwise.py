@@ -90,6 +90,10 @@ def _leading_zeros(x: np.ndarray) -> np.ndarray:
     return count.astype(x.dtype)
 
 
+def _count_bits(x: np.ndarray) -> np.ndarray:
+    return np.bitwise_count(x.view(f"u{x.dtype.itemsize}"))  # of a negative number NumPy counts the bits of its value
+
+
 def _select(which: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
     scalar = (...,) + (None,) * (max(yes.ndim, no.ndim) - which.ndim)  # one condition for all elements
     return np.where(which[scalar], yes, no)
@@ -105,7 +109,7 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "divide": _quotient, "erf": _erf, "exponential": np.exp, "exponential-minus-one": np.expm1, "floor": np.floor,
     "imag": np.imag, "is-finite": np.isfinite, "log": np.log, "log-plus-one": np.log1p, "logistic": _logistic,
     "maximum": np.maximum, "minimum": np.minimum, "multiply": np.multiply, "negate": np.negative, "not": _not,
-    "or": np.bitwise_or, "popcnt": lambda x: np.bitwise_count(x.view(f"u{x.dtype.itemsize}")), "power": _power, "real": np.real, "remainder": _remainder,
+    "or": np.bitwise_or, "popcnt": _count_bits, "power": _power, "real": np.real, "remainder": _remainder,
     "round-nearest-afz": _rounded_away, "round-nearest-even": np.rint, "rsqrt": lambda x: 1 / np.sqrt(x),
     "select": _select, "shift-left": _shift_left, "shift-right-arithmetic": _shift_right_arithmetic,
     "shift-right-logical": _shift_right_logical, "sign": _sign, "sine": np.sin, "sqrt": np.sqrt,

@@ -193,6 +193,19 @@ def parse(name: str) -> Topology:
     return Topology(name=name, hardware=hardware, num_slices=slices, shape=shape)
 
 
+def small_topology(name: str, num_parts: int) -> str:
+    """Returns a few devices of the hardware of a topology: 2 for each part, and at least one host's 4 chips."""
+    hardware = parse(name).hardware
+    if hardware.platform != "tpu":
+        return f"{hardware.name}:1x{max(4, 2 * num_parts)}"
+    dims = [2] * len(hardware.example.partition(":")[2].split("x"))
+    if len(dims) == 3 and num_parts <= 2:
+        dims[2] = 1
+    elif len(dims) == 2 and num_parts > 2:
+        dims[1] = 4
+    return f"{hardware.name}:{'x'.join(map(str, dims))}"
+
+
 def missing_compiler(hardware: Hardware) -> str | None:
     """Returns what to install before this hardware can be compiled for, or None if nothing is missing."""
     if hardware.platform == "tpu":

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zero_jax.cli.models.hub import MAX_SEQ_LEN, hub_config, model_name
 from zero_jax.cli.models.presets import (
@@ -57,6 +58,8 @@ class PlannedModel:
       config: the reference model's shape, or None for a model of the user's own.
       specs_fn: returns the params' specs for a size of the axis `model`; it raises where they do not split over that,
         and returns None for params without specs, or with specs of their own.
+      values_fn: returns a batch with values of the shapes that `batch_fn` returned.
+      activations: the options of the reference model's activations.
     """
 
     name: str
@@ -65,6 +68,8 @@ class PlannedModel:
     batch_fn: Callable[[int], PyTree]
     config: ModelConfig | None
     specs_fn: Callable[[int], PyTree] = lambda model: None
+    values_fn: Callable[[PyTree], PyTree] = lambda batch: batch
+    activations: ActivationConfig | None = None
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> Any:
@@ -165,6 +170,7 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             batch_fn=lambda num_examples: batch_of(batch(), num_examples),
             config=None,
             specs_fn=own_specs(options.param_specs, init_fn),
+            values_fn=functools.partial(_own_values, batch),
         )
     if options.param_specs:
         raise ValueError(
@@ -172,6 +178,31 @@ def planned_model(options: argparse.Namespace) -> PlannedModel:
             "the presets know their specs"
         )
     return reference_model(model_name(options), preset_config(options), _activations(options))
+
+
+def _own_values(batch_fn: Callable[[], PyTree], shapes: PyTree) -> PyTree:
+    """Returns the user's batch, its examples repeated or cut to a number of examples."""
+    batch = batch_fn()
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+        raise ValueError("--verify runs the step: let --batch return arrays with values, not ShapeDtypeStructs")
+
+    def resized(x: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        return np.resize(np.asarray(x), shape.shape) if shape.shape else np.asarray(x)
+
+    return jax.tree.map(resized, batch, shapes)
+
+
+def small_model(model: PlannedModel) -> PlannedModel:
+    """Returns a small reference model of the same form; a model of the user's own as it is."""
+    config = model.config
+    if config is None:
+        return model
+    sizes = {"vocab_size": 256, "seq_len": 64, "num_layers": 2, "num_experts": 4, "experts_per_token": 2, "window": 32}
+    fields = {name: min(getattr(config, name), size) for name, size in sizes.items() if getattr(config, name, None)}
+    fields |= {"num_heads": 4, "d_model": 64}
+    if isinstance(config, DecoderConfig):
+        fields |= {"num_kv_heads": 4 if config.num_kv_heads == config.num_heads else 2, "head_dim": 16, "d_hidden": 128}
+    return reference_model(f"a small {model.name}", dataclasses.replace(config, **fields), model.activations)
 
 
 def refuse_presets(options: argparse.Namespace) -> None:
@@ -199,7 +230,16 @@ def reference_model(name: str, config: ModelConfig, activations: ActivationConfi
         batch_fn=batch,
         config=config,
         specs_fn=functools.partial(model_specs, config),
+        values_fn=functools.partial(_token_values, config.vocab_size),
+        activations=activations,
     )
+
+
+def _token_values(vocab_size: int, shapes: PyTree) -> PyTree:
+    """Returns random tokens and weights."""
+    random = np.random.default_rng(0)
+    tokens = {name: random.integers(0, vocab_size, shapes[name].shape, np.int32) for name in ("inputs", "targets")}
+    return tokens | {"weights": random.random(shapes["weights"].shape, np.float32)}
 
 
 def own_specs(reference: str | None, init_fn: Callable[..., PyTree]) -> Callable[[int], PyTree]:

@@ -202,8 +202,8 @@ def difference(loss_fn, params, batch):
     (loss, _), grads = grad(params, batch)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
         return 0.0
-    weights = jax.tree.map(lambda *xs: np.stack(xs), *(weight for (_, (_, _, weight)), _ in parts))
-    mean = lambda *xs: np.tensordot(weights.divisor / weights.joined().divisor, np.stack(xs), 1)  # noqa: E731
+    weights = jax.tree.map(lambda *xs: np.stack(xs), *(weight for (_, (_, _, weight, _)), _ in parts))
+    mean = lambda *xs: np.tensordot(weights.divisor / weights.total(), np.stack(xs), 1)  # noqa: E731
     found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves((loss, grads)), strict=True)

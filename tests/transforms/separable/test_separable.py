@@ -198,7 +198,7 @@ def gpt_loss(*, token_losses=gpt.whole_logits, **fields):
         (lambda: scaled_loss, False),
         (lambda: largest_loss, False),
         (lambda: mined_loss, False),
-        (lambda: reciprocal_loss, False),
+        (lambda: reciprocal_loss, True),
         (lambda: summed_loss, True),
         (lambda: looped_loss, True),
         (lambda: reference.loss_fn, True),

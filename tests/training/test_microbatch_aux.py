@@ -70,6 +70,7 @@ def unknown(params, batch):
         "order": jnp.argsort(out[:, 0]),
         "precision": (out * (out > 0)).sum() / (out > 0).sum(),
         "places": jnp.arange(len(out)),
+        "by_size": jnp.tanh(out).max() if len(out) > 16 else out.max(),  # other operations, which count for it alone
         "extremes": Extremes(out.max(), jnp.median(out), (out < 9).all()),
     }
 
@@ -111,17 +112,17 @@ def quantized():
 def test_every_entry_is_that_of_the_batch_or_is_left_out(stage, mesh, fields):
     where = r"test_microbatch_aux\.py:\d+:\d+ \(unknown\)"
     with pytest.warns(
-        UserWarning, match=rf"aux is returned without 'extremes/median', because .* at .*{where}"
+        UserWarning, match=rf"aux is returned without .*'extremes/median', because .* at .*{where}"
     ) as warned:
         _, (metrics,) = reference.run_zero(
             loss_fn, optax.sgd(0.1), [batch_of()], mesh=mesh_of(mesh), stage=stage, **fields
         )
     (message,) = [str(x.message) for x in warned if "aux is" in str(x.message)]
-    for name in ("'variance'", "'order'", "'precision'", "'places'"):
+    for name in ("'variance'", "'order'", "'precision'", "'places'", "'by_size'"):
         assert name in message
     loss, aux = expected()
     wanted = {name: aux[name] for name in aux if name in metrics.aux}
-    assert aux.keys() - wanted.keys() == {"variance", "order", "precision", "places"}
+    assert aux.keys() - wanted.keys() == {"variance", "order", "precision", "places", "by_size"}
     wanted["extremes"] = aux["extremes"]._replace(median=None)
     found = dict(metrics.aux)
     for name in wanted:
@@ -137,6 +138,7 @@ def drawing_loss(params, batch, key, *, model_state):
         "steps": model_state["steps"],
         "scale": model_state["scale"],
         "noise": jax.random.normal(keys[0], batch["targets"].shape),
+        "repeated": batch["targets"][:, 0] * jax.random.uniform(jax.random.key(1), batch["targets"].shape[:1]),
         "temperature": jax.random.uniform(keys[1]),
         "centred": (batch["targets"] - model_state["mean"]).mean(),
         "scaled": (batch["targets"] * model_state["scale"]).sum(),
@@ -154,8 +156,9 @@ def test_what_differs_from_microbatch_to_microbatch(stage):
     state = zero.init_state(init, optax.sgd(0.1), jax.random.key(0), mesh=mesh, config=config)
     step, batch = zero.make_train_step(drawing_loss, optax.sgd(0.1), mesh=mesh, config=config), batch_of()
     reads = r"'centred', because it reads 'model_state/mean', which it changes at .*test_microbatch_aux.py:\d+"
+    repeats = "'repeated', because it is drawn with a key that all microbatches have"
     draws = "'temperature', because it is drawn with the key of each microbatch"
-    with pytest.warns(UserWarning, match=f"aux is returned without {reads}.*{draws}"):
+    with pytest.warns(UserWarning, match=f"aux is returned without {reads}.*{repeats}.*{draws}"):
         _, metrics = step(state, batch)
     assert set(metrics.aux) == {"steps", "scale", "noise", "scaled"}
     assert (int(metrics.aux["steps"]), float(metrics.aux["scale"])) == (3, 2)

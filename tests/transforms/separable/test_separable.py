@@ -399,6 +399,18 @@ def test_random_losses_that_are_judged_separable_are_so(seeds):
         assert fuzz_separable.judge(loss_fn, *inputs) or fuzz_separable.difference(loss_fn, *inputs) < 1e-3, seed
 
 
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 24), marks=SLOW)])
+def test_random_aux_is_that_of_the_whole_batch(seeds):
+    found = [
+        fuzz_separable.difference_of_aux(
+            fuzz_separable.make_loss(seed, with_aux=True), *fuzz_separable.make_inputs(seed)
+        )
+        for seed in seeds
+    ]
+    assert max(off for off, _ in found) < 1e-3, found
+    assert sum(num for _, num in found) > 2 * len(seeds)
+
+
 @pytest.mark.parametrize(
     ("fn", "name"),
     [

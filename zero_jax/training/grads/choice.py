@@ -52,6 +52,10 @@ class JudgedLoss:
         return of_trace(own, self.own_weight, self.separable.count_power) or own
 
 
+def _microbatch(x: Any, k: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]) if x.ndim else (), x.dtype)
+
+
 def judge(
     traced: TracedFunction, arguments: tuple[PyTree, PyTree, jax.Array], *, loss_weight: str | None, **parts: Any
 ) -> JudgedLoss:
@@ -66,7 +70,12 @@ def judge(
     Raises:
       ValueError: an entry of aux holds PRNG keys.
     """
-    reads, k = reads_of(traced, *arguments), parts["num_microbatches"]
+    k, traceable = parts["num_microbatches"], arguments
+    try:
+        traced.trace(*arguments)
+    except Exception:  # it may be made for microbatches alone; `separability` says so
+        traceable = arguments[0], jax.tree.map(lambda x: _microbatch(x, k), arguments[1]), arguments[2]
+    reads = reads_of(traced, *traceable)
     parts |= {"local": parts["local"] and not reads.passes_state}
     weighted = with_weight(traced, loss_weight)
     separable = separability(weighted, *arguments, loss_weight=loss_weight, **parts)
@@ -78,7 +87,7 @@ def judge(
         not_local = "its model_state passes from one microbatch to the next"
         another = " and ".join(filter(None, [separable.another_loss, k > 1 and reads.another_loss]))
         separable = dataclasses.replace(separable, not_local=not_local, another_loss=another)
-    _, (shapes, _, weight, aux_weights) = weighted.trace(*arguments)[1]
+    _, (shapes, _, weight, aux_weights) = weighted.trace(*traceable)[1]
     is_whole = k == 1 and separable.not_local
     same = dict.fromkeys(leaves_by_name(shapes), Combination(kind=Kind.SAME))
     for name, leaf in () if is_whole else leaves_by_name(shapes).items():

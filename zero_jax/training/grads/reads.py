@@ -16,7 +16,7 @@ from zero_jax.core.variables import as_variables, model_state_names
 from zero_jax.training.loss_function import model_state_changes
 from zero_jax.transforms import Combination, Kind
 
-_DRAWN = -1
+_DRAWN, _REPEATED = -1, -2  # by the key or by model state; by a key of its own, which all parts have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,14 @@ class Reads:
         line of the change.
       aux: for each leaf of aux by its path why it may be another one in each microbatch; empty if it is not.
       drawn: the leaves of aux that random numbers are in.
+      repeated: those of numbers that are the same in each microbatch.
     """
 
     passes_state: bool
     loss: tuple[str, ...]
     aux: Mapping[str, str]
     drawn: frozenset[str]
+    repeated: frozenset[str]
 
     @property
     def another_loss(self) -> str:
@@ -50,7 +52,8 @@ class Reads:
         if how.why or how.kind is Kind.SAME:  # that of the first microbatch, which reads what the batch does
             is_own = not how.why and name in self.drawn
             return Combination(why="it is drawn with the key of each microbatch") if is_own else how
-        return Combination(why=self.aux[name]) if self.aux[name] else how
+        why = "it is drawn with a key that all microbatches have" if name in self.repeated else self.aux[name]
+        return Combination(why=why) if why else how
 
 
 def reads_of(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> Reads:
@@ -72,7 +75,7 @@ def reads_of(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.
     names = model_state_names(as_variables(variables).model_state)
 
     def told(marks: frozenset[int]) -> tuple[str, ...]:
-        changes = [(names[i], lines[i]) for i in sorted(marks - {_DRAWN})]
+        changes = [(names[i], lines[i]) for i in sorted(marks - {_DRAWN, _REPEATED})]
         return tuple(f"{name!r}, which it changes" + (f" at {line}" if line else "") for name, line in changes)
 
     loss, (aux, *_) = results
@@ -82,6 +85,7 @@ def reads_of(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.
         loss=told(loss),
         aux={name: "".join(f"it reads {x}" for x in told(marks)[:1]) for name, marks in leaves.items()},
         drawn=frozenset(name for name, marks in leaves.items() if _DRAWN in marks),
+        repeated=frozenset(name for name, marks in leaves.items() if _REPEATED in marks),
     )
 
 
@@ -93,5 +97,5 @@ class _Reads(Dependence):
     def operation(self, eqn: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         made_of = frozenset().union(*operands)
         if eqn.primitive.name.startswith(("random_", "rng_", "threefry")):
-            made_of = frozenset({_DRAWN}) if made_of else made_of
+            made_of = frozenset({_DRAWN if made_of - {_REPEATED} else _REPEATED})
         return [made_of] * len(eqn.outvars)

@@ -24,7 +24,7 @@ from zero_jax.core.tree import PyTree, leaves_by_name
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.spec import carries, dims_of
 from zero_jax.transforms.microbatch_weights import PartWeight
-from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, Relation, rows
+from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, Relation, rows, unknown
 from zero_jax.transforms.separable.walk import TraceComparison
 
 
@@ -120,7 +120,11 @@ def separability(
     size = max(sizes, default=0)
     traces = _Traces(weighted, params, batch, key, mesh)
     not_local, means = "", _Means()
-    trace = jaxprs.without_dead_code(traces.of(size // num_microbatches))  # an error of the loss is raised here
+    try:
+        of_batch = traces.trace(size)
+    except Exception:  # not made for so many examples, or an error of the loss, which is raised here
+        of_batch = traces.trace(size // num_microbatches)
+    trace = jaxprs.without_dead_code(of_batch.jaxpr)
     names = set(_operations(trace))
     convolves = local and "conv_general_dilated" in names
     if local and shards_over(trace, axes.batch):
@@ -130,11 +134,12 @@ def separability(
     elif exact and any(jaxprs.used_inputs(trace)[-len(jax.tree.leaves(key)) :]):
         not_local = "it draws random numbers, which are those of the whole batch"
     elif local:
-        means = traces.means(size // num_microbatches, num_devices, num_shards, loss_weight)
+        num_parts, num_blocks = (num_microbatches * n for n in (num_devices, num_shards))
+        means = traces.means(size, num_parts, num_blocks, loss_weight, trusted=num_devices == 1)
         not_local = means.why
         if exact and any(how.why for how in means.aux.values()):
             not_local = not_local or "its aux is not known to be a sum, a mean, an extremum or a value of each example"
-    if not_local or not local or num_devices == 1:  # what is a mean over devices is one over microbatches
+    if not_local or not local:
         means = traces.means(size, num_microbatches, num_microbatches * num_shards, loss_weight, trusted=True)
     return Separability(
         another_loss=means.why,
@@ -176,6 +181,16 @@ class _Trace:
         jaxpr = jaxprs.with_results(closed, [loss, *jax.tree.leaves((weight, entries))])
         return cls(jaxpr=jaxpr, weight=weight, names=[*leaves], aux=entries)
 
+    def apart(self) -> list[Any]:
+        """Returns the closed jaxprs of loss and weight, and of each leaf of aux and its weight."""
+        loss = jaxprs.open_jaxpr(self.jaxpr)[0].outvars[0]
+        results = [[loss, *jax.tree.leaves(self.weight)], *([x, *jax.tree.leaves(own)] for x, own in self.aux)]
+        alone = (jaxprs.with_results(self.jaxpr, atoms) for atoms in results)
+        return [
+            jaxprs.with_results(x, jaxprs.open_jaxpr(x)[0].outvars, eqns=jaxprs.without_dead_code(x).eqns)
+            for x in alone
+        ]
+
 
 class _Traces:
     """Traces of a loss function with its weights, on batches of several sizes."""
@@ -200,10 +215,6 @@ class _Traces:
                 self.traced[size] = _Trace.of(*self.weighted.trace(*args))
         return self.traced[size]
 
-    def of(self, size: int) -> Any:
-        """Returns the closed jaxpr of that trace."""
-        return self.trace(size).jaxpr
-
     def means(
         self, size: int, num_parts: int, num_blocks: int, loss_weight: str | None, *, trusted: bool = False
     ) -> _Means:
@@ -222,20 +233,13 @@ class _Traces:
             return _Means(aux=dict.fromkeys(names, Combination(kind=Kind.SAME)))
         # Where a part is a single example, operations differ that only change shapes: larger parts are compared.
         factor = 2 if part == 1 else 1
-        why = ""
         try:
-            whole, of_part = self.trace(factor * size), self.of(factor * part)
-            if factor > 1 and _operations(self.of(part)) != _operations(of_part):
-                why = "loss_fn does something else on one example than on several"
+            traces = [self.trace(n) for n in (factor * size, factor * part, part)[: factor + 1]]
         except Exception as error:
-            whole, why = None, f"loss_fn cannot be traced on {size} examples and on {part} ({type(error).__name__})"
-        if whole is None or why:
+            why = f"loss_fn cannot be traced on {size} examples and on {part} ({type(error).__name__})"
             return _Means(why=why, weigh="equal", aux=dict.fromkeys(names, Combination(why=why)))
-        num_params = len(jax.tree.leaves(self.params))
-        inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
-        inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
-        inputs += [SAME] * len(jax.tree.leaves(self.key))
-        loss, *rest = TraceComparison(num_parts, factor * num_blocks).run(whole.jaxpr, of_part, inputs)
+        whole, comparison = traces[0], TraceComparison(num_parts, factor * num_blocks)
+        loss, *rest = self.relations(traces, comparison)
         tree = jax.tree.structure((whole.weight, whole.aux))
         weight, entries = jax.tree.unflatten(tree, rest)
         is_named = loss_weight not in ("auto", None)
@@ -248,6 +252,30 @@ class _Traces:
             count_power=weight.count.power,
             aux=combinations,
         )
+
+    def relations(self, traces: Sequence[_Trace], comparison: TraceComparison) -> list[Relation]:
+        """Returns the relations of the results of the first trace to those of the second.
+
+        If there is a third, of one example, it has to be of the same operations as the second. What is computed for an
+        entry of aux alone does not count against others, nor against the loss.
+        """
+        num_params = len(jax.tree.leaves(self.params))
+        inputs = [dataclasses.replace(SAME, of_params=True)] * num_params
+        inputs += [rows(0) if np.ndim(x) else SAME for x in jax.tree.leaves(self.batch)]
+        inputs += [SAME] * len(jax.tree.leaves(self.key))
+        groups = [[trace.jaxpr for trace in traces]]
+        whole, part, *single = groups[0]
+        names = [[eqn.primitive.name for eqn in jaxprs.open_jaxpr(x)[0].eqns] for x in (whole, part)]
+        if names[0] != names[1] or any(_operations(x) != _operations(part) for x in single):
+            groups = zip(*(trace.apart() for trace in traces), strict=True)
+        found = []
+        for whole, part, *single in groups:
+            if any(_operations(x) != _operations(part) for x in single):
+                why = unknown("loss_fn does something else on one example than on several")
+                found += [why] * len(jaxprs.open_jaxpr(whole)[0].outvars)
+            else:
+                found += comparison.run(whole, part, inputs)
+        return found
 
 
 def _weigh(loss: Relation, weight: PartWeight, why: str) -> str:

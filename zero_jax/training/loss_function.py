@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.core.evaluation import TracedFunction
-from zero_jax.core.jaxprs import open_jaxpr, stands_for
+from zero_jax.core.jaxprs import open_jaxpr, source_line, stands_for
+from zero_jax.core.passes import Pass
 from zero_jax.core.signatures import check_takes
+from zero_jax.core.subcalls import CALLS
 from zero_jax.core.tree import PyTree, check_arrays
 from zero_jax.core.variables import MODEL_STATE, Variables, as_variables, checked_model_state, model_state_names
 from zero_jax.transforms import HostParam
@@ -150,23 +152,37 @@ def _checked_aux(aux: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, aux)
 
 
-def changed_model_state(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> list[bool]:
-    """Returns for each leaf of model state whether a loss function changes it (a frozen base is not changed)."""
+def model_state_changes(traced: TracedFunction, variables: PyTree, batch: PyTree, key: jax.Array) -> list[str | None]:
+    """Returns for each leaf of model state the line at which a loss function changes it, None if it does not.
+
+    The line is empty where it is not known. A frozen base is not changed.
+    """
     num_leaves = len(jax.tree.leaves(as_variables(variables).model_state))
     if not num_leaves:
         return []
     closed, out_shape = traced.trace(variables, batch, key)
-    jaxpr, _ = open_jaxpr(closed)
     first = len(jax.tree.leaves(variables)) - num_leaves
-    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr.outvars)
-    inputs = jaxpr.invars[first : first + num_leaves]
-    return [new is not old for new, old in zip(jax.tree.leaves(returned), inputs, strict=True)]
+    made = _Makers().run(closed, range(len(open_jaxpr(closed)[0].invars)))
+    _, (_, returned, *_) = jax.tree.unflatten(jax.tree.structure(out_shape), made)
+    return [None if x == first + i else str(x) for i, x in enumerate(jax.tree.leaves(returned))]
 
 
-def check_unchanged(model_state: PyTree, changed: Sequence[bool]) -> None:
+class _Makers(Pass[int | str]):
+    """For each value the number of the input that it is, or the line that made it."""
+
+    enters = CALLS - {"custom_jvp", "custom_vjp"}
+
+    def constant(self, atom: Any) -> int | str:
+        return ""
+
+    def operation(self, eqn: Any, operands: list[int | str]) -> list[int | str]:
+        return [source_line(eqn)] * len(eqn.outvars)
+
+
+def check_unchanged(model_state: PyTree, changes: Sequence[str | None]) -> None:
     """Raises `ValueError` if the loss function changes a leaf of model state that is in host memory."""
-    for name, leaf, flag in zip(model_state_names(model_state), jax.tree.leaves(model_state), changed, strict=True):
-        if flag and isinstance(leaf, HostParam):
+    for name, leaf, line in zip(model_state_names(model_state), jax.tree.leaves(model_state), changes, strict=True):
+        if line is not None and isinstance(leaf, HostParam):
             raise ValueError(
                 f"offload: the loss function changes {name!r}, which is in host memory and is read there only: choose "
                 "other paths of model state (offload_paths)"

@@ -16,14 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import as_variables, joined
+from zero_jax.sharding.mesh import axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated
 from zero_jax.training.grads.accumulator import Accumulator, GradInputs, MeshLoss, check_batch, normalize_loss
-from zero_jax.training.grads.choice import accumulated
+from zero_jax.training.grads.choice import accumulated, judge
 from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
-from zero_jax.training.loss_function import changed_model_state, check_unchanged, on_devices, pinned_model_state
+from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.model_inputs import cast_batch
 from zero_jax.training.optimizer.frozen import flags_of_all, needed_grads, unchanged
 from zero_jax.training.optimizer.update import trace_update, value_dtype
@@ -35,14 +36,11 @@ from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import (
     HostParam,
     differentiated,
-    divided_by_nonzero,
     fuse_attention,
     rematerialize,
-    separability,
     unsharded_windows,
     used_shapes,
     with_gradient,
-    with_weight,
 )
 
 
@@ -221,19 +219,29 @@ class _Program(UpdateProgram):
         specs = placement.loss_shardings()
         traced = TracedFunction(fuse_attention(self.loss_fn, config.attention, mesh=self.mesh, axes=placement.axes))
         sends_own, is_local, mapped = placement.sends_own_grads, placement.is_local, placement.summed_once
-        weighted = traced
-        if k > 1 or mapped or sends_own:
-            traced = with_weight(traced, config.loss_weight)
-            weighted = divided_by_nonzero(traced)
-        loss_fn = rematerialize(weighted, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
-        loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
         params, model_state = as_variables(variables).params, as_variables(variables).model_state
         leaves, tree = jax.tree.flatten(params)
-        variables = used_shapes(variables)
-        changed = functools.partial(changed_model_state, traced, variables, batch, key)
+        arguments = used_shapes(variables), batch, key
         host_state, model_state = model_state, on_devices(model_state)
         if len(jax.tree.leaves(model_state)) < len(jax.tree.leaves(host_state)):
-            check_unchanged(host_state, changed())
+            check_unchanged(host_state, model_state_changes(traced, *arguments))
+        parts_over = placement.axes.batch if sends_own or not mapped else mapped
+        judged = None
+        if k > 1 or mapped or sends_own:
+            judged = judge(
+                traced,
+                arguments,
+                mesh=self.mesh,
+                axes=dataclasses.replace(placement.axes, replica=(), data=parts_over),
+                num_microbatches=k,
+                loss_weight=config.loss_weight,
+                local=bool(mapped or sends_own),
+                exact=bool(mapped) and not (is_local or placement.grad_axes),
+                num_shards=axis_size(self.mesh, placement.axes.batch),
+            )
+        weighted = traced if judged is None else judged.weighted
+        loss_fn = rematerialize(weighted, config.remat, mesh=self.mesh, axes=placement.axes, specs=specs)
+        loss_fn = unsharded_windows(loss_fn, mesh=self.mesh, axes=placement.axes)
         has_grad = flags_of_all(leaves, needed)
         scale = 1 if loss_scale is None else loss_scale.scale
         pick = lambda tree_: [x for x, flag in zip(jax.tree.leaves(tree_), has_grad, strict=True) if flag]  # noqa: E731
@@ -252,20 +260,14 @@ class _Program(UpdateProgram):
                 for x, frozen_x, flag in zip(leaves, frozen, has_grad, strict=True)
             ]
             variables = joined(tree.unflatten(params), merge(host_state, model_state))
-            loss, (aux, new_state, *weight) = loss_fn(variables, batch, key)
+            loss, (aux, new_state, *weights) = loss_fn(variables, batch, key)
             pinned = pinned_model_state(new_state, placement.model_state_shardings(), host_state)
-            weight = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weight)
-            return loss.astype(wide(loss.dtype)) * scale, (aux, pinned, *weight)
+            loss = loss.astype(wide(loss.dtype)) * scale
+            if judged is None:
+                return loss, (aux, pinned)
+            weights = jax.tree.map(lambda x: lax.stop_gradient(jnp.asarray(x, wide(x.dtype))), weights)
+            return loss, (judged.aux.entries(aux, weights[1]), pinned, judged.weight(weights[0]))
 
-        accumulator = Accumulator(
-            mesh=self.mesh,
-            axes=placement.axes,
-            mapped=mapped,
-            num_microbatches=k,
-            loss_weight=config.loss_weight,
-            whole_aux=lambda: jax.eval_shape(self.loss_fn, variables, batch, key)[1][0],
-            sums=pick(placement.grad_sums()),
-        )
         shardings = pick(placement.param_shardings("master"))
         free = [differentiated(x, s) for x, s in zip(pick(params), shardings, strict=True)]
         leaf_errors = [None] * len(leaves) if errors is None else tree.flatten_up_to(errors)
@@ -279,36 +281,35 @@ class _Program(UpdateProgram):
         )
 
         inputs = GradInputs(free, model_state, batch, key)
-        if k == 1 and not (mapped or sends_own):
+        if judged is None:
             (out, grads), parts, new_errors = placed_grads(*inputs), None, scaled_errors
         else:
-            passes_state = any(changed())
-            parts_over = placement.axes.batch if sends_own or not mapped else mapped
-            separable = separability(
-                traced,
-                variables,
-                batch,
-                key,
-                mesh=self.mesh,
-                axes=dataclasses.replace(placement.axes, replica=(), data=parts_over),
-                num_microbatches=k,
-                loss_weight=config.loss_weight,
-                local=bool(mapped or sends_own) and not passes_state,
-                exact=bool(mapped) and not (is_local or placement.grad_axes),
-                num_shards=accumulator.num_shards,
-            )
-            if passes_state:
-                not_local = "its model_state passes from one microbatch to the next"
-                separable = dataclasses.replace(separable, not_local=not_local)
+            separable = judged.separable
             if separable.not_local and (sends_own or (mapped and placement.grad_axes)):
                 refuse_own(separable.not_local)
+            accumulator = Accumulator(
+                mesh=self.mesh,
+                axes=placement.axes,
+                mapped=mapped,
+                num_microbatches=k,
+                loss_weight=config.loss_weight if config.loss_weight != "auto" else None,
+                aux=judged.aux,
+                sums=pick(placement.grad_sums()),
+            )
             if sends_own and not is_local:
                 mapped_loss = placed_loss(loss_fn, placement, config, with_copies=False, mapped=True)
                 within = dataclasses.replace(accumulator, axes=placement.axes.of_params(with_copies=False), mapped=())
-                arguments = within, functools.partial(scaled_loss, mapped_loss), weighted, variables, batch, key
-                placed_grads = own_grads = quantized_grads(*arguments, convolves=separable.convolves)
+                placed_grads = own_grads = quantized_grads(
+                    within,
+                    functools.partial(scaled_loss, mapped_loss),
+                    weighted,
+                    *arguments,
+                    convolves=separable.convolves,
+                    count_power=separable.count_power,
+                    nested=k > 1 or bool(mapped),
+                )
                 separable = dataclasses.replace(separable, is_plain=False)  # `jax.vmap` within `jax.vmap`
-            out, grads, parts, new_errors = accumulated(
+            (loss, (aux, new_state)), grads, parts, new_errors = accumulated(
                 accumulator,
                 own_grads,
                 placed_grads,
@@ -320,6 +321,7 @@ class _Program(UpdateProgram):
                 ],
                 errors=scaled_errors,
             )
+            out = loss, (judged.aux.whole(judged.aux_shapes, aux), new_state)
         full = lambda some: tree.unflatten([next(some) if flag else None for flag in has_grad])  # noqa: E731
         if errors is not None:
             errors = full(iter([None if x is None else x / scale for x in new_errors]))

@@ -32,5 +32,6 @@ from zero_jax.transforms.propagation.propagate import Move, Propagation, propaga
 from zero_jax.transforms.remat.policies import Remat, resolve_remat
 from zero_jax.transforms.remat.report import RematReport
 from zero_jax.transforms.remat.transform import remat_report, rematerialize
-from zero_jax.transforms.separable.decision import Separability, separability
+from zero_jax.transforms.separable.decision import Combination, Separability, separability
+from zero_jax.transforms.separable.relations import Kind
 from zero_jax.transforms.windows import unsharded_windows

@@ -2,13 +2,16 @@
 
 The mean of means is the mean of the whole only if every part weighs the same. A loss that is a mean over something
 uneven, such as the tokens that a mask leaves, ends in a division by a value of the batch; that divisor is the weight.
+The same holds for each entry of aux.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,44 +20,116 @@ import numpy as np
 from zero_jax.core import jaxprs
 from zero_jax.core.evaluation import TracedFunction, evaluate, flattened, inlining, trace_flat
 from zero_jax.core.passes import Dependence, Pass
+from zero_jax.core.subcalls import equations
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
+from zero_jax.transforms.dim_map import ELEMENTWISE
 
-# After these a quotient is still that quotient, up to a factor and a term that no example has a part in.
-_KEEP_WEIGHT = frozenset(
-    {"convert_element_type", "neg", "reshape", "squeeze", "copy", "mul", "name", "add", "sub", "stop_gradient"}
+# Values under another dtype, shape or name.
+_MOVES = frozenset(
+    "convert_element_type reshape squeeze copy name stop_gradient reduce_precision broadcast_in_dim".split()
+)
+# After these a quotient is still that quotient.
+_KEEP_WEIGHT = _MOVES | frozenset(
+    "neg mul dot_general reduce_sum transpose concatenate stack slice select_n add sub".split()
 )
 _PARAMS = frozenset({0})
-# Added to a sum that something is divided by, a number up to this is there to avoid 0 / 0.
-EPSILON = 1e-5
 
 
-class PartWeight(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartWeight:
     """The weight of parts of a batch: a scalar for one part, or arrays of those of several.
 
-    A divisor is often bounded, as `jnp.maximum(count, 1)` is. The bounded divisors of parts do not add up to that of
-    the batch, which is the larger of the sum of their counts and the bound.
+    A divisor is often a function of a count, as `jnp.maximum(count, 1)` is. Such divisors of parts do not add up to
+    that of the batch, which is the same function of the sum of their counts.
 
     Attributes:
       count: what the loss is a mean over, such as a number of tokens: 0 for an empty part.
-      divisor: what the loss is divided by: `count`, or the bound if it is larger.
-      bound: the bound; minus infinity where there is none.
-      epsilon: what is added to them in `divisor`, to avoid 0 / 0.
+      divisor: what the loss is divided by.
+      others: scalars that the divisor is made of beside the count: the same in all parts.
+      guards: what chooses between the quotient and 0, by the count (`_Guard`).
+      function: the divisor as a function of `count` and `others`; None where it is the count.
+      power: the count of the batch is the sum of those of n parts, divided by `n ** power`.
     """
 
     count: Any
     divisor: Any
-    bound: Any = -np.inf
-    epsilon: Any = 0.0
+    others: tuple[Any, ...] = ()
+    guards: tuple[Any, ...] = ()
+    function: DivisorFunction | None = dataclasses.field(default=None, metadata={"static": True})
+    power: Fraction = dataclasses.field(default=Fraction(0), metadata={"static": True})
 
     def joined(self) -> PartWeight:
-        """Returns the weight of all parts together."""
-        count, bound, epsilon = jnp.sum(self.count), jnp.max(self.bound), jnp.max(self.epsilon)
-        return PartWeight(count, jnp.maximum(count, bound) + epsilon, bound, epsilon)
+        """Returns the weight of all parts together, as a part of more: a divisor of 0 is 1, as those of parts are."""
+        divisor, *_ = self.divisors()
+        divisor = jnp.where((self.divisor == 0).all(), divisor, nonzero(divisor))
+        return dataclasses.replace(self, count=self._count, divisor=divisor, others=self._others, guards=())
+
+    def total(self, *, of_grads: bool = False, nested: bool = False) -> Any:
+        """Returns what the weighed sum of the parts' values is divided by.
+
+        Args:
+          of_grads: whether they are gradients.
+          nested: whether all parts together are one of more parts.
+        """
+        divisor = self.joined().divisor if nested else self.divisors()[2 if of_grads else 1]
+        return divisor * self._scale
+
+    def divisors(self) -> tuple[Any, Any, Any]:
+        """Returns the divisor of the batch, as it is, as one of losses and as one of gradients (`DivisorFunction`)."""
+        return (self._count,) * 3 if self.function is None else self.function(self._count, self._others)
+
+    @property
+    def _count(self) -> Any:
+        return jnp.sum(self.count) / self._scale
+
+    @property
+    def _others(self) -> tuple[Any, ...]:
+        return tuple(jnp.ravel(x)[0] for x in self.others)
+
+    def by_count(self) -> PartWeight:
+        """Returns the weight by the count alone."""
+        return PartWeight(self.count, self.count)
+
+    @property
+    def _scale(self) -> float:
+        return float(np.size(self.count)) ** float(self.power)
+
+
+class DivisorFunction:
+    """The divisor of a batch as a function of its count, by the equations that make it of the count.
+
+    Args:
+      eqns: the equations.
+      quotient: what is divided.
+      others: the variables that they read beside the count.
+    """
+
+    def __init__(self, eqns: Sequence[Any], quotient: _Quotient, others: Sequence[Any]):
+        self.eqns, self.quotient, self.others = eqns, quotient, others
+
+    def __call__(self, count: Any, others: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns the divisor, what the sum of the parts' losses is divided by, and that of their gradients."""
+        given = {self.quotient.count: count, **dict(zip(self.others, others, strict=True))}
+        env = {var: jnp.asarray(x, var.aval.dtype) for var, x in given.items()}
+        read = lambda atom: atom.val if jaxprs.is_literal(atom) else env[atom]  # noqa: E731
+        for eqn in self.eqns:
+            env.update(zip(eqn.outvars, jaxprs.bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+        divisor = env[self.quotient.divisor]
+        value = of_grads = divisor = divisor.astype(wide(divisor.dtype))
+        for guard in self.quotient.guards:
+            is_empty = env[guard.which].astype(np.int32) != guard.case
+            # Divided by infinity it is 0; the gradient of what `jnp.where` did not choose is 0 / 0 all the same.
+            of_empty = jnp.inf if guard.is_branch else jnp.where(divisor == 0, jnp.nan, jnp.inf)
+            value, of_grads = jnp.where(is_empty, jnp.inf, value), jnp.where(is_empty, of_empty, of_grads)
+        return divisor, value, of_grads
 
 
 def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedFunction:
-    """Returns `loss_fn` with its `PartWeight`: `(variables, batch, key) -> (loss, (aux, model_state, weight))`.
+    """Returns `loss_fn` with its `PartWeight` and those of the leaves of its aux (None for one that is no quotient).
+
+    They are `(variables, batch, key) -> (loss, (aux, model_state, weight, aux_weights))`.
 
     Args:
       loss_fn: a `LossFunction`, or what was made of one: `(variables, batch, key) -> (loss, (aux, model_state))`.
@@ -63,19 +138,19 @@ def with_weight(loss_fn: Callable[..., Any], loss_weight: str | None) -> TracedF
     """
 
     def add_weight(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        one, unbounded, nothing = (jaxprs.literal(np.float32(x)) for x in (1, -np.inf, 0))
-        weight = PartWeight(one, one, unbounded, nothing)
-        closed = _without_duplicates(closed, num_params=len(jax.tree.leaves(args[0])))
-        if loss_weight == "auto":
-            closed, found = _find_divisor(closed, num_params=len(jax.tree.leaves(args[0])))
-            if found is not None:
-                weight = found._replace(bound=found.bound or unbounded, epsilon=found.epsilon or nothing)
-        opened, _ = jaxprs.open_jaxpr(closed)
-        loss, (aux, model_state) = jax.tree.unflatten(jax.tree.structure(out_shape), opened.outvars)
+        num_params, num_aux = len(jax.tree.leaves(args[0])), len(jax.tree.leaves(out_shape[1][0]))
+        closed = _without_duplicates(closed, num_params=num_params)
+        if loss_weight == "auto" and any(_empty_case(eqn) is not None for eqn in equations(closed)):
+            closed = _without_duplicates(_with_cases(closed), num_params=num_params)
+        closed, (found, *weights) = _find_weights(closed, num_params, num_aux, guards=loss_weight == "auto")
+        one = jaxprs.literal(np.float32(1))
+        weight = PartWeight(one, one) if found is None or loss_weight != "auto" else found
+        loss, (aux, model_state) = jax.tree.unflatten(
+            jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars
+        )
         if loss_weight not in ("auto", None):
-            named = _named(aux, loss_weight)
-            weight = PartWeight(named, named, unbounded, nothing)
-        results, tree = jax.tree.flatten((loss, (aux, model_state, weight)))
+            weight = PartWeight(*[_named(aux, loss_weight)] * 2)
+        results, tree = jax.tree.flatten((loss, (aux, model_state, weight, weights)))
         return jaxprs.with_results(closed, results), jax.tree.unflatten(tree, [atom.aval for atom in results])
 
     return TracedFunction(loss_fn if isinstance(loss_fn, TracedFunction) else TracedFunction(loss_fn), add_weight)
@@ -85,50 +160,67 @@ def divided_by_nonzero(weighted: TracedFunction) -> TracedFunction:
     """Divides the sums of parts whose divisor is 0 by 1, which is their divisor then: the batch's sum has them, too.
 
     So it is in detection, where a part without objects has a loss, and divides it by 0. What is added to such a mean
-    counts by the divisor itself, and is 0 in these parts. Divisors with a bound stay as they are.
+    counts by the divisor itself, and is 0 in these parts.
 
     Args:
       weighted: what `with_weight` returned.
     """
 
     def rewrite(closed: Any, out_shape: Any, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
-        num_params, env = len(jax.tree.leaves(args[0])), dict[Any, _Quotient]()
+        num_params, tree = len(jax.tree.leaves(args[0])), jax.tree.structure(out_shape)
         opened, consts = jaxprs.open_jaxpr(closed)
-        found = _quotients(opened, num_params, env).divisor
-        if any(env[var].divisor for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars):
+        quotients = _Quotients.of(opened, num_params)
+        if any(quotients.env[var].quotient for eqn in opened.eqns if jaxprs.inner_jaxprs(eqn) for var in eqn.outvars):
             opened, consts = jaxprs.open_jaxpr(flattened(opened, consts))  # terms are added in a nested `jit`
-            found = _quotients(opened, num_params, env).divisor
-        count, divisor, *_ = opened.outvars[-len(PartWeight._fields) :]
+            quotients = _Quotients.of(opened, num_params)
         casts = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name == "convert_element_type"}
-        is_weight = found is not None and _origin(found.count, casts) is _origin(count, casts)
-        if found is None or found.bound is not None or not is_weight or divisor is not count:
+        divisors, may_be_zero = set(), list[bool]()
+        for known, weight in zip(quotients.results, _weights(jax.tree.unflatten(tree, opened.outvars)), strict=False):
+            found = known.quotient
+            is_weight = found and weight and _origin(found.count, casts) is _origin(weight.count, casts)
+            flag = found is not None and bool(is_weight) and not quotients.env[found.divisor].is_positive
+            may_be_zero.append(flag)
+            divisors |= {found.divisor} if found is not None and flag else set()
+        if not divisors:
             return closed, out_shape
-        division = _NonzeroDivision(found.count, env)
 
         def function(*arrays: Any) -> list[Any]:
-            *results, divisor, bound, epsilon = evaluate(opened, consts, arrays, division.equation)
-            return [*results, nonzero(divisor), bound, epsilon]
+            division = _NonzeroDivision(divisors, quotients)
+            results = evaluate(opened, consts, arrays, division.equation, division.values)
+            loss, (aux, model_state, *_) = made = jax.tree.unflatten(tree, results)
+            weight, *others = (
+                dataclasses.replace(x, divisor=nonzero(x.divisor)) if x is not None and flag else x
+                for x, flag in zip(_weights(made), may_be_zero, strict=True)
+            )
+            return jax.tree.leaves((loss, (aux, model_state, weight, others)))
 
         return trace_flat(function, [var.aval for var in opened.invars]), out_shape
 
     return TracedFunction(weighted, rewrite)
 
 
-class _NonzeroDivision:
-    """Evaluates equations, divisions by `divisor` by 1 where it is 0."""
+def _weights(results: Any) -> list[PartWeight | None]:
+    """Returns the weights of the loss and of the leaves of aux among the results of `with_weight`."""
+    _, (*_, weight, aux_weights) = results
+    return [weight, *aux_weights]
 
-    def __init__(self, divisor: Any, quotients: Mapping[Any, _Quotient]):
-        self.divisor, self.quotients = divisor, quotients
-        self.value: Any = None
+
+class _NonzeroDivision:
+    """Evaluates equations, divisions by any of some `divisors` by 1 where it is 0."""
+
+    def __init__(self, divisors: Collection[Any], quotients: _Quotients):
+        self.divisors, self.quotients = divisors, quotients
+        self.values: dict[Any, Any] = {}
 
     def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Returns the values of the results of an equation."""
-        name = eqn.primitive.name
-        if name == "div" and eqn.invars[1] is self.divisor:
-            self.value = values[1]
-            values = [values[0], nonzero(values[1])]
-        elif name in ("add", "sub") and self.is_mean(eqn.outvars[0]):
-            none = self.value == 0
+        name, found = eqn.primitive.name, self.quotients.env[eqn.outvars[0]].quotient if eqn.outvars else None
+        if found is None or found.divisor not in self.divisors:
+            return jaxprs.bind(eqn, values)
+        if eqn.outvars[0] in self.quotients.divisions:
+            values = [*values[:-1], nonzero(values[-1])]
+        elif name in ("add", "sub"):
+            none = self.values[found.divisor] == 0
             values = [
                 x if self.is_mean(atom) else jnp.where(none, jnp.zeros_like(x), x)
                 for atom, x in zip(eqn.invars, values, strict=True)
@@ -136,9 +228,8 @@ class _NonzeroDivision:
         return jaxprs.bind(eqn, values)
 
     def is_mean(self, atom: Any) -> bool:
-        """Tells whether a value is a mean with this divisor."""
-        found = None if jaxprs.is_literal(atom) else self.quotients[atom].divisor
-        return found is not None and found.count is self.divisor
+        """Tells whether a value is a quotient."""
+        return not jaxprs.is_literal(atom) and self.quotients.env[atom].quotient is not None
 
 
 def _origin(atom: Any, casts: Mapping[Any, Any]) -> Any:
@@ -153,7 +244,9 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1, total)
 
 
-def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any) -> Callable[..., Any] | None:
+def weight_alone(
+    traced: TracedFunction, variables: PyTree, batch: PyTree, key: Any, *, power: Fraction = Fraction(0)
+) -> Callable[..., Any] | None:
     """Returns the `PartWeight` of a part of a batch as a function of that and a key; None if all parts weigh the same.
 
     Args:
@@ -161,20 +254,23 @@ def weight_alone(traced: TracedFunction, variables: PyTree, batch: PyTree, key: 
       variables: the params, or `Variables`.
       batch: a batch.
       key: a key.
+      power: `PartWeight.power`.
 
     Raises:
       NotImplementedError: the weight depends on the params.
     """
 
-    def jaxpr_of(*args: Any) -> tuple[Any, Any]:
+    def jaxpr_of(*args: Any) -> tuple[Any, Any, Any]:
         closed, out_shape = traced.trace(*args)
-        _, (*_, weight) = jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars)
-        return jaxprs.without_dead_code(jaxprs.with_results(closed, weight)), jaxprs.open_jaxpr(closed)[1]
+        weight, *_ = _weights(jax.tree.unflatten(jax.tree.structure(out_shape), jaxprs.open_jaxpr(closed)[0].outvars))
+        atoms, tree = jax.tree.flatten(weight)
+        return jaxprs.without_dead_code(jaxprs.with_results(closed, atoms)), jaxprs.open_jaxpr(closed)[1], tree
 
     def weigh(batch: PyTree, key: Any) -> PartWeight:
-        jaxpr, consts = jaxpr_of(variables, batch, key)
-        weight = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
-        return PartWeight(*(jnp.asarray(x, wide(x.dtype)) for x in weight))
+        jaxpr, consts, tree = jaxpr_of(variables, batch, key)
+        arrays = evaluate(jaxpr, consts, jax.tree.leaves((variables, batch, key)), inlining())
+        weight = jax.tree.unflatten(tree, [jnp.asarray(x, wide(x.dtype)) for x in arrays])
+        return dataclasses.replace(weight, power=power)
 
     used = jaxprs.used_inputs(jaxpr_of(variables, batch, key)[0])
     if any(used[: len(jax.tree.leaves(variables))]):
@@ -222,106 +318,275 @@ def _key(atom: Any) -> Any:
     return (str(atom.aval), np.asarray(atom.val).tobytes()) if jaxprs.is_literal(atom) else atom
 
 
-def _find_divisor(closed: Any, *, num_params: int) -> tuple[Any, PartWeight | None]:
-    """Returns the divisor that the first result ends in, or None, and a jaxpr of which its atoms are."""
+def _is_zero(atom: Any) -> bool:
+    return jaxprs.is_literal(atom) and not np.shape(atom.val) and bool(atom.val == 0)
+
+
+def _empty_case(eqn: Any) -> int | None:
+    """Returns which branch of a `lax.cond` returns the number 0 and nothing else; None if none or both do."""
+    if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2 or len(eqn.outvars) != 1:
+        return None
+    if eqn.outvars[0].aval.shape or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        return None
+    is_empty = []
+    for branch in eqn.params["branches"]:
+        opened, _ = jaxprs.open_jaxpr(branch)
+        made = {x.outvars[0]: x.invars[0] for x in opened.eqns if x.primitive.name in _MOVES}
+        is_empty.append(_is_zero(_origin(opened.outvars[0], made)))
+    return is_empty.index(True) if sum(is_empty) == 1 else None
+
+
+def _with_cases(closed: Any) -> Any:
+    """Returns a jaxpr in which branches that may be 0 are cases that are chosen from, and calls are inlined."""
+    inline = inlining()
+
+    def equation(eqn: Any, values: list[Any]) -> list[Any]:
+        if _empty_case(eqn) is not None:
+            cases = [evaluate(*jaxprs.open_jaxpr(x), values[1:], equation)[0] for x in eqn.params["branches"]]
+            cases = [jnp.asarray(x, eqn.outvars[0].aval.dtype) for x in cases]
+            with jaxprs.source_context(eqn):
+                return [jax.lax.select_n(values[0], *cases)]
+        return list(inline(eqn, values))
+
+    opened, consts = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(closed)))
+    return trace_flat(lambda *xs: evaluate(opened, consts, xs, equation), [var.aval for var in opened.invars])
+
+
+def _find_weights(closed: Any, num_params: int, num_aux: int, *, guards: bool) -> tuple[Any, list[PartWeight | None]]:
+    """Returns the weights of the first results, loss and aux, or None, and a jaxpr of which their atoms are.
+
+    In the jaxpr a quotient is not guarded by 0 any more (with `guards`); its weight is.
+    """
+    weights: list[PartWeight | None] = []
     for _ in range(2):
         opened, consts = jaxprs.open_jaxpr(closed)
-        env: dict[Any, _Quotient] = {}
-        divisor = _quotients(opened, num_params, env).divisor
-        if divisor is None or all(x is None or jaxprs.is_literal(x) or x in env for x in divisor):
+        quotients = _Quotients.of(opened, num_params)
+        known = zip(opened.outvars[: 1 + num_aux], quotients.results, strict=False)
+        weights = [quotients.weight(atom, x, opened) for atom, x in known]
+        if not quotients.is_nested:
             break
-        # It has a variable of a nested `jit`.
-        closed = flattened(opened, consts)
-    return closed, divisor
+        closed = flattened(opened, consts)  # it has a variable of a nested `jit`
+    opened, _ = jaxprs.open_jaxpr(closed)
+    loss, *auxes = ([] if x.quotient is None else x.quotient.guards for x in quotients.results[: 1 + num_aux])
+    if not guards:
+        unguarded = [None if x else weight for x, weight in zip((loss, *auxes), weights, strict=True)]
+        return closed, unguarded
+    values, results = {guard.result: guard.value for guard in loss}, list(opened.outvars)
+    for i, own in enumerate(auxes, 1):
+        if any(guard.result not in values for guard in own):
+            if results[i] is own[-1].result and len(own) == 1:  # it is chosen for this entry alone
+                results[i] = own[0].value
+            else:
+                weights[i] = None
 
+    def read(atom: Any) -> Any:
+        return atom if jaxprs.is_literal(atom) or atom not in values else read(values[atom])
 
-def _quotients(opened: Any, num_params: int, env: dict[Any, _Quotient]) -> _Quotient:
-    """Returns what the first result of a jaxpr is, and adds what all its variables are to `env`."""
-    params, batch = opened.invars[:num_params], opened.invars[num_params:]
-    inputs = [_Quotient(of_params=True)] * len(params) + [_Quotient(of_batch=var.aval.ndim > 0) for var in batch]
-    return _Quotients({var.aval.shape[:1] for var in batch if var.aval.ndim}).run(opened, inputs, env)[0]
+    eqns = [x.replace(invars=[*map(read, x.invars)]) for x in opened.eqns if values.keys().isdisjoint(x.outvars)]
+    return jaxprs.with_results(closed, [*map(read, results)], eqns=eqns if values else opened.eqns), weights
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bounded:
-    """The count in a divisor `max(count, bound) + epsilon`; the bound is a number, or an atom."""
+class _Guard:
+    """A choice between a quotient and 0 by the quotient's count: `jnp.where(count > 0, total / count, 0)`.
 
-    count: Any
-    bound: Any = -np.inf
-    epsilon: float = 0.0
+    Attributes:
+      which: the variable that chooses.
+      case: the number of the quotient among the cases.
+      value: the quotient.
+      result: what is chosen.
+      is_branch: whether it is a `lax.cond`, in whose gradient no 0 / 0 is.
+    """
 
-    def weight(self, divisor: Any) -> PartWeight:
-        """Returns the weight whose divisor is an atom; None for no bound or epsilon."""
-        literal = lambda x: jaxprs.literal(divisor.aval.dtype.type(x))  # noqa: E731
-        is_number, epsilon = isinstance(self.bound, float), literal(self.epsilon) if self.epsilon else None
-        bound = self.bound if not is_number else literal(self.bound) if self.bound > -np.inf else None
-        return PartWeight(self.count, divisor, bound, epsilon)
+    which: Any
+    case: int
+    value: Any
+    result: Any
+    is_branch: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _Quotient:
+    """What was divided: by the scalar `divisor`, a function of the scalar `count` of the batch.
+
+    The count may be a cast of the one that it is `made_of`, which chooses between the cases of `guards`.
+    `has_term` says that something was added. A term that is added to such a mean counts by the count alone, or parts
+    below the bound of the divisor would add too much of it: the weight is the count then.
+    """
+
+    count: Any
+    divisor: Any
+    made_of: Any = None
+    guards: tuple[_Guard, ...] = ()
+    has_term: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
     """What a value depends on, and the divisor if it is a quotient by a scalar of the batch.
 
     Scalars of a batch are the same in all its parts: `of_batch` is what depends on its examples, or on their number.
-    `bounded` is that of a value such as `jnp.maximum(mask.sum(), 1) + 1e-6`. A term that is added to such
-    a mean counts by the count alone, or parts below the bound would add too much of it: the divisor is the count then.
+
+    Attributes:
+      of_params: whether it depends on params.
+      of_batch: whether it depends on the batch.
+      count: the scalar of the batch that it is a function of; of the batch it depends on nothing else.
+      is_count: whether it is the count itself.
+      scalar: the scalar that it is, or is broadcast from.
+      is_positive: whether it is sure to be above 0.
+      is_zero: whether it is the number 0.
+      quotient: what it was divided by.
     """
 
     of_params: bool = False
     of_batch: bool = False
-    divisor: PartWeight | None = None
-    bounded: _Bounded | None = None
+    count: Any = None
+    is_count: bool = False
+    scalar: Any = None
+    is_positive: bool = False
+    is_zero: bool = False
+    quotient: _Quotient | None = None
 
 
-class _Quotients(Pass[_Quotient]):
-    """Which values are quotients; divisors are variables of the jaxpr that divides."""
+class _Quotients(Pass[_Known]):
+    """Which values are quotients; divisors are variables of the jaxpr that divides.
+
+    Attributes:
+      batch_dims: the leading dims of the batch's leaves.
+      env: what is known of each variable.
+      results: what is known of each result.
+      divisions: the results of divisions.
+      is_nested: whether `weight` was asked for one with variables of a nested `jit`.
+    """
 
     enters = frozenset({"call"})
 
     def __init__(self, batch_dims: Collection[tuple[int, ...]]):
         super().__init__()
-        self.batch_dims = batch_dims  # the leading dims of the batch's leaves
+        self.batch_dims = batch_dims
+        self.env: dict[Any, _Known] = {}
+        self.results: list[_Known] = []
+        self.divisions: set[Any] = set()
+        self.is_nested = False
 
-    def constant(self, atom: Any) -> _Quotient:
-        return _Quotient()
+    @classmethod
+    def of(cls, opened: Any, num_params: int) -> _Quotients:
+        """Returns what is known of an open jaxpr, of which the first inputs are params, and others the batch."""
+        params, batch = opened.invars[:num_params], opened.invars[num_params:]
+        inputs = [_Known(of_params=True)] * len(params)
+        inputs += [_Known(of_batch=var.aval.ndim > 0) for var in batch]
+        found = cls({var.aval.shape[:1] for var in batch if var.aval.ndim})
+        found.results = found.run(opened, inputs, found.env)
+        return found
 
-    def operation(self, eqn: Any, operands: list[_Quotient]) -> list[_Quotient]:
-        name, num_of_batch = eqn.primitive.name, sum(x.of_batch for x in operands)
-        divisor = bounded = None
-        if name == "div" and eqn.outvars[0].aval.ndim == 0:
-            above, below = operands
-            if above.of_params and below.of_batch and not below.of_params:
-                divisor = (below.bounded or _Bounded(eqn.invars[1])).weight(eqn.invars[1])
-        elif name in _KEEP_WEIGHT:
-            quotients = [x.divisor for x in operands if x.divisor is not None]
-            if name in ("add", "sub") and len(quotients) == 2 and quotients[0][:2] == quotients[1][:2]:
-                divisor = quotients[0]
-            elif len(quotients) == 1 and num_of_batch == 1:
-                divisor = quotients[0]
-                if divisor.bound is not None and name in ("add", "sub"):
-                    divisor = divisor._replace(divisor=divisor.count)
-        if name in ("max", "add") and num_of_batch == 1:
-            (x, atom), (_, other) = sorted(zip(operands, eqn.invars, strict=True), key=lambda x: not x[0].of_batch)
-            known = x.bounded or _Bounded(atom)
-            bounded = _with_bound(known, atom, other) if name == "max" else _with_epsilon(known, other)
-        elif name == "convert_element_type":
-            bounded = operands[0].bounded
-        of_params = any(x.of_params for x in operands)
+    def weight(self, atom: Any, known: _Known, opened: Any) -> PartWeight | None:
+        """Returns the weight of a result; None if it is none, or is made in a nested jaxpr (`is_nested`)."""
+        found = known.quotient
+        if found is None and known.count is not None and not known.is_count and not atom.aval.ndim:
+            found = _Quotient(known.count, atom)  # it is a function of a count itself
+        if found is None:
+            return None
+        of_guards = ((guard.which, guard.value, guard.result) for guard in found.guards)
+        atoms = {found.count, found.divisor, *itertools.chain.from_iterable(of_guards)}
+        made = self.made_of(found, opened) if self.env.keys() >= atoms else None
+        if made is None:
+            self.is_nested = True
+            return None
+        divisor = found.count if found.has_term else found.divisor
+        if not made[0] and not found.guards and found.count is found.divisor:
+            return PartWeight(found.count, divisor)
+        eqns, others = made
+        guards = tuple(guard.which for guard in found.guards)
+        return PartWeight(found.count, divisor, others, guards, DivisorFunction(eqns, found, others))
+
+    def made_of(self, found: _Quotient, opened: Any) -> tuple[list[Any], tuple[Any, ...]] | None:
+        """Returns the equations between count and divisor, and the other scalars that they read; None if others."""
+        needed, eqns = {found.divisor, *(guard.which for guard in found.guards)}, []
+        for eqn in reversed(opened.eqns):
+            is_made = not needed.isdisjoint(eqn.outvars) and found.count not in eqn.outvars
+            if is_made and any(self.env[var].of_batch for var in eqn.outvars):
+                eqns.insert(0, eqn)
+                needed.update(jaxprs.variables(eqn))
+        made = {found.count, *(var for eqn in eqns for var in eqn.outvars)}
+        others = tuple(dict.fromkeys(var for eqn in eqns for var in jaxprs.variables(eqn) if var not in made))
+        fits = [not (var.aval.shape or self.env[var].of_batch or self.env[var].of_params) for var in others]
+        return (eqns, others) if all(fits) and needed - set(others) <= made else None
+
+    def constant(self, atom: Any) -> _Known:
+        is_number = jaxprs.is_literal(atom) and not np.shape(atom.val) and np.asarray(atom.val).dtype.kind in "biuf"
+        return _Known(is_positive=is_number and bool(atom.val > 0), is_zero=_is_zero(atom))
+
+    def operation(self, eqn: Any, operands: list[_Known]) -> list[_Known]:
+        name, of_params = eqn.primitive.name, any(x.of_params for x in operands)
         # A mask of ones, as `jnp.ones_like(labels)` makes it, has the shape of the batch and none of its values.
         is_mask = name == "broadcast_in_dim" and not of_params and eqn.params["shape"][:1] in self.batch_dims
-        return [_Quotient(of_params, num_of_batch > 0 or is_mask, divisor, bounded)] * len(eqn.outvars)
+        of_batch = is_mask or any(x.of_batch for x in operands)
+        positive = [x.is_positive for x in operands]
+        is_positive = (any(positive) if name == "max" else all(positive)) and (
+            name in ("max", "add", "mul") or (name in _MOVES and is_floating(eqn))
+        )
+        known = _Known(
+            of_params,
+            of_batch,
+            is_positive=is_positive,
+            is_zero=name in _MOVES and operands[0].is_zero,
+            quotient=self.quotient(eqn, operands),
+        )
+        is_scalar_of_batch = of_batch and not of_params
+        return [self.counted(var, known, eqn, operands) if is_scalar_of_batch else known for var in eqn.outvars]
+
+    def counted(self, var: Any, known: _Known, eqn: Any, operands: list[_Known]) -> _Known:
+        """Returns a value of the batch with the count that it is a function of; of a scalar that may be itself."""
+        name, of_batch = eqn.primitive.name, [x for x in operands if x.of_batch]
+        counts = {x.count for x in of_batch}
+        is_move, is_number = name in _MOVES, not getattr(var.aval, "shape", ())
+        if is_move and of_batch and of_batch[0].count is not None:
+            (x,) = of_batch
+            return dataclasses.replace(known, count=x.count, is_count=x.is_count, scalar=var if is_number else x.scalar)
+        if not is_number:
+            return known
+        # A count that is scaled is another one, of which the parts' add up to the whole's or to a multiple of it.
+        is_scaled = name in ("mul", "div", "neg") and len(of_batch) == 1 and of_batch[0].is_count
+        is_function = name in ELEMENTWISE or (name == "cond" and not any(x.aval.shape for x in eqn.invars))
+        if is_function and len(counts) == 1 and None not in counts and not is_scaled:
+            return dataclasses.replace(known, count=counts.pop(), scalar=var)
+        return dataclasses.replace(known, count=var, is_count=True, scalar=var)
+
+    def quotient(self, eqn: Any, operands: list[_Known]) -> _Quotient | None:
+        """Returns what the result of an equation was divided by."""
+        name, below = eqn.primitive.name, operands[-1] if operands else _Known()
+        if name == "div" and not below.of_batch:
+            return operands[0].quotient if not below.of_params else None
+        if name == "div" or (name == "integer_pow" and eqn.params["y"] == -1):
+            if below.count is None or any(x.quotient for x in operands[:-1]):
+                return None
+            self.divisions.add(eqn.outvars[0])
+            divisor = eqn.invars[-1] if not eqn.invars[-1].aval.shape else below.scalar
+            return _Quotient(divisor if below.is_count else below.count, divisor, made_of=below.count)
+        quotients = [x.quotient for x in operands if x.quotient is not None]
+        if name not in _KEEP_WEIGHT or not quotients or any(x != quotients[0] for x in quotients):
+            return None
+        found, num_of_batch = quotients[0], sum(x.of_batch for x in operands)
+        if name in ("mul", "dot_general"):
+            return found if len(quotients) == 1 else None
+        if name in ("add", "sub") and len(quotients) < 2:
+            return None if num_of_batch > 1 or found.guards else dataclasses.replace(found, has_term=True)
+        which = operands[0]
+        if name == "select_n" and which.of_batch and not eqn.outvars[0].aval.shape:
+            return self.guarded(eqn, operands, found)
+        return found
+
+    def guarded(self, eqn: Any, operands: list[_Known], found: _Quotient) -> _Quotient | None:
+        """Returns the quotient that a scalar is chosen from, if the other case is 0 and the count chooses."""
+        cases = [i for i, x in enumerate(operands[1:]) if x.quotient is not None]
+        is_zero = all(x.is_zero for x in operands[1:] if x.quotient is None)
+        if len(cases) != 1 or not is_zero or operands[0].count is not found.made_of:
+            return None
+        is_branch = eqn.invars[0].aval.dtype != bool
+        guard = _Guard(eqn.invars[0], cases[0], eqn.invars[1 + cases[0]], eqn.outvars[0], is_branch)
+        return dataclasses.replace(found, count=found.made_of, guards=(*found.guards, guard))
 
 
-def _with_bound(known: _Bounded, atom: Any, other: Any) -> _Bounded:
-    """Returns the larger of a divisor, which is `atom`, and of another bound."""
-    if not jaxprs.is_literal(other) or not isinstance(known.bound, float):
-        return _Bounded(atom, other)
-    # max(max(count, a) + e, b) = max(count, a, b - e) + e
-    return dataclasses.replace(known, bound=max(known.bound, float(other.val) - known.epsilon))
-
-
-def _with_epsilon(known: _Bounded, other: Any) -> _Bounded | None:
-    """Returns a divisor to which a number is added; None if that is no epsilon."""
-    if not jaxprs.is_literal(other) or abs(other.val) > EPSILON:
-        return None
-    return dataclasses.replace(known, epsilon=known.epsilon + float(other.val))
+def is_floating(eqn: Any) -> bool:
+    """Tells whether the result of an equation is floating."""
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from zero_jax.sharding.mesh import Axes
-from zero_jax.transforms.microbatch_weights import with_weight
+from zero_jax.training.grads.combined import CombinedAux
+from zero_jax.transforms.microbatch_weights import divided_by_nonzero, with_weight
 from zero_jax.transforms.separable.decision import separability
 
 EXAMPLES, MICROBATCHES, DEVICES = 32, 2, 4
@@ -137,8 +138,30 @@ def ending(rng):
     return fns[rng.integers(len(fns))]
 
 
-def make_loss(seed):
-    """Returns a random loss function of 6 to 14 steps; a step whose shapes do not fit is left out."""
+ENTRIES = [
+    lambda x, b: x,
+    lambda x, b: x.swapaxes(0, -1),
+    lambda x, b: x.sum(),
+    lambda x, b: x.mean(0),
+    lambda x, b: x.max(0),
+    lambda x, b: 1 - 2 * x.min(),
+    lambda x, b: (x > 0).all(),
+    lambda x, b: (x > 0.5).any(0),
+    lambda x, b: (x > 0).sum(),
+    lambda x, b: weighted(x, b, 1.0),
+    lambda x, b: 3 * weighted(x, b, -1.0),
+    lambda x, b: jnp.where(b["mask"].sum() > 0, weighted(x, b, -1.0), 0),
+    lambda x, b: x.var(),
+    lambda x, b: jnp.full(4, x.mean()),
+    lambda x, b: x.size,
+]
+
+
+def make_loss(seed, *, with_aux=False):
+    """Returns a random loss function of 6 to 14 steps; a step whose shapes do not fit is left out.
+
+    With `with_aux` it returns entries made of its values, too.
+    """
     rng = np.random.default_rng(seed)
     steps = []
     for _ in range(int(rng.integers(6, 15))):
@@ -147,6 +170,7 @@ def make_loss(seed):
         fn = along(rng, 2) if kind == "along" else made[kind](rng)
         steps.append((kind, fn, rng.integers(0, 1 << 30, 2)))
     end, regular = ending(rng), rng.random() < 0.3
+    chosen = [ENTRIES[i] for i in rng.permutation(len(ENTRIES))[:8]]
 
     def loss_fn(params, batch):
         w, values = params["w"], [batch["x"], jnp.tanh(batch["x"] @ params["w"])]
@@ -165,7 +189,9 @@ def make_loss(seed):
                 new = x * params["b"] if x.shape[-1:] == params["b"].shape else x + params["b"].sum()
             values.append(new)
         loss = end(jnp.tanh(values[-1]), batch)
-        return loss + 0.1 * jnp.square(w).sum() if regular else loss
+        loss = loss + 0.1 * jnp.square(w).sum() if regular else loss
+        entries = [entry(jnp.tanh(x), batch) for x, entry in zip(values[::-1], chosen, strict=False)]
+        return (loss, entries) if with_aux else loss
 
     return loss_fn
 
@@ -183,13 +209,65 @@ def make_inputs(seed, size=EXAMPLES):
     return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, (params, batch))
 
 
-def judge(loss_fn, params, batch):
-    """Returns why a loss is no mean over examples, empty if it is."""
+def separability_of(weighted, params, batch):
     mesh = jax.sharding.AbstractMesh((DEVICES,), ("data",))
     axes = Axes(replica=(), data=("data",), model=())
-    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     sizes = {"mesh": mesh, "axes": axes, "num_microbatches": MICROBATCHES}
-    return separability(with_weight(with_aux, "auto"), params, batch, jax.random.key(0), **sizes).not_local
+    return separability(weighted, params, batch, jax.random.key(0), **sizes)
+
+
+def judge(loss_fn, params, batch):
+    """Returns why a loss is no mean over examples, empty if it is."""
+    with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
+    return separability_of(with_weight(with_aux, "auto"), params, batch).not_local
+
+
+def split(batch):
+    size = len(batch["x"]) // PARTS
+    return [jax.tree.map(lambda x: x[i * size : (i + 1) * size], batch) for i in range(PARTS)]  # noqa: B023
+
+
+def microbatches(batch):
+    """Returns microbatches, of which each has a run of the examples of each device."""
+    take = lambda x, i: x.reshape(DEVICES, MICROBATCHES, -1, *x.shape[1:])[:, i].reshape(-1, *x.shape[1:])  # noqa: E731
+    return [jax.tree.map(lambda x: take(x, i), batch) for i in range(MICROBATCHES)]  # noqa: B023
+
+
+def joined(x, dim):
+    """Returns what is of the examples of `microbatches`, along a dim, in the order of the batch."""
+    x = jnp.moveaxis(x, 1 + dim, 1)
+    x = x.reshape(MICROBATCHES, DEVICES, -1, *x.shape[2:]).swapaxes(0, 1)
+    return jnp.moveaxis(x.reshape(-1, *x.shape[3:]), 0, dim)
+
+
+def difference_of_aux(loss_fn, params, batch):
+    """Returns how far entries of aux that are made of those of parts are from those of the whole batch, and how many.
+
+    The loss function returns its aux, too.
+    """
+    key = jax.random.key(0)
+
+    def with_aux(params, batch, key):
+        loss, aux = loss_fn(params, batch)
+        return loss, (aux, None)
+
+    weighted = divided_by_nonzero(with_weight(with_aux, "auto"))
+    judged = separability_of(weighted, params, batch)
+    aux = CombinedAux(judged.aux, weighted.trace(params, batch, key)[1][1][3])
+    parts, join = (microbatches, joined) if judged.not_local else (split, lambda x, dim: jnp.concatenate([*x], dim))
+
+    @jax.jit
+    def entries(params, batch):
+        _, (values, _, _, weights) = weighted(params, batch, key)
+        return aux.entries(values, weights)
+
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(entries(params, part) for part in parts(batch)))
+    found = aux.combine(stacked, join, lead=1)
+    wanted = jax.jit(loss_fn)(params, batch)[1]
+    known = [x for x, how in zip(wanted, aux.combinations.values(), strict=True) if not how.why]
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for (x, _), y in zip(found, known, strict=True)]
+    apart = [np.abs(x - y).max() / max(1, np.abs(y).max()) if x.shape == y.shape else np.inf for x, y in pairs]
+    return max(apart, default=0.0), len(apart)
 
 
 def difference(loss_fn, params, batch):
@@ -197,13 +275,12 @@ def difference(loss_fn, params, batch):
     with_aux = lambda params, batch, key: (loss_fn(params, batch), (None, None))  # noqa: E731
     weighted = with_weight(with_aux, "auto")
     grad = jax.jit(jax.value_and_grad(lambda params, batch: weighted(params, batch, jax.random.key(0)), has_aux=True))
-    size = len(batch["x"]) // PARTS
-    parts = [grad(params, jax.tree.map(lambda x: x[i * size : (i + 1) * size], batch)) for i in range(PARTS)]  # noqa: B023
+    parts = [grad(params, part) for part in split(batch)]
     (loss, _), grads = grad(params, batch)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads))):
         return 0.0
-    weights = jax.tree.map(lambda *xs: np.stack(xs), *(weight for (_, (_, _, weight)), _ in parts))
-    mean = lambda *xs: np.tensordot(weights.divisor / weights.joined().divisor, np.stack(xs), 1)  # noqa: E731
+    weights = jax.tree.map(lambda *xs: np.stack(xs), *(weight for (_, (_, _, weight, _)), _ in parts))
+    mean = lambda *xs: np.tensordot(weights.divisor / weights.total(), np.stack(xs), 1)  # noqa: E731
     found = mean(*(x for (x, _), _ in parts)), jax.tree.map(mean, *(g for _, g in parts))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves((loss, grads)))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves((loss, grads)), strict=True)
@@ -216,6 +293,7 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     args = parser.parse_args()
     end, seed, num_separable, untraced, worst = time.monotonic() + args.seconds, args.first, 0, 0, (0.0, -1)
+    entries = 0
     while time.monotonic() < end:
         loss_fn, (params, batch) = make_loss(seed), make_inputs(seed)
         try:
@@ -229,9 +307,16 @@ def main():
                 worst = max(worst, (off, seed))
                 if not off < 1e-3:
                     print(f"seed {seed}: {off:.2e}", flush=True)
+            off, num_entries = difference_of_aux(make_loss(seed, with_aux=True), params, batch)
+            entries += num_entries
+            if not off < 1e-3:
+                print(f"seed {seed}, aux: {off:.2e}", flush=True)
         seed += 1
     tried = seed - args.first - untraced
-    print(f"{tried} losses, {num_separable} judged separable; furthest off {worst[0]:.1e} (seed {worst[1]})")
+    print(
+        f"{tried} losses, {num_separable} judged separable; furthest off {worst[0]:.1e} (seed {worst[1]}); "
+        f"{entries} entries of aux"
+    )
 
 
 if __name__ == "__main__":

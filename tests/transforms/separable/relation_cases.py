@@ -215,6 +215,35 @@ PROGRAMS = {
         X,
     ),
     "all reductions": (lambda x: [jnp.all(x > 0.5, d) for d in (0, 1)] + [jnp.any(x > 0.5, d) for d in (0, 1)], X),
+    "extrema": (
+        lambda x: [
+            f(g(x, 0))
+            for g in (jnp.max, jnp.min)
+            for f in (
+                *(jnp.negative, jnp.exp, jnp.tanh, jnp.max, jnp.min, jnp.square, jnp.abs, jnp.sum, jnp.argmax),
+                *(
+                    lambda m: 2 * m,
+                    lambda m: -2 * m,
+                    lambda m: m / 3,
+                    lambda m: 1 / m,
+                    lambda m: 1 - m,
+                    lambda m: m - 1,
+                ),
+                *(lambda m: m > 0.5, lambda m: m < 0.5, lambda m: 0.5 > m, lambda m: 0.5 <= m, lambda m: m == m[0]),
+                *(lambda m: ~(m > 0.5), lambda m: jnp.clip(m, 0.2, 0.8), lambda m: m.astype(jnp.bfloat16)),
+                *(lambda m: jnp.minimum(m, m[::-1]), lambda m: jnp.maximum(m, m[::-1]), lambda m: m + m[::-1]),
+                *(
+                    lambda m: m[:2],
+                    lambda m: m[:, None],
+                    lambda m: jnp.concatenate([m, m]),
+                    lambda m: (9 * m).astype("i4"),
+                ),
+                *(lambda m: jnp.where(m > 0.5, m, 0), lambda m: (m - 0.5).astype(bool), lambda m: jnp.floor(3 * m)),
+                lambda m: (m > 0.5) | (m < 0.2),
+            )
+        ],
+        X,
+    ),
     "reduce_xor": (lambda x: [lax.reduce_xor(x, (d,)) for d in (0, 1)], ((4, 3), I)),
     "reduce": (lambda x: [lax.reduce(x, 1.0, lambda a, b: a + 2 * b, (d,)) for d in (0, 1)], X),
     "cumulative": (

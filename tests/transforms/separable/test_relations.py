@@ -17,7 +17,7 @@ from zero_jax.transforms import dim_map, passthrough
 from zero_jax.transforms import microbatch_weights as weights
 from zero_jax.transforms.propagation import kinds, rules
 from zero_jax.transforms.separable.pair import Pair
-from zero_jax.transforms.separable.relations import SAME, Kind, rows
+from zero_jax.transforms.separable.relations import EXTREMA, SAME, Kind, rows
 from zero_jax.transforms.separable.rules import KEEPS, RULES, SIZED
 from zero_jax.transforms.separable.walk import _CALLS, _SPECIAL, TraceComparison
 
@@ -129,7 +129,9 @@ def check(relation, whole, parts, divisors, label):
         total, own = divisors[relation.divisor]
         whole, parts = whole * total, [x * c for x, c in zip(parts, own, strict=True)]
     scale = float(PARTS**relation.power)
-    if relation.kind is Kind.SUM:
+    if relation.kind in EXTREMA:
+        parts, wanted = [(np.max if relation.kind is Kind.MAX else np.min)(parts, 0)], [whole]
+    elif relation.kind is Kind.SUM:
         parts, wanted = [sum(parts)], [scale * whole]
     else:
         blocks = [block(whole, relation.dim, i) for i in range(PARTS)]

@@ -198,7 +198,7 @@ def gpt_loss(*, token_losses=gpt.whole_logits, **fields):
         (lambda: scaled_loss, False),
         (lambda: largest_loss, False),
         (lambda: mined_loss, False),
-        (lambda: reciprocal_loss, False),
+        (lambda: reciprocal_loss, True),
         (lambda: summed_loss, True),
         (lambda: looped_loss, True),
         (lambda: reference.loss_fn, True),
@@ -397,6 +397,18 @@ def test_random_losses_that_are_judged_separable_are_so(seeds):
     for seed in seeds:
         loss_fn, inputs = fuzz_separable.make_loss(seed), fuzz_separable.make_inputs(seed)
         assert fuzz_separable.judge(loss_fn, *inputs) or fuzz_separable.difference(loss_fn, *inputs) < 1e-3, seed
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 24), marks=SLOW)])
+def test_random_aux_is_that_of_the_whole_batch(seeds):
+    found = [
+        fuzz_separable.difference_of_aux(
+            fuzz_separable.make_loss(seed, with_aux=True), *fuzz_separable.make_inputs(seed)
+        )
+        for seed in seeds
+    ]
+    assert max(off for off, _ in found) < 1e-3, found
+    assert sum(num for _, num in found) > 2 * len(seeds)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zero_jax.attention import mesh_context
 from zero_jax.core.jaxprs import inline_jit
 from zero_jax.core.signatures import check_takes
-from zero_jax.core.tree import PyTree, leading_dims, map_named
+from zero_jax.core.tree import PyTree, leading_dims
 from zero_jax.sharding.mesh import Axes, axis_size
 from zero_jax.sharding.precision import wide
 from zero_jax.sharding.spec import Dims, named, without
 from zero_jax.sharding.torus import split_axes
+from zero_jax.training.grads.combined import CombinedAux
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.noise_scale import mean_of_parts, shard_squares
-from zero_jax.transforms import DeviceSum, PartWeight, nonzero
+from zero_jax.transforms import DeviceSum, PartWeight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Accumulator:
     axes: Axes
     mapped: tuple[str, ...]
     num_microbatches: int
-    loss_weight: str | None
-    whole_aux: Callable[[], PyTree]  # the shapes of the aux of the whole batch
+    loss_weight: str | None  # the entry of aux that the losses are averaged by; None if none is named
+    aux: CombinedAux
     sums: Sequence[DeviceSum]  # how the gradients that devices have of each param are summed
 
     @property
@@ -151,14 +152,20 @@ class Accumulator:
 
         return jax.tree.map(regroup, self.split(batch))
 
-    def joined_mapped(self, x: jax.Array) -> jax.Array:
-        """Returns results of examples `[num_microbatches, shards of mapped, examples, ...]` in the batch's order."""
-        axes = (*self.mapped, *self.unmapped)
+    def joined(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns results of examples `[num_microbatches, ..., examples at dim, ...]` in the batch's order."""
+        x = jnp.moveaxis(x, 1 + dim, 1)
+        x = x.reshape(x.shape[0], self.num_shards, x.shape[1] // self.num_shards, *x.shape[2:])
+        return jnp.moveaxis(lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3), 0, dim)
+
+    def joined_mapped(self, x: jax.Array, dim: int) -> jax.Array:
+        """Returns results `[num_microbatches, shards of mapped, ..., examples at dim, ...]` in the batch's order."""
+        x, axes = jnp.moveaxis(x, 2 + dim, 2), (*self.mapped, *self.unmapped)
         order = [axes.index(axis) for axis in self.axes.batch]
         (k, n, size, *shape), last = x.shape, 1 + len(axes)
         x = x.reshape(k, *self.sizes(axes), n * size // axis_size(self.mesh, axes), *shape)
         x = x.transpose(*(1 + i for i in order), 0, last, *range(last + 1, x.ndim))
-        return lax.collapse(x, 0, last + 1)
+        return jnp.moveaxis(lax.collapse(x, 0, last + 1), 0, dim)
 
     def sizes(self, axes: Sequence[str]) -> list[int]:
         """Returns the sizes of mesh axes."""
@@ -178,7 +185,8 @@ class Accumulator:
         """Accumulates gradients that each microbatch has already reduced to shards, in float32.
 
         Args:
-          grad_fn: `grad_fn(params, model_state, batch, key)` returns `((loss, (aux, model_state, weight)), grads)`.
+          grad_fn: `grad_fn(params, model_state, batch, key)` returns `((loss, (aux, model_state, weight)), grads)`, the
+            aux as of `CombinedAux.entries`.
           inputs: its arguments for the whole batch. Each microbatch passes its model state on to the next.
 
         Returns:
@@ -209,10 +217,9 @@ class Accumulator:
         zeros = pin([jnp.zeros(p.shape, wide(p.dtype)) for p in params])
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(merged) if x.ndim])
         (sums, model_state), (losses, weights, auxes, squares) = lax.scan(body, (zeros, model_state), xs)
-        total = weights.joined().divisor
+        total = total_of_grads(losses, weights)
         grads = [_divided(s, total) for s in sums]
-        size = next((x.shape[1] for x in jax.tree.leaves(merged) if x.ndim), 0)
-        out = self.mean(losses, weights), (self.combine(auxes, weights.count, size), model_state)
+        out = mean(losses, weights), (self.aux.combine(auxes, self.joined, lead=1), model_state)
         return out, grads, mean_of_parts(squares, weights.count)
 
     def local(
@@ -248,12 +255,10 @@ class Accumulator:
         if k == 1:
             part = jax.tree.map(lambda x: x[0] if x.ndim else x, parts)
             (losses, (auxes, _, weights)), grads = mapped(params, model_state, part, jax.random.split(key, n), frozen)
-            total = weights.joined().divisor
+            total = total_of_grads(losses, weights)
             grads = [_weighed_share(g, outer(weights.divisor, g), total) for g in grads]
-            size = next((x.shape[1] for x in jax.tree.leaves(part) if x.ndim), 0)
-            auxes = jax.tree.map(lambda x: x[None], auxes)
-            aux = self.combine(auxes, weights.count[None], size)
-            return (self.mean(losses, weights), (aux, model_state)), grads, None
+            aux = self.aux.combine(jax.tree.map(lambda x: x[None], auxes), self.joined_mapped, lead=2)
+            return (mean(losses, weights), (aux, model_state)), grads, None
 
         def body(sums: list[jax.Array], index_and_part: Any) -> Any:
             index, part = index_and_part
@@ -270,10 +275,9 @@ class Accumulator:
         ]
         xs = (jnp.arange(k), [x for x in jax.tree.leaves(parts) if x.ndim])
         sums, (losses, weights, auxes, squares) = lax.scan(body, zeros, xs)
-        total = weights.joined().divisor
+        total = total_of_grads(losses, weights)
         grads = [_divided(s, total) for s in sums]
-        size = next((x.shape[2] for x in jax.tree.leaves(parts) if x.ndim), 0)
-        out = self.mean(losses, weights), (self.combine(auxes, weights.count, size), model_state)
+        out = mean(losses, weights), (self.aux.combine(auxes, self.joined_mapped, lead=2), model_state)
         return out, grads, mean_of_parts(squares, weights.count)
 
     def shard_mapped(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
@@ -312,39 +316,24 @@ class Accumulator:
             sums.append((total.astype(stack.dtype), error))
         return [total for total, _ in sums], [error for _, error in sums]
 
-    def mean(self, losses: jax.Array, weights: PartWeight) -> jax.Array:
-        """Returns the weighted mean of losses."""
-        return _divided(_weigh(weights.divisor, losses).sum(), weights.joined().divisor)
 
-    def combine(self, auxes: PyTree, weights: jax.Array, num_examples: int) -> PyTree:
-        """Combines the aux of the microbatches, stacked on the dims of `weights`, into that of the batch.
+def mean(losses: jax.Array, weights: PartWeight, *, nested: bool = False) -> jax.Array:
+    """Returns the mean of losses by weight, or their plain mean if none of them weighs anything.
 
-        Entries with one element per example are put back in the batch's order; integers and the weight itself are
-        summed; other floating entries are averaged by weight.
-        """
-        lead = weights.ndim
-        may_be_examples = [x.ndim > lead and x.shape[lead] == num_examples for x in jax.tree.leaves(auxes)]
-        # A leading dim may equal the microbatch by chance: only one of examples grows with the batch.
-        batch_auxes = self.whole_aux() if any(may_be_examples) else auxes
+    With `nested` it is that of one of several parts of the batch.
+    """
+    weighed = _divided(_weigh(weights.divisor, losses).sum(), weights.total(nested=nested))
+    return jnp.where((weights.divisor == 0).all(), losses.mean(), weighed).astype(losses.dtype)
 
-        def combine_leaf(name: str, x: jax.Array, batch_aux: Any) -> jax.Array:
-            if x.ndim > lead and x.shape[lead] == num_examples and batch_aux.shape[0] == num_examples * weights.size:
-                if lead == 2:
-                    return self.joined_mapped(x)
-                x = x.reshape(x.shape[0], self.num_shards, num_examples // self.num_shards, *x.shape[2:])
-                return lax.collapse(jnp.swapaxes(x, 0, 1), 0, 3)
-            over = tuple(range(lead))
-            if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-                raise ValueError(
-                    f"aux leaf {name!r} holds PRNG keys, and those of several microbatches make none of the batch: "
-                    "leave it out of aux, or set num_microbatches=1"
-                )
-            if name == self.loss_weight or not jnp.issubdtype(x.dtype, jnp.inexact):
-                return x.any(over) if x.dtype == bool else x.sum(over)
-            scale = weights.reshape(weights.shape + (1,) * (x.ndim - lead)) / nonzero(weights.sum())
-            return _weigh(scale, x).sum(over).astype(x.dtype)
 
-        return map_named(combine_leaf, auxes, batch_auxes)
+def total_of_grads(losses: jax.Array, weights: PartWeight) -> jax.Array:
+    """Returns what the weighed sum of gradients is divided by.
+
+    Where no part weighs anything, the sum is 0, and so are the gradients if the losses are finite, as they are where
+    the loss function avoids 0 / 0 itself. Otherwise the step is skipped, as without parts.
+    """
+    of_nothing = jnp.where(jnp.isfinite(losses).all(), 1, jnp.nan)
+    return jnp.where((weights.divisor == 0).all(), of_nothing, weights.total(of_grads=True))
 
 
 def _rejoin(parts: list[jax.Array], batch: PyTree) -> PyTree:
@@ -363,8 +352,8 @@ def _weigh(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 @inline_jit
 def _divided(x: jax.Array, total: jax.Array) -> jax.Array:
-    # As without parts, 0 / 0 apart: a sum that nothing is to be divided by is not finite, and the step is skipped.
-    return (x / jnp.where(x == 0, nonzero(total), total)).astype(x.dtype)
+    # As without parts: a sum that nothing is to be divided by is not finite, and the step is skipped.
+    return (x / total).astype(x.dtype)
 
 
 @inline_jit

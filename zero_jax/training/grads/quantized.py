@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NoReturn
 
 import jax
@@ -15,12 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.tree import PyTree
 from zero_jax.sharding.precision import wide
-from zero_jax.training.grads.accumulator import Accumulator, GradInputs, outer
-from zero_jax.transforms import PartWeight, nonzero, weight_alone
+from zero_jax.training.grads.accumulator import Accumulator, GradInputs, mean, outer
+from zero_jax.transforms import PartWeight, weight_alone
 
 
 def quantized_grads(
-    accumulator: Accumulator, loss_fn: Callable[..., Any], traced: TracedFunction, *weighted: Any, convolves: bool
+    accumulator: Accumulator,
+    loss_fn: Callable[..., Any],
+    traced: TracedFunction,
+    *weighted: Any,
+    convolves: bool,
+    count_power: Fraction,
+    nested: bool,
 ) -> Callable[..., Any]:
     """Returns a function of params, model state, a microbatch and a key to the loss and gradients of the microbatch.
 
@@ -34,6 +41,8 @@ def quantized_grads(
       traced: the loss function with its weight.
       *weighted: its arguments, for a whole batch.
       convolves: whether it has convolutions.
+      count_power: `PartWeight.power` of the loss.
+      nested: whether the microbatch is one of several, or the copy of the params.
 
     Raises:
       ValueError: devices cannot have gradients of their own.
@@ -41,16 +50,17 @@ def quantized_grads(
     if convolves:
         refuse_own("XLA partitions each device's own convolutions wrongly")
     try:
-        weigh = weight_alone(traced, *weighted)
+        weigh = weight_alone(traced, *weighted, power=count_power)
     except NotImplementedError as error:
         refuse_own(str(error))
 
+    of_microbatch = dataclasses.replace(accumulator, num_microbatches=1)
+
     def grads(params: Any, model_state: PyTree, batch: PyTree, key: jax.Array, frozen: PyTree = None) -> Any:
         del frozen  # the loss function closes over them
-        aux_shapes = lambda: jax.eval_shape(traced, weighted[0], batch, key)[1][0]  # noqa: E731
-        of_microbatch = dataclasses.replace(accumulator, num_microbatches=1, whole_aux=aux_shapes)
         try:
-            return _mapped(of_microbatch, loss_fn, weigh, GradInputs(params, model_state, batch, key))
+            inputs = GradInputs(params, model_state, batch, key)
+            return _mapped(of_microbatch, loss_fn, weigh, inputs, nested=nested)
         except NotImplementedError as error:
             refuse_own(str(error))
 
@@ -70,6 +80,8 @@ def _mapped(
     loss_fn: Callable[..., Any],
     weigh: Callable[..., Any] | None,
     inputs: GradInputs,
+    *,
+    nested: bool,
 ) -> Any:
     """Returns loss and gradients of one microbatch; `weigh` is the weight of a part, None if all weigh the same."""
     params, model_state, batch, key = inputs
@@ -84,20 +96,20 @@ def _mapped(
     each = jax.tree.map(lambda x: 0 if x.ndim else None, parts)
     keys = jax.random.split(key, n)
     over_devices = functools.partial(jax.vmap, spmd_axis_name=batch_axes, axis_size=n)
-    weights = PartWeight(jnp.ones(n), jnp.ones(n), jnp.full(n, -jnp.inf))
+    weights = PartWeight(jnp.ones(n), jnp.ones(n))
     if weigh is not None:
         weights = over_devices(weigh, in_axes=(each, 0))(parts, keys)
         # A part that weighs nothing may have a loss of 0 / 0: its device takes the heaviest part, for no share.
         heaviest, is_empty = jnp.argmax(weights.divisor), weights.divisor == 0
         parts = jax.tree.map(lambda x: jnp.where(outer(is_empty, x), x[heaviest], x) if x.ndim else x, parts)
-    total = weights.joined()
-    shares = weights.divisor * n / nonzero(total.divisor)
+    total = weights.total(of_grads=True, nested=nested)
+    shares = jnp.where((weights.divisor == 0).all(), 1, weights.divisor * n / total)
     shares = lax.with_sharding_constraint(shares, NamedSharding(accumulator.mesh, PartitionSpec(batch_axes)))
     in_axes, out_axes = (None, each, 0, 0), ((0, (0, 0)), None)
     (_, (losses, auxes)), sums = over_devices(share_of_loss, in_axes=in_axes, out_axes=out_axes)(
         params, parts, keys, shares
     )
-    size = next((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim), 0)
-    aux = accumulator.combine(jax.tree.map(lambda x: x[None], auxes), weights.count[None], size)
+    auxes = jax.tree.map(lambda x: x[None], auxes)
+    aux = accumulator.aux.combine(auxes, accumulator.joined_mapped, lead=2, nested=nested)
     grads = [(x.astype(wide(x.dtype)) / n).astype(x.dtype) for x in sums]
-    return (accumulator.mean(losses, weights), (aux, model_state, total)), grads
+    return (mean(losses, weights, nested=nested), (aux, model_state, weights.joined())), grads

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from zero_jax.transforms.microbatch_weights import EPSILON
-
 
 class Refused(Exception):
     """Says why the relation of a result is not known."""
@@ -22,9 +20,14 @@ class Kind(enum.Enum):
     SAME = "each part has the value of the whole"
     ROWS = "each part has its block of the whole, along a dim"
     SUM = "the values of the parts add up to the value of the whole"
+    MAX = "the whole has the largest of the values of the parts, element by element: of booleans, any"
+    MIN = "the whole has the smallest of the values of the parts, element by element: of booleans, all"
     POSITIONS = "counts from 0 along a dim, in a part as in the whole"
     COLUMNS = "indices whose columns have relations of their own"
     UNKNOWN = "not known, or none of these"
+
+
+EXTREMA = frozenset({Kind.MAX, Kind.MIN})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,11 @@ class Relation:
       root: which sum this is, for SUM; casts and reshapes of a sum have the same.
       of_params: whether the value depends on the params.
       is_false: whether a ROWS value is False everywhere.
-      bounded: whether a SUM has a bound that avoids a division by zero: such a one may only be a divisor.
+      bounded: whether it is a function of a SUM, such as one with a bound that avoids a division by zero, rather than
+        the sum itself: such a one may only be a divisor.
       number: the number that the value is everywhere, if known.
       columns: the relations of the columns, for COLUMNS.
-      why: why it is UNKNOWN.
+      why: why it is UNKNOWN, or for MAX and MIN why the loss on parts may be another one.
     """
 
     kind: Kind
@@ -134,8 +138,6 @@ def joined(one: Relation, other: Relation) -> Relation:
         if x.kind is Kind.SAME and x.is_plain:
             if y.is_plain or (y.is_mean and y.kind in (Kind.SAME, Kind.SUM)):
                 return y.of_elements()
-            if _is_count(y) and x.number is not None and abs(x.number) <= EPSILON:
-                return dataclasses.replace(y, bounded=True)
     raise Refused("mixed")
 
 
@@ -179,16 +181,19 @@ def divided(above: Relation, below: Relation) -> Relation:
     return multiplied(above, dataclasses.replace(below, power=-below.power, number=None))
 
 
-def bounded(inputs: Sequence[Relation]) -> Relation:
-    """Returns the relation of the larger of two values: of a number of examples or tokens and of 1, still that sum.
+def of_count(inputs: Sequence[Relation]) -> Relation:
+    """Returns the relation of a function of one number of examples or tokens, such as the larger of that and 1.
 
     Raises:
-      Refused: there is none.
+      Refused: there is none: the inputs are several counts, or are not the same in all parts.
     """
     counts = [x for x in inputs if _is_count(x)]
-    if len(counts) == 1 and sum(x.number is not None and x.number <= 1 for x in inputs) == len(inputs) - 1:
-        return dataclasses.replace(counts[0], bounded=True)
-    return applied(inputs)
+    others = [x for x in inputs if not _is_count(x)]
+    if len({x.root for x in counts}) != 1 or any(
+        not x.is_plain or x.kind is not Kind.SAME or x.of_params for x in others
+    ):
+        raise Refused("mixed")
+    return Relation(kind=Kind.SUM, power=counts[0].power, root=counts[0].root, bounded=True)
 
 
 def _is_count(x: Relation) -> bool:

@@ -20,7 +20,6 @@ from zero_jax.transforms.separable.relations import (
     Relation,
     all_joined,
     applied,
-    bounded,
     divided,
     joined,
     multiplied,
@@ -64,13 +63,12 @@ def _multiplied(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [multiplied(*inputs) if is_number else applied(inputs)]
 
 
+def _power(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+    return [divided(SAME, *inputs) if pair.params["y"] == -1 else applied(inputs)]
+
+
 def _divided(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
     return [divided(*inputs) if is_float(pair.whole.outvars[0].aval) else applied(inputs)]
-
-
-def _largest(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
-    del pair
-    return [bounded(inputs)]
 
 
 def _less(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
@@ -97,35 +95,47 @@ def _select(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
 # Dims.
 
 
-def carried(combine: Combine, *, sums: bool = False) -> Rule:
+def carried(combine: Combine, *, over: Kind | None = None) -> Rule:
     """Returns the rule of operations whose results have the examples of all operands along one dim.
 
     Args:
       combine: what they make of their operands, leaving aside where the examples are.
-      sums: whether dims that they reduce are summed over, linearly.
+      over: what they make of dims that they reduce: a SUM, linearly, the MAX or the MIN.
     """
 
     def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
         made = combine([x if x.dim is None else x.at(0) for x in inputs])
         dims = {(i, x.dim) for i, x in enumerate(inputs) if x.dim is not None}
-        return [placed(made, pair, i, dims, sums=sums) if dims else made for i in range(len(pair.whole.outvars))]
+        return [placed(made, pair, i, dims, over=over) if dims else made for i in range(len(pair.whole.outvars))]
 
     return rule
 
 
-def placed(made: Relation, pair: Pair, result: int, dims: set[tuple[int, int]], *, sums: bool = False) -> Relation:
-    """Returns the relation of a result with examples along the dim that those of the operands are, or the sum of them.
+def placed(
+    made: Relation, pair: Pair, result: int, dims: set[tuple[int, int]], *, over: Kind | None = None
+) -> Relation:
+    """Returns the relation of a result with examples along the dim that those of the operands are, or what is reduced.
 
     Raises:
       Refused: they are along no dim of the result, or along several.
     """
     known = dim_map(pair.whole, result)
     check(known == dim_map(pair.part, result))
-    if sums and any(dims == {*group} for group in known.reduced):
-        return dataclasses.replace(made, kind=Kind.SUM, dim=None)
+    if over is not None and any(dims == {*group} for group in known.reduced):
+        return dataclasses.replace(made, kind=over, dim=None)
     found = [i for i, group in enumerate(known.kept) if dims == {*group}]
     check(len(found) == 1)
     return made.at(*found)
+
+
+def _of_booleans(over: Kind) -> Rule:
+    """Returns the rule of a reduction that is an extremum of booleans, and of integers is that of their bits."""
+
+    def rule(pair: Pair, inputs: Sequence[Relation]) -> list[Relation]:
+        is_bool = pair.whole.outvars[0].aval.dtype == bool
+        return carried(applied, over=over if is_bool else None)(pair, inputs)
+
+    return rule
 
 
 def _value(inputs: Sequence[Relation]) -> Relation:
@@ -269,7 +279,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("add", "sub", "add_any"), _added),
     "mul": _multiplied,
     "div": _divided,
-    "max": _largest,
+    "integer_pow": _power,
     "lt": _less,
     "select_n": _select,
     "broadcast_in_dim": _broadcast,
@@ -287,10 +297,16 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": _at_index,
     "dynamic_update_slice": _updated,
     **dict.fromkeys(("pad", "stack"), carried(all_joined)),
-    "reduce_sum": carried(_summed, sums=True),
+    "reduce_sum": carried(_summed, over=Kind.SUM),
+    "reduce_max": carried(applied, over=Kind.MAX),
+    "reduce_min": carried(applied, over=Kind.MIN),
+    "reduce_or": _of_booleans(Kind.MAX),
+    "reduce_and": _of_booleans(Kind.MIN),
     "cumsum": carried(_summed),
     **dict.fromkeys(
-        (REDUCTIONS - {"reduce_sum"}) | (CUMULATIVE - {"cumsum"}) | {"reduce_xor", "reduce", "sort", "top_k"},
+        (REDUCTIONS - {"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and"})
+        | (CUMULATIVE - {"cumsum"})
+        | {"reduce_xor", "reduce", "sort", "top_k"},
         carried(applied),
     ),
     **dict.fromkeys(
@@ -299,7 +315,7 @@ RULES: dict[str, Rule] = {
         "householder_product tridiagonal_solve lu_pivots_to_permutation triangular_solve fft zero_attention".split(),
         carried(applied),
     ),
-    "dot_general": carried(_product, sums=True),
+    "dot_general": carried(_product, over=Kind.SUM),
     "conv_general_dilated": _convolution,
     **lookups.RULES,
 }

@@ -15,8 +15,20 @@ import numpy as np
 from zero_jax.core import jaxprs
 from zero_jax.core.subcalls import subcall
 from zero_jax.sharding.spec import dims_of
+from zero_jax.transforms.separable.extrema import of_extrema
 from zero_jax.transforms.separable.pair import Pair, aval, floating, of_some
-from zero_jax.transforms.separable.relations import SAME, Kind, Refused, Relation, dual, joined, rows, unknown
+from zero_jax.transforms.separable.relations import (
+    EXTREMA,
+    SAME,
+    Kind,
+    Refused,
+    Relation,
+    dual,
+    joined,
+    of_count,
+    rows,
+    unknown,
+)
 from zero_jax.transforms.separable.rules import KEEPS, PLACES, RULES, SIZED
 
 _CALLS = frozenset({"call", "sharded_call", "remat", "custom_vmap"})
@@ -108,7 +120,9 @@ class TraceComparison:
             results = self.by_rule(pair, inputs)
         except Refused as refused:
             placed = any(x.kind in (Kind.POSITIONS, Kind.COLUMNS) for x in inputs)
-            results = [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
+            results = self.of_count(pair, inputs) or (
+                [self.refused("placed" if placed else str(refused))] * len(pair.whole.outvars)
+            )
         except _ERRORS as error:
             why = f"the primitive {pair.whole.primitive.name!r} may mix examples of a batch ({type(error).__name__})"
             results = [self.refused(why)] * len(pair.whole.outvars)
@@ -126,8 +140,10 @@ class TraceComparison:
             for x in inputs:
                 if x.kind is Kind.UNKNOWN:
                     return [unknown(x.why.replace("{}", self.source))] * len(pair.whole.outvars)
-        if any(x.bounded for x in inputs) and name not in (*KEEPS, "div", "max", "add"):
+        if any(x.bounded for x in inputs) and name not in (*KEEPS, "div", "integer_pow"):
             raise Refused("mixed")
+        if any(x.kind in EXTREMA for x in inputs) and self.same_params(pair):
+            return of_extrema(pair, inputs)
         if any(x.kind is Kind.COLUMNS for x in inputs) and not name.startswith(("gather", "scatter")):
             raise Refused("mixed")
         rule = RULES.get(name)
@@ -138,6 +154,16 @@ class TraceComparison:
         if inputs and all(_is_same(x) for x in inputs):
             return [SAME] * len(pair.whole.outvars)
         raise Refused(f"the primitive {name!r} may mix examples of a batch")
+
+    def of_count(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
+        """Returns the relations of scalars that are made of one count; empty if they are not."""
+        is_scalar = not any(getattr(x.aval, "shape", ()) for x in (*pair.whole.invars, *pair.whole.outvars))
+        if not is_scalar or pair.whole.effects or not self.same_params(pair):
+            return []
+        try:
+            return [of_count(inputs)] * len(pair.whole.outvars)
+        except Refused:
+            return []
 
     def called(self, pair: Pair, inputs: list[Relation]) -> list[Relation]:
         """Returns the relations of the results of a call; of the calls of equal layers one is walked."""
@@ -168,6 +194,8 @@ class TraceComparison:
             return self.refused("sized")
         if x.kind is Kind.ROWS and any(i == x.dim and a % self.num_blocks for i, a in enumerate(whole)):
             return self.refused("mixed")  # an element is made of examples of several blocks
+        if x.kind in EXTREMA and not x.why:
+            x = dataclasses.replace(x, why=self.refused("mixed").why)
         root = next(self.roots) if x.kind is Kind.SUM and x.root is None and not whole else x.root
         return dataclasses.replace(x, of_params=of_params or x.of_params, root=root)
 
@@ -385,6 +413,8 @@ def _unknown(relations: Sequence[Relation]) -> list[Relation]:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
     try:
         return one is other or bool(one == other) or (hasattr(one, "eqns") and str(one) == str(other))
     except (TypeError, ValueError):  # arrays

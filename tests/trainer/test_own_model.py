@@ -149,6 +149,17 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
 
 
+def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
+    """Its last state is saved, as that of a run whose last step alone was skipped."""
+    infinite = lambda step: batch_of(step) | {"y": np.full((8, WIDTH), np.inf, np.float32)}  # noqa: E731
+    result, log, _ = train(config, infinite)
+    assert (result.status, EXIT_STATUS[result.status], result.num_skipped_steps) == ("skipped", 3, 6)
+    assert "all 6 steps were skipped, the last because the gradient of b was not finite" in log
+    assert "6 skipped" in str(result) and "NOTHING IS TRAINED" in str(result)
+    result, log, _ = train(dataclasses.replace(config, steps=7))  # one step that is not
+    assert (result.status, result.num_skipped_steps) == ("done", 6) and "resuming after step 6" in log
+
+
 def test_batches_of_another_size_are_named(config):
     with pytest.raises(ValueError, match="leaf 'x' of step 2 has 4 examples, and that of the first batch 8: drop the"):
         train(config, [batch_of(0), half(1)])

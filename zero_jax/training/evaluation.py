@@ -45,15 +45,16 @@ class Metrics:
     Attributes:
       loss: the mean loss of the batch, unscaled, `float32[]`, or of a wider dtype that the model computes in.
       aux: what the loss function returned beside the loss.
-      grad_norm: the global norm of the gradients before clipping, in such a dtype.
+      grad_norm: the global norm of the gradients before clipping, in such a dtype; infinite, though each gradient is
+        finite, where that dtype has no number as large.
       skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
       nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
         finite, -1 if there is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
       loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
       num_skipped_steps: steps skipped so far, `int32[]`.
       small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
-        clipping, `float32[]`; None without microbatches. `NoiseScale` makes the gradient noise scale of it. A part is
-        a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
+        clipping, `float32[]`; infinite from norms of 1.8e19 on; None without microbatches. `NoiseScale` makes the
+        gradient noise scale of it. A part is a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
       num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
     """
 

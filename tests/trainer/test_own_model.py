@@ -160,6 +160,24 @@ def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
     assert (result.status, result.num_skipped_steps) == ("done", 6) and "resuming after step 6" in log
 
 
+def test_a_validation_that_fails_or_is_never_finite_costs_no_step(config):
+    def reading(passes):
+        """Batches whose third pass fails: one is read to check them, one before the first step."""
+        passes.append(1)
+        if len(passes) == 3:
+            raise RuntimeError("the file server is gone")
+        yield batch_of(0)
+
+    passes = []
+    with pytest.raises(RuntimeError, match="the file server is gone"):
+        train(dataclasses.replace(config, eval_every=2), validation=lambda: reading(passes), eval_fn=eval_fn)
+    useless = lambda params, batch, *, model_state: (jnp.nan * params["b"].sum(), None, model_state)  # noqa: E731
+    result, log, _ = train(config, validation=[batch_of(0)], eval_fn=useless)
+    assert "resuming after step 2" in log and result.status == "done"
+    folder = pathlib.Path(config.out) / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step_*")) == [f"step_0000000{i}" for i in (2, 3, 6)]
+
+
 def test_batches_of_another_size_are_named(config):
     with pytest.raises(ValueError, match="leaf 'x' of step 2 has 4 examples, and that of the first batch 8: drop the"):
         train(config, [batch_of(0), half(1)])

@@ -373,7 +373,14 @@ class _Training:
         if self.validation is None:
             return None
         self._beat("evaluation")
-        figures = self.validation.measure(self.state, goes_on=continues)
+        try:
+            figures = self.validation.measure(self.state, goes_on=continues)
+        except Exception as error:
+            # With several processes the others may be in a collective of the evaluation: they would not save.
+            if jax.process_count() == 1 and self.step > self.first_step:
+                self.say(f"step {self.step}: the validation failed ({type(error).__name__}): saving the state first")
+                self._save(None, is_last=True)
+            raise
         if figures is None:
             return None
         self.progress.add_validation(self.step, figures)

@@ -225,7 +225,9 @@ class _Training:
         self.validation = None
         if run.input.validation is not None:
             loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
-            self.validation = Validation(loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input)
+            self.validation = Validation(
+                loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input, say=self.say
+            )
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
         config, folder = self.config, self.run.folder

@@ -1,8 +1,8 @@
 """Global norms that are right for all finite arrays.
 
-The square of a float32 overflows from 1.8e19 on, and is 0 below 1e-23. So squares are summed at three scales at once,
-and the largest scale whose sum is finite counts (Blue, "A Portable Fortran Program to Find the Euclidean Norm of a
-Vector", 1978). The scales are powers of two: they round nothing, and ordinary norms are what one sum of squares gives.
+The square of a float32 overflows from 1.8e19 on. So squares are summed twice at once, as they are and scaled down, and
+the second sum counts where the first overflows (Blue, "A Portable Fortran Program to Find the Euclidean Norm of a
+Vector", 1978).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GlobalNorm:
 
     Attributes:
       scaled: the norm times `scale`, `float32[]` or wider; NaN or infinite if an array is not finite.
-      scale: a power of two, 1 for ordinary norms.
+      scale: a power of two: 1, but for norms whose square overflows.
       first_nonfinite: the index of the first array that is not finite, -1 if there is none, `int32[]`.
     """
 
@@ -54,41 +54,33 @@ def global_norm(arrays: Sequence[jax.Array]) -> GlobalNorm:
     if not arrays:
         return GlobalNorm(scaled=jnp.float32(0), scale=jnp.float32(1), first_nonfinite=jnp.int32(-1))
     dtype = jnp.finfo(promoted(*(wide(x.dtype) for x in arrays))).dtype
-    sums_of = functools.partial(_scaled_squares, dtype=dtype)
+    sums_of = functools.partial(_squares, dtype=dtype)
     # One vector of all sums: one small all-reduce.
     sums = jnp.stack(jax.tree.leaves(map_on_device(sums_of, arrays))).reshape(len(arrays), -1)
-    # At the smallest scale a sum is finite where the array is.
-    bad = ~jnp.isfinite(sums[:, -1])
-    totals, scales = sums.sum(0), jnp.asarray(_scales(dtype), dtype)
-    finite = jnp.isfinite(totals)
-    largest = lambda x: jnp.where(finite[0], x[0], jnp.where(finite[1], x[1], x[2]))  # noqa: E731
+    # A scaled sum is finite where the array is.
+    bad, totals = ~jnp.isfinite(sums[:, 1]), sums.sum(0)
+    fits = jnp.isfinite(totals[0])
     return GlobalNorm(
-        scaled=jnp.sqrt(largest(totals)),
-        scale=largest(scales),
+        scaled=jnp.sqrt(jnp.where(fits, totals[0], totals[1])),
+        scale=jnp.where(fits, 1, _scale(dtype)).astype(dtype),
         first_nonfinite=jnp.where(bad.any(), jnp.argmax(bad).astype(jnp.int32), -1),
     )
 
 
-def _scales(dtype: Any) -> tuple[float, float, float]:
-    """Returns the scales, the largest first.
+def _scale(dtype: Any) -> float:
+    """Returns the scale at which the sum of 2^32 squares of a dtype's largest number is finite.
 
-    At the smallest one the sum of 2^64 squares of the dtype's largest number is finite; what underflows at a scale is
-    below the rounding of the norms that it is for.
+    What underflows is below the rounding of norms whose square overflows.
     """
-    exponent = 3 * jnp.finfo(dtype).maxexp // 4
-    return 2.0**exponent, 1.0, 2.0**-exponent
+    return 2.0 ** -(5 * jnp.finfo(dtype).maxexp // 8)
 
 
 @functools.partial(inline_jit, static_argnames="dtype")
-def _scaled_squares(x: jax.Array, *, dtype: Any) -> list[jax.Array]:
-    """Returns the sum of squares of an array at each scale."""
-    up, _, down = _scales(dtype)
+def _squares(x: jax.Array, *, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of squares of an array, and that of the array scaled down."""
     parts = [y.astype(dtype) for y in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
-    # The selections change no square: those of 1 and more overflow at the largest scale, and others are 0 at the
-    # smallest. Without them XLA squares scalars before it scales them: (x * c) * (x * c) becomes (x * x) * (c * c).
-    of_each = [
-        [jnp.where(jnp.abs(y) < 1, y * up, jnp.inf) for y in parts],
-        parts,
-        [jnp.where(jnp.abs(y) < 1, 0, y * down) for y in parts],
-    ]
-    return [jnp.sum(sum(map(jnp.square, scaled))) for scaled in of_each]
+    # The squares of what is below 1 underflow. Without the selection XLA would square scalars before it scales them:
+    # (y * c) * (y * c) becomes (y * y) * (c * c).
+    scaled = [jnp.where(jnp.abs(y) < 1, 0, y * _scale(dtype)) for y in parts]
+    whole, down = (jnp.sum(sum(map(jnp.square, each))) for each in (parts, scaled))
+    return whole, down

@@ -1,6 +1,7 @@
 """Saving, keeping and deleting checkpoints, and what is made of damaged ones."""
 
 import json
+import math
 import resource
 import shutil
 
@@ -175,7 +176,7 @@ def test_every_kind_of_leaf_comes_back(tmp_path):
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    losses = [3.0, 1.0, 5.0, None, 7.0, float("nan"), 6.0]
+    losses = [3.0, 1.0, 5.0, None, -math.inf, math.nan, 6.0]
     state = make_state()
     with Checkpointer(tmp_path, config=CheckpointConfig(keep_last=2, keep_best=1), log=pytest.fail) as checkpointer:
         for step, loss in enumerate(losses[:4], 1):
@@ -187,6 +188,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
             checkpointer.save(step, state, loss=loss)
     assert checkpointer.steps() == [2, 6, 7] and latest_step(tmp_path) == 7
     assert names(tmp_path) == [f"step_0000000{i}" for i in (2, 6, 7)]
+    description = describe(tmp_path / "step_00000006")
+    assert math.isnan(description.loss) and description.to_json()["loss"] is None
 
 
 def test_a_step_can_be_saved_again(tmp_path):

@@ -178,7 +178,7 @@ def test_a_search_by_estimate_alone_finds_something(capsys):
     out, err = capsys.readouterr()
     assert status == 0
     assert json.loads(out)["ranking"]["best"]
-    assert "tracing the loss with remat=none, model=1" in err
+    assert "tracing the loss with remat=own, model=1" in err
 
 
 @pytest.mark.slow
@@ -204,3 +204,54 @@ def test_a_graph_is_planned_as_it_is():
     with pytest.raises(ValueError, match=r"differ in their leading dim: {'edges': 40, 'nodes': 24}; no batch of 8"):
         compile_job.batch_of(graph, 8)
     assert compile_job.batch_of({"x": graph["nodes"], "size": graph["size"]}, 8)["x"].shape == (8, 8)
+
+
+def refuses_its_batch(params, batch):
+    raise ValueError("the batch has no masks")
+
+
+def refuses_its_batch_somewhere(mesh):
+    if mesh.shape["model"] == 4:
+        raise ValueError("3 heads do not divide over 4 devices")
+    return planned.loss_fn
+
+
+def makes_no_params(key):
+    raise ValueError("no such checkpoint")
+
+
+def search_by_estimate(loss_fn=planned.loss_fn, init_fn=planned.init_fn, **options):
+    settings = {"batch": planned.batch(16), "topology": TOPOLOGY, "config": CONFIG, "max_compiles": 0}
+    return zero.plan_auto(loss_fn, init_fn, optax.adamw(1e-3), **{**settings, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({"loss_fn": refuses_its_batch}, {}, "the batch has no masks"),
+        ({"loss_fn": refuses_its_batch}, {"remats": ("full", "dots")}, "the batch has no masks"),
+        ({"loss_fn": {"a": planned.loss_fn, "b": refuses_its_batch}}, {}, "the batch has no masks"),
+        ({"init_fn": makes_no_params}, {"config": zero.ZeroConfig(param_specs=planned.SPECS)}, "no such checkpoint"),
+        ({"loss_fn": lambda params, batch: batch["x"]}, {}, "a loss of shape"),
+    ],
+)
+def test_what_a_model_raises_ends_a_search(model, options, message):
+    """It is no reason to reject a setting: it would reject them all."""
+    with pytest.raises(ValueError, match=message) as caught:
+        search_by_estimate(**model, **options)
+    assert message == "a loss of shape" or caught.traceback[-1].path.name == "test_plan_errors.py"
+
+
+def test_what_zero_jax_refuses_for_a_model_rejects_settings():
+    found = search_by_estimate(lambda params, batch: jnp.mean(batch["x"] @ params["layers"][0]), remats=("own", "full"))
+    reasons = {entry.reason for entry in found.ranking.rejected if entry.setting.remat == "full"}
+    assert found.ranking.best is not None and {entry.setting.remat for entry in found.ranking.ranked} == {"own"}
+    assert len(reasons) == 1 and "finds nothing to recompute" in reasons.pop()
+
+
+def test_sizes_of_the_model_axis_that_the_model_refuses_are_left_out():
+    said, config = [], zero.ZeroConfig(param_specs=planned.SPECS)
+    loss_fn = zero.MeshLoss(refuses_its_batch_somewhere)
+    found = search_by_estimate(loss_fn, config=config, stages=(3,), remats=("own",), log=said.append)
+    assert {x.setting.model for x in (*found.ranking.ranked, *found.ranking.rejected)} == {1, 2}
+    assert "model=4 is left out: 3 heads do not divide over 4 devices" in said

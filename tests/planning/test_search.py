@@ -9,6 +9,7 @@ import pytest
 
 from zero_jax.analysis.formulas import PAPER_CASES, model_state_bytes
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Estimated, Outcome, Ranked, shortage
 from zero_jax.planning.search import Space, candidates, corrected_seconds, search
 
@@ -276,7 +277,7 @@ def test_without_compiling():
 def test_estimates_that_refuse():
     def refuse(setting):
         if setting.stage < 3:
-            raise ValueError("the flux capacitor needs stage 3")
+            raise SettingRefused("the flux capacitor needs stage 3")
         return estimate(setting)
 
     got = run(estimate=refuse)

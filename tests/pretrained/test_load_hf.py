@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hub_folders import FOLDERS, assert_params, tensors_of, write
+from hub_folders import FOLDERS, assert_params, assert_same_bits, read, tensors_of, write
 
 import zero_jax as zero
 from zero_jax.models import decoder
@@ -299,6 +299,19 @@ def test_a_file_that_changes_while_it_is_read_is_named(change, tmp_path, monkeyp
     told = "it was there when the reading began" if change == "gone" else "changed while it was read: load again"
     with pytest.raises(ValueError, match=f"model.safetensors.* {told}"):
         zero.load_hf(folder, mesh=zero.make_mesh(), config=config_of(3))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_tied_table_may_have_the_name_of_the_head(family, tmp_path):
+    tensors = tensors_of(FOLDERS[family], jnp.bfloat16)
+    renamed = {name.replace("model.embed_tokens", "lm_head"): x for name, x in tensors.items()}
+    loaded = zero.load_hf(write(tmp_path, FOLDERS[family], renamed), mesh=zero.make_mesh(), config=config_of(3))
+    assert_params(loaded.params, tensors, FOLDERS[family])
+    zero.save_hf(tmp_path / "saved", loaded.params, like=loaded)
+    assert_same_bits(read(tmp_path / "saved"), tensors)
+    neither = {name: x for name, x in renamed.items() if name != "lm_head.weight"}
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight of the param 'embed' is missing"):
+        open_hf(write(tmp_path / "neither", FOLDERS[family], neither))
 
 
 def test_tensors_that_transformers_does_not_read_are_left(tmp_path):

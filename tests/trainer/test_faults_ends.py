@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import io
 import logging
+import math
 import os
 import pathlib
 import resource
@@ -24,7 +25,6 @@ from zero_jax.checkpoint.writing import ArrayWrites
 from zero_jax.cli import commands as cli
 from zero_jax.trainer import loop as trainer
 from zero_jax.trainer import result as result_module
-from zero_jax.trainer.inputs import text
 from zero_jax.training.state.finite import NonfiniteState
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "no_picture")
@@ -47,21 +47,14 @@ def test_params_that_an_update_makes_infinite_are_not_saved_though_loss_and_grad
 
 
 @pytest.mark.slow
-def test_a_state_whose_validation_loss_is_not_finite_is_not_saved_as_good(tmp_path, monkeypatch, unbroken):
-    """Params may be finite, and useless."""
-    means, lines = trainer.Validation.means, []
-
-    def useless(self, params, **options):
-        found = means(self, params, **options)
-        return found | {"loss": found["loss"] * (jnp.nan if int(trainer_step[0]) >= 6 else 1)}
-
-    trainer_step = [0]
-    monkeypatch.setattr(text, "train_batches", faults.tampering({6: lambda _, step: trainer_step.insert(0, step)}))
-    monkeypatch.setattr(trainer.Validation, "means", useless)
-    result = train(tmp_path, lines=lines, steps=6)
-    assert (result.status, trainer.EXIT_STATUS[result.status]) == ("unsaved", 1)
-    assert checkpoints(tmp_path) == ["step_00000004"]
-    assert "step 6: not saved, because its validation loss is not finite" in lines
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_state_whose_validation_loss_is_not_finite_is_saved_but_not_as_the_best(loss, tmp_path, monkeypatch):
+    losses, lines = iter([3.0, 2.0, loss, loss]), []
+    monkeypatch.setattr(trainer.Validation, "means", lambda *_, **__: {"loss": next(losses)})
+    checkpoint = CheckpointConfig(save_every=2, keep_last=1, keep_best=1)
+    result = train(tmp_path, lines=lines, steps=6, eval_every=2, checkpoint=checkpoint)
+    assert result.status == "done" and checkpoints(tmp_path) == ["step_00000002", "step_00000006"]
+    assert f"step 6: its validation loss is {loss}: the state is saved, but not as one of the best" in lines
 
 
 @pytest.mark.slow

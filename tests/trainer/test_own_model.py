@@ -1,6 +1,7 @@
 """Models of the user's own in the trainer: any loss, any batches, the same loop."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -149,6 +150,35 @@ def test_batches_that_end_end_the_run_with_its_state(config):
     assert "batches: reading and dropping the 5 before step 6: an iterable without a state has no position" in log
 
 
+def test_a_run_of_which_every_step_was_skipped_is_not_done(config):
+    """Its last state is saved, as that of a run whose last step alone was skipped."""
+    infinite = lambda step: batch_of(step) | {"y": np.full((8, WIDTH), np.inf, np.float32)}  # noqa: E731
+    result, log, _ = train(config, infinite)
+    assert (result.status, EXIT_STATUS[result.status], result.num_skipped_steps) == ("skipped", 3, 6)
+    assert "all 6 steps were skipped, the last because the gradient of b was not finite" in log
+    assert "6 skipped" in str(result) and "NOTHING IS TRAINED" in str(result)
+    result, log, _ = train(dataclasses.replace(config, steps=7))  # one step that is not
+    assert (result.status, result.num_skipped_steps) == ("done", 6) and "resuming after step 6" in log
+
+
+def test_a_validation_that_fails_or_is_never_finite_costs_no_step(config):
+    def reading(passes):
+        """Batches whose third pass fails: one is read to check them, one before the first step."""
+        passes.append(1)
+        if len(passes) == 3:
+            raise RuntimeError("the file server is gone")
+        yield batch_of(0)
+
+    passes = []
+    with pytest.raises(RuntimeError, match="the file server is gone"):
+        train(dataclasses.replace(config, eval_every=2), validation=lambda: reading(passes), eval_fn=eval_fn)
+    useless = lambda params, batch, *, model_state: (jnp.nan * params["b"].sum(), None, model_state)  # noqa: E731
+    result, log, _ = train(config, validation=[batch_of(0)], eval_fn=useless)
+    assert "resuming after step 2" in log and result.status == "done"
+    folder = pathlib.Path(config.out) / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.glob("step_*")) == [f"step_0000000{i}" for i in (2, 3, 6)]
+
+
 def test_batches_of_another_size_are_named(config):
     with pytest.raises(ValueError, match="leaf 'x' of step 2 has 4 examples, and that of the first batch 8: drop the"):
         train(config, [batch_of(0), half(1)])
@@ -204,6 +234,56 @@ def test_a_resumed_run_with_another_batch_size_says_what_is_skipped_or_repeated(
     if told:
         assert f"a batch has 8 examples, and had {before}. The run goes on after batch 3: " in lines[0]
         assert told in lines[0]
+
+
+def token_init(key):
+    return {"w": jax.random.normal(key, (WIDTH, 4))}
+
+
+def token_loss(params, batch, *, guard=lambda count: count):
+    """A mean over the examples that a mask leaves."""
+    errors = jnp.square(batch["x"] @ params["w"]).mean(-1)
+    loss = (errors * batch["mask"]).sum() / guard(batch["mask"].sum())
+    return loss, {"named": batch["mask"].sum(), "right": (batch["mask"] * (errors < 1)).sum() / batch["mask"].sum()}
+
+
+GUARDS = {"none": lambda count: count, "at least 3": lambda count: jnp.maximum(count, 3), "epsilon": lambda n: n + 1e-6}
+
+
+def masked(counts):
+    """Returns a batch with so many examples of each 4 that count."""
+    mask = np.concatenate([np.arange(4) < count for count in counts]).astype(np.float32)
+    return {"x": np.random.default_rng(5).normal(size=(len(mask), WIDTH)).astype(np.float32), "mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("loss_weight", "guard"), [*(("auto", guard) for guard in GUARDS), ("named", "none"), (None, "none")]
+)
+def test_training_and_validation_loss_of_the_same_data_agree(loss_weight, guard, config):
+    """In batches that weigh differently, one of them nothing, as in microbatches."""
+    loss_fn, whole = functools.partial(token_loss, guard=GUARDS[guard]), masked([4, 1, 0, 2])
+    parts = [jax.tree.map(lambda x: x[4 * i : 4 * i + 4], whole) for i in range(4)]  # noqa: B023
+    parts = parts if loss_weight else [parts[0], parts[1], parts[3]]  # equal weights have a place for each part
+    zero_config = dataclasses.replace(config.zero, loss_weight=loss_weight)
+    config = dataclasses.replace(config, zero=zero_config, steps=1, eval_every=1, eval_batches=4)
+    trainer = zero.Trainer(loss_fn, token_init, lambda step: whole, config=config, validation=parts, tx=optax.sgd(0.0))
+    result = trainer.train(log=lambda _: None)
+    trained, checked = ({x["kind"]: x for x in records(config)}[kind] for kind in ("train", "validation"))
+    expected = trained["loss"], trained["right"]
+    if loss_weight is None:
+        outs = [loss_fn(jax.device_get(trainer.state.params), part) for part in parts]
+        expected = np.mean([loss for loss, _ in outs]), np.mean([aux["right"] for _, aux in outs])
+    assert result.status == "done" and (checked["loss"], checked["right"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_validation_without_weight_says_so(guard, config):
+    loss_fn = functools.partial(token_loss, guard=GUARDS[guard])
+    trainer = zero.Trainer(loss_fn, token_init, lambda step: masked([4, 1]), config=config, validation=[masked([0, 0])])
+    lines = []
+    result = trainer.train(log=lines.append)
+    assert result.status == "done" and np.isnan(result.final_validation_loss)
+    assert "no batch of the validation has a weight above 0: its loss is NaN" in lines
 
 
 # Sources of batches

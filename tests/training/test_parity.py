@@ -13,6 +13,7 @@ import reference
 from reference import assert_close, loss_fn, make_batches, mesh_of, run_plain, run_zero
 
 import zero_jax as zero
+from zero_jax.training import global_norm
 from zero_jax.training.state import placement
 
 # Sums over a batch are made in another order on several devices: float32 rounds at 6e-8, and Adam's division by the
@@ -246,6 +247,61 @@ def test_clips_as_unsharded(stage, mesh, by_optax):
     np.testing.assert_allclose(reference.norm(state.opt_state[1]), CLIP_NORM, rtol=FLOAT32)
     assert float(history[-1].grad_norm) > 10 * CLIP_NORM  # the norm that is reported is the one before clipping
     np.testing.assert_allclose(history[-1].grad_norm, reference.norm(grads), rtol=FLOAT32)
+
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+def test_a_norm_does_not_overflow(dtype):
+    """Of three leaves none has a norm that float32 does not hold; at 3e18 only the sum of their squares overflows."""
+    for size in (0.0, 1e-12, 1.0, 3e18, 1e19, 1e25, LARGEST / 2):
+        if size > float(jnp.finfo(dtype).max):
+            continue
+        rng = np.random.default_rng(0)
+        arrays = [rng.uniform(-1, 1, shape) * size / 4 for shape in ((8,), (), (3, 4))]
+        arrays = [jnp.asarray(x, dtype) * (1 - 1j if dtype == "complex64" else 1) for x in arrays]
+        whole = [np.asarray(x, np.complex128) for x in arrays]
+        measured = global_norm(arrays)
+        expected = np.sqrt(sum(np.square(np.abs(x)).sum() for x in whole))
+        assert measured.value.dtype == jnp.float32 and measured.first_nonfinite == -1
+        np.testing.assert_allclose(measured.value, expected, rtol=1e-6)
+        factor = min(1.0, 0.5 / expected) if expected else 1.0
+        for x, y in zip(measured.clip(arrays, 0.5), whole, strict=True):
+            rounding = 4 * float(jnp.finfo(dtype).eps)
+            np.testing.assert_allclose(np.asarray(x, np.complex128), y * factor, rtol=rounding)
+
+
+def test_a_norm_that_float32_does_not_hold_is_clipped_and_what_is_not_finite_is_named():
+    most = [jnp.full((4, 4), LARGEST), jnp.full(9, -LARGEST)]
+    measured = global_norm(most)
+    assert measured.value == np.inf and measured.first_nonfinite == -1
+    np.testing.assert_allclose(jnp.concatenate([x.ravel() for x in measured.clip(most, 1.0)]), [0.2] * 16 + [-0.2] * 9)
+    for bad in (np.inf, -np.inf, np.nan):
+        assert global_norm([*most, jnp.asarray([1.0, bad])]).first_nonfinite == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_microbatches"),
+    [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(0, 1, marks=pytest.mark.slow)],
+)
+def test_finite_gradients_are_clipped_whatever_their_size(stage, num_microbatches):
+    """Plain optax clips 2.4e17 to 0: the sum of squares of four leaves overflows, that of none of them does."""
+    params = {name: np.full((64, 64), 0.5, np.float32) for name in "abcd"}
+
+    def linear(params, batch):
+        return sum(x.sum() for x in params.values()) * batch["slope"].mean()
+
+    fields = {"params": params, "mesh": mesh_of("2"), "stage": stage, "num_microbatches": num_microbatches}
+    state, step = reference.make_trainer(linear, optax.sgd(0.125), clip_norm=1.0, **fields)
+    for slope, skips in [(2.4e17, False), (np.inf, True), (1e25, False), (1e34, False)]:
+        before = reference.to_host(state.params)
+        state, metrics = step(state, {"slope": np.full(4, slope, np.float32)})
+        assert bool(metrics.skipped) is skips and int(metrics.nonfinite_leaf) == (0 if skips else -1)
+        np.testing.assert_allclose(metrics.grad_norm, slope * 128, rtol=FLOAT32)
+        change = 0 if skips else 0.125 / 128
+        assert_close(state.params, jax.tree.map(lambda x: x - np.float32(change), before), tolerance=1e-7)  # noqa: B023
+    assert int(state.num_skipped_steps) == 1
 
 
 def dropout_loss(params, batch, key):

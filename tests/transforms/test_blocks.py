@@ -44,14 +44,14 @@ def trace(fn, params, *args):
     return jaxpr, [i < len(leaves) for i in range(len(jaxpr.invars))]
 
 
-def sequence(jaxpr, is_param):
-    return EqnSequence(Facts(jaxpr, ["param" if x else "value" for x in is_param]))
+def sequence(jaxpr, is_param, **options):
+    return EqnSequence(Facts(jaxpr, ["param" if x else "value" for x in is_param]), **options)
 
 
-def check(fn, params, *args):
+def check(fn, params, *args, **options):
     """Finds blocks, and checks what each must be: in order, disjoint, and a function from its reads to its writes."""
     jaxpr, is_param = trace(fn, params, *args)
-    blocks = find_blocks(sequence(jaxpr, is_param))
+    blocks = find_blocks(sequence(jaxpr, is_param, **options))
     stop = 0
     for block in blocks:
         assert stop <= block.start < block.stop <= len(jaxpr.eqns)
@@ -250,6 +250,40 @@ def same_slice(params, x):
 def test_no_blocks(fn):
     """The same params again, params side by side, and nothing that repeats."""
     assert check(fn, layers(), examples())[2] == ()
+
+
+def in_groups(params, x):
+    for _ in range(3):
+        x = layer(layer(x, params[0]), params[1])
+    return x.sum()
+
+
+def shared_beside_own(params, x):
+    """The first layer twice, and others."""
+    return plain([params[0], *params], x)
+
+
+def chained_chunks(params, x):
+    total = 0.0
+    for i in range(LAYERS):
+        total += layer(x[i : i + 1], params[0]).sum() * total
+    return total
+
+
+def twins(params, x):
+    return (layer(x, params[0]) * layer(x + 1, params[0])).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "num"),
+    [(shared, LAYERS), (same_slice, LAYERS), (in_groups, 6), (shared_beside_own, LAYERS + 1), (plain, LAYERS)]
+    + [(fn, 0) for fn in (chained_chunks, twins, parallel, different)],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_blocks_that_share_params_are_found_where_they_may(fn, num):
+    """Not what sums the losses of chunks, nor what applies the same params to two values."""
+    _, _, blocks = check(fn, layers(), examples(), tied=True)
+    assert len(blocks) == num and all(len(block.outvars) == 1 for block in blocks)
 
 
 def test_nothing_is_a_param():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
@@ -50,7 +51,7 @@ class Description(Record):
         return {
             "path": os.fspath(self.path),
             "step": self.step,
-            "loss": self.loss,
+            "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,  # JSON has no NaN
             "bytes": self.nbytes,
             "bytes_by_group": self.bytes_by_group,
             "leaves": rows,

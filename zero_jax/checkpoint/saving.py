@@ -42,7 +42,7 @@ class CheckpointConfig:
     Attributes:
       save_every: steps between two checkpoints; 0 saves at the end only.
       keep_last: newest checkpoints to keep.
-      keep_best: checkpoints of lowest validation loss to keep in addition.
+      keep_best: checkpoints of lowest validation loss to keep in addition; none whose loss is not finite.
     """
 
     save_every: int = 200
@@ -258,7 +258,7 @@ class Checkpointer:
 
     def _steps_to_keep(self, steps: list[int]) -> set[int]:
         losses = {step: self._loss_of(step) for step in steps}
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss))
+        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and math.isfinite(loss))
         best = [-step for _, step in ranked[: self._config.keep_best]]
         return {*steps[-self._config.keep_last :], *best}
 

@@ -75,8 +75,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="also compile a small model of this form for a few of these devices, run that program on this machine, and "
-        "compare its numbers with one device",
+        help="also compile a small model of this form for a few of these devices, run that program on this machine, "
+        "and compare its numbers with one device",
     )
     add_path(auto, "--write-config", help="write the result as a config for `zero-jax train --config`")
 

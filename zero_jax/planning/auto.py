@@ -115,6 +115,7 @@ def plan_auto(
 
     Raises:
       ValueError: an unknown topology, or a batch that no setting divides.
+      Exception: what a loss function, or `init_fn`, raises when it is traced as it is, before the search.
     """
     check_arguments(stages=stages, replicas=replicas, models=models, remats=remats, temporaries=temporaries)
     check_arguments(attentions=attentions, overlaps=overlaps, offloads=offloads, quantizes=quantizes)
@@ -124,7 +125,7 @@ def plan_auto(
     job = make_job(loss_fn=loss_fn, init_fn=init_fn, tx=tx, batch=batch, topology=topology, config=config)
     policies = remat_policies(loss_fn, config, remats)
     estimator = Estimator(job, policies, temporaries=temporaries, log=options.log)
-    sizes = _model_sizes(estimator, models)
+    sizes = _model_sizes(estimator, models)  # first: it raises what the model raises
     if not attentions:
         can_fuse = config.attention == "own" and estimator.has_attention_to_fuse()
         attentions = ("own", "fused") if can_fuse else (config.attention,)
@@ -216,7 +217,11 @@ def _is_distinct(setting: Candidate, *, has_master: bool) -> bool:
 
 
 def _model_sizes(estimator: Estimator, models: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the sizes of the axis `model` to try: those that the params can be sharded over."""
+    """Returns the sizes of the axis `model` to try: those that the model can be sharded over.
+
+    What the model raises at the smallest of them is no refusal of a setting: it is raised.
+    """
+    estimator.check(min(models or (1,)))
     if models is None:
         models = model_sizes(estimator.job.topology) if estimator.has_model_specs() else (1,)
     refusals = {model: estimator.refusal(model) for model in models}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import traceback
+from collections.abc import Iterator
 
 import jax
 
@@ -19,6 +21,22 @@ class CompilerCrash(RuntimeError):
 
 class ModelError(RuntimeError):
     """Raised if a function of the model raises; the message has its error and the lines of the model."""
+
+
+class SettingRefused(ValueError):
+    """Raised for a setting that zero_jax refuses for a model; a search goes on with the others."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Makes a `SettingRefused` of each `ValueError` that zero_jax, or JAX for it, raises; not of the model's own."""
+    try:
+        yield
+    except ValueError as error:
+        is_ours, lines = _user_lines(error)
+        if is_ours or not lines:
+            raise SettingRefused(str(error) or "ValueError without a message") from error
+        raise
 
 
 def explain(error: Exception) -> Exception:

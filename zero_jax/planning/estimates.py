@@ -15,6 +15,7 @@ import numpy as np
 
 from zero_jax.analysis import LossTrace, comms, memory, trace_loss
 from zero_jax.core.tree import key_shape
+from zero_jax.planning.errors import SettingRefused, refusing
 from zero_jax.planning.job import Job
 from zero_jax.planning.links import MeshLinks
 from zero_jax.planning.ranking import Candidate, Estimated
@@ -25,7 +26,7 @@ from zero_jax.sharding.mesh import axis_size, make_mesh
 from zero_jax.sharding.precision import resolve_precision
 from zero_jax.sharding.stages import sharded_groups
 from zero_jax.training import MeshLoss, Offload, ZeroConfig, abstract_state, step_options
-from zero_jax.transforms import Remat
+from zero_jax.transforms import Remat, resolve_remat
 
 _SUM_BYTES = 4  # gradients are summed over microbatches in float32
 _SECONDS_BETWEEN_LINES = 2
@@ -127,6 +128,18 @@ class Estimator:
         params = jax.eval_shape(self.job.init_fn, key_shape())
         return trace_loss(policy.loss_fn, params, self.job.batch, mesh=mesh, config=config)
 
+    def check(self, model: int) -> None:
+        """Traces the loss functions as they are, without remat, on `model` devices; raises what they raise."""
+        plain = {policy.loss_fn: "" for policy in self.policies.values()}
+        plain |= {policy.loss_fn: name for name, policy in self.policies.items() if resolve_remat(policy.remat).is_own}
+        params, mesh = jax.eval_shape(self.job.init_fn, key_shape()), self.mesh(model)
+        for loss_fn, name in plain.items():
+            if name:
+                self.trace(name, model, "own")
+            else:
+                config = dataclasses.replace(self.config, remat="own", attention="own")
+                trace_loss(loss_fn, params, self.job.batch, mesh=mesh, config=config)
+
     def has_model_specs(self) -> bool:
         """Returns whether the params have specs for the axis `model`."""
         if self.num_devices == 1:
@@ -143,16 +156,18 @@ class Estimator:
         for policy in self.policies.values():
             job = dataclasses.replace(self.job, loss_fn=policy.loss_fn, config=config)
             try:
-                if attentions_of(job, job.state(mesh), mesh).num_fused:
-                    return True
-            except ValueError:  # the settings of this loss function are rejected with that reason
+                with refusing():
+                    if attentions_of(job, job.state(mesh), mesh).num_fused:
+                        return True
+            except SettingRefused:  # the settings of this loss function are rejected with that reason
                 continue
         return False
 
     def refusal(self, model: int) -> str:
-        """Returns why the params cannot be sharded over an axis `model` of this size; empty if they can."""
+        """Returns why the model cannot be sharded over an axis `model` of this size; empty if it can."""
         try:
             self.sizes(model)
+            self.check(model)
         except ValueError as error:
             return str(error)
         return ""
@@ -163,8 +178,9 @@ class Estimator:
         same: dict[str, str] = {}
         for name in self.policies:
             try:
-                traces = [self.trace(name, model, attention) for attention in attentions]
-            except ValueError:
+                with refusing():
+                    traces = [self.trace(name, model, attention) for attention in attentions]
+            except SettingRefused:
                 continue
             current = tuple(float(x) for traced in traces for x in _figures(traced))  # integers are too large for numpy
             equal = [x for x in figures if np.allclose(current, figures[x], rtol=_SAME_TOLERANCE, atol=0)]
@@ -182,8 +198,12 @@ class Estimator:
         """Estimates bytes per device and seconds of a step.
 
         Raises:
-          ValueError: the model cannot be trained with this setting.
+          SettingRefused: the model cannot be trained with this setting.
         """
+        with refusing():
+            return self._estimate(setting)
+
+    def _estimate(self, setting: Candidate) -> Estimated:
         state, grads, other = self.state_bytes(setting), self.grad_bytes(setting), self.other_bytes(setting)
         note = f"state {state / 1e9:.1f}, gradients {grads / 1e9:.1f}, others {other / 1e9:.1f}"
         parts = self.num_parts(setting) * setting.num_microbatches

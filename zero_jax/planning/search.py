@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from zero_jax.core.text_tables import format_bytes
+from zero_jax.planning.errors import SettingRefused
 from zero_jax.planning.ranking import Candidate, Estimated, Miss, Outcome, Ranked, Ranking, naming, shortage
 from zero_jax.sharding.stages import sharded_groups
 
@@ -158,7 +159,7 @@ def search(
 
     Args:
       candidates: the settings.
-      estimate: estimates bytes per device and seconds of a step; a `ValueError` rejects the setting.
+      estimate: estimates bytes per device and seconds of a step; a `SettingRefused` rejects the setting.
       compile: compiles a setting; an `Exception` that it raises rejects the setting.
       capacity_bytes: usable memory of a device.
       host_capacity_bytes: memory of a host for each of its devices; None does not bound it.
@@ -263,8 +264,8 @@ def corrected_seconds(entry: Ranked, compiled: Iterable[Ranked]) -> float | None
 def _estimated(setting: Candidate, estimate: Estimate, memory: _Memory) -> Ranked:
     try:
         estimated = estimate(setting)
-    except ValueError as error:
-        return Ranked(setting=setting, kind="invalid", reason=str(error) or "ValueError without a message")
+    except SettingRefused as error:
+        return Ranked(setting=setting, kind="invalid", reason=str(error))
     if not (estimated.bytes >= 0 and estimated.seconds >= 0):
         raise ValueError(
             f"the estimate of {setting} is {estimated}: it has to be in bytes and seconds, and not below 0"
@@ -342,7 +343,7 @@ def _nearest(rejected: Sequence[Ranked], estimate: Estimate, memory: _Memory) ->
         try:
             estimated = estimate(setting)
             return memory.missing(dataclasses.replace(estimated, bytes=estimated.bytes + error_bytes)) <= 0
-        except ValueError:
+        except SettingRefused:
             return False
 
     changes = (_more_devices(entry.setting), _smaller_microbatches(entry.setting), _smaller_batches(entry.setting))

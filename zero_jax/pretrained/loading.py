@@ -45,8 +45,8 @@ class HFModel:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of each tensor, by its name."""
-        return {tensor.name: tensor.dtype for leaf in self.leaves.values() for tensor in leaf.tensors.values()}
+        """The dtype of each tensor, by the name that the family has for it."""
+        return {leaf.name.of(i): tensor.dtype for leaf in self.leaves.values() for i, tensor in leaf.tensors.items()}
 
     def load(self, mesh: Mesh, config: ZeroConfig, *, dtype: Any = None) -> PyTree:
         """Reads the params onto a mesh, as `load_hf` does."""
@@ -112,8 +112,10 @@ def open_hf(folder: str | os.PathLike[str], *, seq_len: int | None = None) -> HF
     """
     hf_config, config = read_config(folder), read_decoder(folder, seq_len=seq_len)
     names = tensor_names(config, model_type=hf_config["model_type"])
-    optional = {"lm_head.weight"} if config.tie_embedding else set()
-    leaves = match(folder, read_tensors(folder), config.shapes, names, may_be_left=optional)
+    tensors, optional = read_tensors(folder), {"lm_head.weight"} if config.tie_embedding else set()
+    if optional & tensors.keys():  # it is the table, if that has no name of its own
+        tensors = {names["embed"].template: tensors["lm_head.weight"], **tensors}
+    leaves = match(folder, tensors, config.shapes, names, may_be_left=optional)
     return HFModel(folder=os.fspath(folder), hf_config=hf_config, config=config, leaves=leaves)
 
 

@@ -190,8 +190,7 @@ class Saver:
             self.log_divergence(step, f"NaN or infinities in {leaves[0]}{others} of its state")
             return False
         if not math.isfinite(loss or 0):
-            self._say(f"step {step}: not saved, because its validation loss is not finite")
-            return True
+            self._say(f"step {step}: its validation loss is {loss}: the state is saved, but not as one of the best")
         self._checkpointer.wait()  # for the save before, whose failure counts as well
         self._num_failed_before = self._checkpointer.num_failed
         allow_nonfinite = bool(self._nonfinite_at_start)

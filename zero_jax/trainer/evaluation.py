@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
 from zero_jax.trainer.run import RunInput
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make_eval_step, merge
+from zero_jax.transforms import PartWeight
 
 
 class Validation:
@@ -24,10 +29,11 @@ class Validation:
         mesh: Mesh,
         config: ZeroConfig,
         data: RunInput,
+        say: Callable[[str], None],
     ):
-        """Makes the eval step; `data` places the batches on the devices, and weighs them."""
-        self.batches, self._data = batches, data
-        self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config)
+        """Makes the eval step; `data` places the batches on the devices, and weighs those whose loss has no weight."""
+        self.batches, self._data, self._say = batches, data, say
+        self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config, weighted=True)
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
         """Returns the `means` of params, and the `ema_loss` of their moving average if the optimizer has one."""
@@ -41,15 +47,34 @@ class Validation:
     def means(self, params: Any, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
         """Returns weighted means over all batches: `loss`, and the scalars of the loss function's aux by name.
 
+        They are weighted as microbatches are. A batch without weight counts for nothing; NaN where none has any.
         `goes_on` is called after each batch; if it returns False, the result is None.
         """
-        weight, totals = 0.0, {"loss": 0.0}
+        weights, losses, figures = list[PartWeight](), list[float](), list[dict[str, float]]()
         for batch in map(self._data.place, self.batches):
             metrics = self._evaluate(params, batch)
-            batch_weight = self._data.weight(batch, metrics)
-            for name, value in {"loss": float(metrics.loss), **self._data.figures(metrics.aux)}.items():
-                totals[name] = totals.get(name, 0.0) + value * batch_weight
-            weight += batch_weight
+            weights.append(jax.device_get(metrics.weight or self._data.weight(batch)))
+            losses.append(float(metrics.loss))
+            figures.append(self._data.figures(metrics.aux))
             if not goes_on():
                 return None
-        return {name: total / weight for name, total in totals.items()}
+        counts = [float(weight.count) for weight in weights]
+        if not any(counts):
+            why = "no batch of the validation has a weight above 0" if weights else "the validation has no batches"
+            self._say(f"{why}: its loss is NaN")
+            return dict.fromkeys(["loss", *itertools.chain(*figures)], math.nan)
+        loss = _weighted_sum([float(weight.divisor) for weight in weights], losses) / _joined_divisor(weights)
+        names = dict.fromkeys(itertools.chain(*figures))
+        means = {name: _weighted_sum(counts, [x.get(name, 0.0) for x in figures]) / sum(counts) for name in names}
+        return {"loss": loss, **means}
+
+
+def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
+    """Returns the sum of values by weight; those of weight 0 may be NaN."""
+    return sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
+
+
+def _joined_divisor(weights: Sequence[PartWeight]) -> float:
+    """Returns what the loss of all parts together is divided by."""
+    columns = zip(*map(jax.tree.leaves, weights), strict=True)
+    return float(jax.tree.structure(weights[0]).unflatten(map(np.stack, columns)).joined().divisor)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from zero_jax.checkpoint import Checkpointer
 from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.cluster import Preemption, Watchdog, report_start
-from zero_jax.core.device_put import map_on_device, platform_of
+from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import leaf_names
 from zero_jax.sharding.precision import explain_float16
 from zero_jax.trainer.checkpoints import ResumeError, Saver, Start, begin
@@ -30,9 +29,17 @@ from zero_jax.trainer.reporting.writers import Writers, open_writers
 from zero_jax.trainer.result import TrainResult, draw_losses, run_losses
 from zero_jax.trainer.run import Model, Run, TrainConfig, prepare
 from zero_jax.trainer.run_folder import discarding, hold, save_config
-from zero_jax.training import NoiseScale, TrainState, make_train_step, trainable
+from zero_jax.training import NoiseScale, TrainState, global_norm, make_train_step, trainable
 
-EXIT_STATUS = {"done": 0, "ended": 1, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
+EXIT_STATUS = {
+    "done": 0,
+    "ended": 1,
+    "unsaved": 1,
+    "preempted_unsaved": 1,
+    "diverged": 3,
+    "skipped": 3,
+    "preempted": SAVED,
+}
 
 
 def train(
@@ -126,7 +133,7 @@ class _Training:
         self.saver = Saver(self.checkpointer, run=run, start=start, say=self.say)
         self.train_step = make_train_step(model.loss_fn, run.tx, mesh=run.mesh, config=run.zero)
         self.sample = None if run.input.sampler is None else run.input.sampler.on(run.mesh)
-        self.norm = jax.jit(_norm)
+        self.norm = jax.jit(lambda params: global_norm(jax.tree.leaves(params)).value)
         self._open_data(start, stack)
         self.noise = NoiseScale.from_json(start.noise) if start.noise else NoiseScale()
         self.progress = Progress(
@@ -153,6 +160,8 @@ class _Training:
         self._beat("save")
         if status in ("done", "ended", "preempted") and not self.saver.wait_until_saved(self.step):
             status = {"done": "unsaved", "ended": "unsaved", "preempted": "preempted_unsaved"}[status]
+        if status == "done" and self._is_untrained():
+            status = "skipped"
         if advice := self.noise.advice(self.run.input.batch_size):
             self.say(advice)
         sample = self._log_sample() if status in ("done", "unsaved") else ""
@@ -184,6 +193,18 @@ class _Training:
             **{f"per_device_{name}_bytes": per_device_bytes(tree) for name, tree in groups(self.state).items()},
         )
 
+    def _is_untrained(self) -> bool:
+        """Tells whether every step of the run was skipped, and logs it."""
+        if not 0 < self.step == int(self.state.num_skipped_steps):
+            return False
+        leaf = self.progress.nonfinite_leaf
+        self.say(
+            f"all {self.step} steps were skipped, the last because the gradient of {leaf} was not finite: the params "
+            "are those of the start. A smaller loss or learning rate, bf16 or fp32 in place of fp16, or other data may "
+            "help"
+        )
+        return True
+
     def _take_folder(self, stack: contextlib.ExitStack) -> None:
         """Locks the run's folder, and writes the config unless the folder has one from before a resume."""
         run = self.run
@@ -204,7 +225,9 @@ class _Training:
         self.validation = None
         if run.input.validation is not None:
             loss_fn = (isinstance(model, OwnModel) and model.eval_fn) or model.loss_fn
-            self.validation = Validation(loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input)
+            self.validation = Validation(
+                loss_fn, run.input.validation, mesh=run.mesh, config=run.zero, data=run.input, say=self.say
+            )
 
     def _open_writers(self, start: Start, stack: contextlib.ExitStack) -> Writers:
         config, folder = self.config, self.run.folder
@@ -352,7 +375,14 @@ class _Training:
         if self.validation is None:
             return None
         self._beat("evaluation")
-        figures = self.validation.measure(self.state, goes_on=continues)
+        try:
+            figures = self.validation.measure(self.state, goes_on=continues)
+        except Exception as error:
+            # With several processes the others may be in a collective of the evaluation: they would not save.
+            if jax.process_count() == 1 and self.step > self.first_step:
+                self.say(f"step {self.step}: the validation failed ({type(error).__name__}): saving the state first")
+                self._save(None, is_last=True)
+            raise
         if figures is None:
             return None
         self.progress.add_validation(self.step, figures)
@@ -384,12 +414,6 @@ class _Training:
         self.executed.add("sample")
         self.say(f"\nstep {self.step}, a sample that goes on from {prompt!r}:\n\n{prompt}{text}\n")
         return text
-
-
-def _norm(params: Any) -> jax.Array:
-    """Returns the norm of the params that are trained, those in host memory included."""
-    squares = map_on_device(lambda x: optax.tree.norm(x.astype(jnp.float32), squared=True), jax.tree.leaves(params))
-    return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
 def _loss_at(records: Sequence[dict[str, Any]], index: int) -> float:

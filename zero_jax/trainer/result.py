@@ -28,7 +28,8 @@ class TrainResult:
 
     `status` is `done`, `ended` (saved; the batches ended before the steps), `unsaved` (done, but the last state could
     not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
-    last state could not be saved) or `diverged` (stopped because loss or params stayed not finite).
+    last state could not be saved), `diverged` (stopped because loss or params stayed not finite) or `skipped` (saved,
+    but every step was skipped because a gradient was not finite: the params are those of the start).
     """
 
     status: str
@@ -74,6 +75,7 @@ class TrainResult:
             "preempted": "; stopped by a signal",
             "preempted_unsaved": "; stopped by a signal; THE LAST STATE IS NOT SAVED",
             "diverged": "; stopped: loss or params were not finite",
+            "skipped": "; NOTHING IS TRAINED: every step was skipped",
         }
         validation = []
         if self.first_validation_loss is not None and self.final_validation_loss is not None:

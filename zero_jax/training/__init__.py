@@ -10,6 +10,7 @@ from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.ema import check_decay, ema_params, params_ema
 from zero_jax.training.evaluation import Metrics, make_eval_step, shard_batch
 from zero_jax.training.grads.accumulator import MeshLoss, check_batch, normalize_loss
+from zero_jax.training.grads.norm import global_norm
 from zero_jax.training.loss_function import LossFunction, key_parameter, model_state_parameter
 from zero_jax.training.losses import softmax_cross_entropy_with_integer_labels
 from zero_jax.training.model_inputs import cast_batch

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zero_jax.core.device_put import check_has_devices, to_device, wait_on_cpu
+from zero_jax.core.evaluation import TracedFunction
 from zero_jax.core.jaxprs import is_traced
 from zero_jax.core.signatures import check_arguments
 from zero_jax.core.tree import PyTree, check_arrays
@@ -28,12 +29,16 @@ from zero_jax.training.state.train_state import TrainState
 from zero_jax.training.xla_options import step_options
 from zero_jax.training.zero_config import ZeroConfig, check_config
 from zero_jax.transforms import (
+    PartWeight,
+    divided_by_nonzero,
     fuse_attention,
     gather_on_use,
     scatter_grads,
     summed_on_use,
     unsharded_windows,
     used_shapes,
+    weight_alone,
+    with_weight,
 )
 
 
@@ -45,16 +50,19 @@ class Metrics:
     Attributes:
       loss: the mean loss of the batch, unscaled, `float32[]`, or of a wider dtype that the model computes in.
       aux: what the loss function returned beside the loss.
-      grad_norm: the global norm of the gradients before clipping, in such a dtype.
+      grad_norm: the global norm of the gradients before clipping, in such a dtype; infinite, though each gradient is
+        finite, where that dtype has no number as large.
       skipped: whether the update was skipped because a gradient was not finite, `bool[]`.
       nonfinite_leaf: index (in the order of `jax.tree.leaves(state.params)`) of the first param whose gradient is not
         finite, -1 if there is none, `int32[]`; `TrainStep.leaf_name` turns it into a path.
       loss_scale: the loss scale that the step used, 1 without scaling, `float32[]`.
       num_skipped_steps: steps skipped so far, `int32[]`.
       small_grad_norm_sq: mean by weight of the squared norms of the gradients of the batch's parts, unscaled and before
-        clipping, `float32[]`; None without microbatches. `NoiseScale` makes the gradient noise scale of it. A part is
-        a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
+        clipping, `float32[]`; infinite from norms of 1.8e19 on; None without microbatches. `NoiseScale` makes the
+        gradient noise scale of it. A part is a microbatch at stages 2 and 3, a device's share of one at stages 0 and 1.
       num_small_grads: parts with a weight above 0, `int32[]`; None without microbatches.
+      weight: what the loss of a weighted evaluation is a mean over, such as a number of tokens; None where that is the
+        same for all batches of one size, and elsewhere.
     """
 
     loss: jax.Array
@@ -66,18 +74,23 @@ class Metrics:
     num_skipped_steps: jax.Array | None = None
     small_grad_norm_sq: jax.Array | None = None
     num_small_grads: jax.Array | None = None
+    weight: PartWeight | None = None
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
 
-def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config: ZeroConfig) -> Callable[..., Metrics]:
+def make_eval_step(
+    loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config: ZeroConfig, weighted: bool = False
+) -> Callable[..., Metrics]:
     """Makes the jitted `metrics = evaluate(state, batch)`, with the loss and aux of a batch and no update.
 
     Args:
       loss_fn: as for `make_train_step`; a key it asks for is `jax.random.key(0)`.
       mesh: the mesh.
       config: stage and precision.
+      weighted: return `metrics.weight` too, by the config's `loss_weight`, so that batches can be averaged as the
+        microbatches of a step are.
 
     Returns:
       A function of a `TrainState`, of `Variables` or of bare params (no optimizer needed), and a batch. A model state
@@ -96,9 +109,15 @@ def make_eval_step(loss_fn: Callable[..., Any] | MeshLoss, *, mesh: Mesh, config
         cast, key = placement.cast(variables), jax.random.key(0)
         batch = cast_batch(normalized, used_shapes(cast), batch, key, config=config)
         fused = fuse_attention(normalized, config.attention, mesh=mesh, axes=axes)
+        weighs = False
+        if weighted and config.loss_weight is not None:
+            fused = with_weight(TracedFunction(fused), config.loss_weight)
+            weighs = config.loss_weight != "auto" or weight_alone(fused, used_shapes(cast), batch, key) is not None
+            fused = divided_by_nonzero(fused)
         fused = unsharded_windows(fused, mesh=mesh, axes=axes)
-        loss, (aux, _) = placed_loss(fused, placement, config)(cast, batch, key)
-        return replicated(Metrics(loss=loss.astype(wide(loss.dtype)), aux=aux), mesh)
+        loss, (aux, _, *weights) = placed_loss(fused, placement, config)(cast, batch, key)
+        weight = jax.tree.map(lambda x: jnp.asarray(x, wide(x.dtype)), weights[0]) if weighs else None
+        return replicated(Metrics(loss=loss.astype(wide(loss.dtype)), aux=aux, weight=weight), mesh)
 
     @functools.cache
     def jitted(is_nested: bool) -> Any:

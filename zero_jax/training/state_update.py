@@ -15,6 +15,7 @@ from zero_jax.core.device_put import platform_of
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import MODEL_STATE
 from zero_jax.sharding.precision import cast_floating, update_loss_scale
+from zero_jax.training.grads.norm import GlobalNorm
 from zero_jax.training.grads.partial import fill_zeros
 from zero_jax.training.optimizer.frozen import flags_of_all
 from zero_jax.training.optimizer.streaming import Argument, stream
@@ -161,13 +162,9 @@ class UpdateProgram:
         finished = [None if grad is None else unscaled(grad, master.dtype) for master, grad in of_each]
         return tree.unflatten(pinned(finished, placement.param_shardings("master"), but=[x is None for x in finished]))
 
-    def clip(self, grads: PyTree, norm: jax.Array) -> PyTree:
+    def clip(self, grads: PyTree, norm: GlobalNorm) -> PyTree:
         """Scales gradients down to the config's largest norm."""
-        limit = self.config.clip_norm
-        if limit is None:
-            return grads
-        factor = jnp.where(norm > limit, limit / norm, 1.0)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+        return grads if self.config.clip_norm is None else norm.clip(grads, self.config.clip_norm)
 
     def update(
         self,
@@ -200,7 +197,7 @@ class UpdateProgram:
         self,
         offloaded: OffloadedState,
         scaled_grads: PyTree,
-        scalars: tuple[jax.Array, jax.Array, jax.Array, Any],
+        scalars: tuple[GlobalNorm, jax.Array, jax.Array, Any],
         *,
         same: list[bool],
     ) -> tuple[PyTree, PyTree, PyTree]:

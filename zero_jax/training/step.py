@@ -22,7 +22,8 @@ from zero_jax.training.compiled_step import TrainStep
 from zero_jax.training.evaluation import Metrics, placed_loss, replicated
 from zero_jax.training.grads.accumulator import Accumulator, GradInputs, MeshLoss, check_batch, normalize_loss
 from zero_jax.training.grads.choice import accumulated, judge
-from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index, norm_and_first_nonfinite
+from zero_jax.training.grads.norm import global_norm
+from zero_jax.training.grads.partial import fill_zeros, keep_same, leaf_index
 from zero_jax.training.grads.quantized import quantized_grads, refuse_own
 from zero_jax.training.loss_function import check_unchanged, model_state_changes, on_devices, pinned_model_state
 from zero_jax.training.model_inputs import cast_batch
@@ -85,7 +86,7 @@ class _Program(UpdateProgram):
         )
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         scaled_grads, grads = grads, self.unscale(grads, masters, placement, state.loss_scale)
-        norm, bad_grad = norm_and_first_nonfinite(grads)
+        norm = global_norm(jax.tree.leaves(grads))
         loss = loss / scale.astype(loss.dtype)
         offers = {"value": loss.astype(value_dtype(trainable(masters))), "full_grads": fill_zeros(grads, masters)}
         if traced.calls_functions:
@@ -95,7 +96,7 @@ class _Program(UpdateProgram):
                     "to which the error of the last one does not belong: leave error_feedback out"
                 )
             offers |= self.objective(state, placement, batch, key, needed)
-        finite = bad_grad < 0
+        finite = norm.first_nonfinite < 0
         same = unchanged(traced, needed=needed)
         if offloaded.any:
             scalars = norm, finite, offers["value"], state.loss_scale
@@ -124,9 +125,9 @@ class _Program(UpdateProgram):
         metrics = Metrics(
             loss=loss,
             aux=aux,
-            grad_norm=norm,
+            grad_norm=norm.value,
             skipped=new_state.num_skipped_steps > state.num_skipped_steps,
-            nonfinite_leaf=leaf_index(bad_grad, grads, masters),
+            nonfinite_leaf=leaf_index(norm.first_nonfinite, grads, masters),
             loss_scale=scale,
             num_skipped_steps=new_state.num_skipped_steps,
             small_grad_norm_sq=None if parts is None else parts.grad_norm_sq / scale / scale,

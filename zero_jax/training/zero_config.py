@@ -32,7 +32,7 @@ class ZeroConfig:
         only the loss reads (targets, masks, weights) are not cast, nor are integers and booleans. List times and
         positions that need more than the 8 bits of bfloat16; `.*` casts nothing (docs/stages.md).
       num_microbatches: forward passes that a step's batch is split into.
-      clip_norm: largest global norm of the gradients, or None.
+      clip_norm: largest global norm of the gradients, or None. Finite gradients are clipped, whatever their size.
       loss_weight: the weight of a microbatch, such as the number of its tokens, that its loss is a mean over. `auto`
         takes the value of the batch that the loss finally divides by, or equal weights if there is none; a name takes
         that entry of the loss function's aux dict; None takes equal weights.

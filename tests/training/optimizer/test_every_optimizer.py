@@ -1,8 +1,11 @@
 """All that optax exports as an optimizer trains sharded as on one device, or is refused with what it lacks."""
 
+import contextlib
 import functools
+import gc
 import inspect
 import warnings
+import weakref
 
 import chex
 import jax
@@ -16,6 +19,7 @@ import reference
 from reference import assert_close, assert_placed_alike, mesh_of
 
 import zero_jax as zero
+from zero_jax.training.optimizer.update import first_opt_state
 
 # Sums over a batch are made in another order on several devices; second derivatives and searches magnify that.
 TOLERANCE = 2e-5
@@ -166,6 +170,32 @@ def compare(tx, *, stage, asks=(), params=None, loss=loss_fn, num_steps=3, **fie
 
 def test_all_of_optax_is_there():
     assert len(factories()) > 100 and {*ASKS} - {"sam_opaque"} < {*factories()} and PER_EXAMPLE < {*factories()}
+
+
+def test_no_optimizer_outlives_its_user():
+    """What is traced of one is dropped with it, and so is what its functions hold."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), host_params())
+    alive = {}
+    for name, factory in factories().items():
+        tx = make(name, factory)
+        with contextlib.suppress(ValueError):  # some need what a step does not have
+            assert first_opt_state(tx, shapes) is first_opt_state(tx, shapes)
+        alive[name] = weakref.ref(tx.update if isinstance(tx, tuple) else tx)
+        del tx
+    gc.collect()
+    assert not [name for name, reference in alive.items() if reference() is not None]
+
+
+def test_a_step_keeps_no_optimizer_alive():
+    def optimizer(scale):
+        return optax.stateless_with_tree_map(lambda grad, _: grad * scale[0])
+
+    scale = np.full(1, -0.1, np.float32)
+    held = weakref.ref(scale)
+    compare(optimizer(scale), stage=3)
+    del scale
+    gc.collect()
+    assert held() is None
 
 
 def made_small(name):

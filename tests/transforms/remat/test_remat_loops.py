@@ -262,3 +262,100 @@ def test_a_refusal_names_a_line(policy, wrap):
 def test_a_report_names_lines(policy):
     report = report_of(moes, chunked, 0, policy)
     assert report.left and all("test_remat_loops.py" in item.where for item in report.left), report
+
+
+# Layers that share their weights
+
+
+def tied(num, repeat):
+    """Returns a loss whose layers, made by `repeat(layer, x)`, all have the same params."""
+
+    def loss_fn(params, x):
+        x = repeat(lambda x: dense(x, params["layers"][0]), x @ params["embed"])
+        return finish(params, x, 0.0)
+
+    return lambda _: model([dense_params(0)]), loss_fn, num
+
+
+def python_loop(layer, x):
+    for _ in range(6):
+        x = layer(x)
+    return x
+
+
+def with_dropout(split, layer, x):
+    def body(x, key):
+        return layer(x * jax.random.bernoulli(key, 0.9, x.shape)), None
+
+    return jax.lax.scan(body, x, split(jax.random.key(0), 6))[0]
+
+
+def by_scan(layer, x):
+    return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=6)[0]
+
+
+def recycled(params, x):
+    """Two layers, one after the other, again and again: they are the blocks, not both together."""
+    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
+    cycle = lambda _, x: jax.lax.scan(lambda x, p: (dense(x, p), None), x, layers)[0]  # noqa: E731
+    return finish(params, jax.lax.fori_loop(0, 3, cycle, x @ params["embed"]), 0.0)
+
+
+def from_latents(params, x):
+    """What is carried begins as a param, and meets the batch in each turn."""
+    body = lambda z, _: (dense(z + x, params["layers"][0]), None)  # noqa: E731
+    return finish(params, jax.lax.scan(body, params["start"], None, length=6)[0], 0.0)
+
+
+TIED = {
+    "python": tied(6, python_loop),
+    "scan": tied(6, by_scan),
+    "fori": tied(6, lambda layer, x: jax.lax.fori_loop(0, 6, lambda _, x: layer(x), x)),
+    "keys": tied(6, functools.partial(with_dropout, jax.random.split)),
+    "raw keys": tied(6, functools.partial(with_dropout, lambda key, n: jax.random.key_data(jax.random.split(key, n)))),
+    "checkpoint": tied(6, lambda layer, x: by_scan(jax.checkpoint(layer), x)),
+    "checkpoint around": tied(6, jax.checkpoint(by_scan, static_argnums=0)),
+    "recycled": (lambda _: model([dense_params(0), dense_params(1)]), recycled, 6),
+    "latents": (
+        lambda _: model([dense_params(0)]) | {"start": normal(3, BATCH, TOKENS, WIDTH)},
+        from_latents,
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_layers_that_share_their_weights_are_blocks(name):
+    make, loss_fn, num = TIED[name]
+    params, x, mesh = make(0), examples(), mesh_of("8")
+    report = remat_report(loss_fn, params, x, remat="full", mesh=mesh)
+    assert sum(row.times for row in report.regions) == num and not report.left, report
+    assert report.kept.device_bytes <= num * (STREAM_BYTES + SCALAR_BYTES), report
+    assert report.without.device_bytes > 10 * report.kept.device_bytes, report
+    transformed = rematerialize(loss_fn, "full", mesh=mesh)
+    grads = [jax.jit(jax.value_and_grad(fn)).lower(params, x).compile() for fn in (loss_fn, transformed)]
+    results = [jax.tree.leaves(compiled(params, x)) for compiled in grads]
+    for want, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(float(jnp.abs(want).max()), 1e-6))
+    temporaries = [compiled.memory_analysis().temp_size_in_bytes for compiled in grads]
+    # XLA:CPU computes what a Python loop computes again once (test_remat_proof.py has the TPU's program).
+    if name != "python" and "checkpoint" not in name:
+        assert temporaries[1] < 0.7 * temporaries[0], temporaries
+
+
+def over_time(params, x):
+    step = lambda state, x: (jnp.tanh(state @ params["embed"] + x), None)  # noqa: E731
+    return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.swapaxes(x, 0, 1))[0])
+
+
+def in_chunks(params, x):
+    def add(i, total):
+        return total + jnp.square(jax.lax.dynamic_slice_in_dim(x, i, 1) @ params["embed"])
+
+    return jnp.mean(jax.lax.fori_loop(0, BATCH, add, jnp.zeros((1, TOKENS, WIDTH))))
+
+
+@pytest.mark.parametrize("loss_fn", [over_time, in_chunks])
+def test_loops_that_take_new_data_in_each_turn_are_no_layers(loss_fn):
+    with pytest.raises(ValueError, match="no loop that applies the same params again and again to what it carries"):
+        rematerialize(loss_fn, "full", mesh=mesh_of("8"))(moes(0), examples())

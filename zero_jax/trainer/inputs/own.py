@@ -17,12 +17,13 @@ from jax.sharding import Mesh
 
 from zero_jax.core.agreement import from_all_processes
 from zero_jax.core.files.untrusted import text, whole_number
-from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, leaves_by_name, shapes_of
+from zero_jax.core.tree import PyTree, check_arrays, key_shape, leading_dims, leaf_names, shapes_of
 from zero_jax.data import BatchBuffers
 from zero_jax.sharding.mesh import axes_of
 from zero_jax.trainer.inputs.sources import BatchesEnded, Source, find_source
 from zero_jax.trainer.reporting.metrics import scalar_figures, unshown_leaves
-from zero_jax.training import MeshLoss, Metrics, ZeroConfig, check_batch, normalize_loss, shard_batch
+from zero_jax.training import MeshLoss, ZeroConfig, check_batch, normalize_loss, shard_batch
+from zero_jax.transforms import PartWeight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,6 @@ class OwnInput:
       batch_size: examples in it.
       local_sizes: the leading dims of what this process gives to it, by leaf.
       validation: batches to validate on, or None.
-      loss_weight: the entry of the aux that a validation batch is weighted by; None weighs by examples.
       fingerprints: a hash of the first batch of each process.
       notes: lines for the log.
     """
@@ -81,7 +81,6 @@ class OwnInput:
     batch_size: int
     local_sizes: Mapping[str, int]
     validation: Iterable[PyTree] | None
-    loss_weight: str | None
     fingerprints: tuple[str, ...]
     notes: tuple[str, ...] = ()
     buffers: BatchBuffers = dataclasses.field(default_factory=BatchBuffers)
@@ -169,11 +168,10 @@ class OwnInput:
         # Arrays on devices may be given again; the buffers would delete them.
         return placed if has_own_arrays else self.buffers.fill(placed)
 
-    def weight(self, batch: PyTree, metrics: Metrics) -> float:
-        """Returns the number of examples, or the weight that the loss function returned."""
-        if self.loss_weight is not None:
-            return float(leaves_by_name(metrics.aux)[self.loss_weight])
-        return _num_examples(batch)
+    def weight(self, batch: PyTree) -> PartWeight:
+        """Returns the weight of a validation batch: the number of its examples."""
+        examples = np.float32(_num_examples(batch))
+        return PartWeight(examples, examples)
 
     def figures(self, aux: PyTree) -> dict[str, float]:
         """Returns the scalars of the aux by name."""
@@ -256,7 +254,6 @@ def own_input(model: OwnModel, *, mesh: Mesh, zero: ZeroConfig, eval_batches: in
         batch_size=_num_examples(shapes),
         local_sizes=leading_dims(first),
         validation=validation,
-        loss_weight=weight,
         fingerprints=tuple(from_all_processes(_fingerprint(first))),
         notes=tuple(dict.fromkeys(unshown_leaves(aux) + unshown_leaves(eval_aux))),
     )

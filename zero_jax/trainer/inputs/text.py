@@ -30,7 +30,7 @@ from zero_jax.data import (
 )
 from zero_jax.sharding.mesh import batch_sharding
 from zero_jax.sharding.precision import cast_floating
-from zero_jax.training import Metrics
+from zero_jax.transforms import PartWeight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,9 +105,10 @@ class TextInput:
         """Copies a batch into buffers that are reused."""
         return self._buffers.fill(batch)
 
-    def weight(self, batch: PyTree, metrics: Metrics) -> float:
+    def weight(self, batch: PyTree) -> PartWeight:
         """Returns the weight of a validation batch: the number of its targets."""
-        return float(self._total(batch["weights"]))
+        total = self._total(batch["weights"])
+        return PartWeight(total, total)
 
     def figures(self, aux: PyTree) -> dict[str, float]:
         """Returns what is recorded of a loss function's aux beside the loss: nothing."""

@@ -104,6 +104,33 @@ def make_speedometer(
     )
 
 
+class LossHistory(Sequence[tuple[int, float]]):
+    """Steps and their losses: all of them, or the first, the last and evenly spaced ones where they are too many.
+
+    So a run of any length takes the same memory; its folder has them all.
+    """
+
+    def __init__(self, *, most: int = 1 << 14):
+        """Starts without any; `most` is the largest number that is kept, an even one."""
+        self._kept: list[tuple[int, float]] = []
+        self._most, self._every, self._num_added = most, 1, 0
+
+    def add(self, step: int, loss: float) -> None:
+        """Adds the loss of a step."""
+        if self._kept and (self._num_added - 1) % self._every:  # it was kept as the last one
+            self._kept.pop()
+        self._kept.append((step, loss))
+        self._num_added += 1
+        if len(self._kept) > self._most:
+            self._kept, self._every = self._kept[::2], 2 * self._every
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._kept[index]
+
+
 class Progress:
     """Reads the metrics of steps from the devices, and accumulates those of the run.
 
@@ -112,8 +139,8 @@ class Progress:
       num_nonfinite_in_a_row: the latest steps whose loss or gradients were not finite.
       num_skipped_steps: updates skipped so far.
       nonfinite_leaf: path of the first param whose gradient was not finite in the latest step, or None.
-      train: step and loss of every training step of this process.
-      validation: step and loss of every evaluation.
+      train: step and loss of the training steps of this process.
+      validation: step and loss of its evaluations.
     """
 
     def __init__(
@@ -142,8 +169,7 @@ class Progress:
         self.num_nonfinite_in_a_row = 0
         self.nonfinite_leaf: str | None = None
         self.num_skipped_steps = 0
-        self.train: list[tuple[int, float]] = []
-        self.validation: list[tuple[int, float]] = []
+        self.train, self.validation = LossHistory(), LossHistory()
         self._sinks, self._speedometer, self._schedule = list(sinks), speedometer, schedule
         self._param_names, self._noise, self._log_every = list(param_names), noise, log_every
         self._own = own
@@ -175,7 +201,7 @@ class Progress:
         else:
             self._timed_steps, self._timed_seconds = self._timed_steps + 1, self._timed_seconds + seconds
             self._window = [*self._window, seconds][-max(self._log_every, _SHORTEST_WINDOW_STEPS) :]
-        self.train.append((dispatched.step, loss))
+        self.train.add(dispatched.step, loss)
         leaf = int(metrics["nonfinite_leaf"])
         is_finite = math.isfinite(loss) and leaf < 0
         self.num_nonfinite_in_a_row = 0 if is_finite else self.num_nonfinite_in_a_row + 1
@@ -215,7 +241,7 @@ class Progress:
 
     def add_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes the figures of a validation after `step` steps, and restarts the timing of steps."""
-        self.validation.append((step, figures["loss"]))
+        self.validation.add(step, figures["loss"])
         self._write({"kind": "validation", "step": step, "loss": figures["loss"], "ema_loss": None, **figures})
         self.resume_clock()
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,8 +127,7 @@ def update_if(
     return lax.cond(finite, lambda *old: jax.tree.map(as_wide, update(*old), old), lambda *old: old, *state)
 
 
-@functools.partial(inline_jit, static_argnums=0)
-def _traced_update(
+def _updated(
     tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, value: Any, full_grads: PyTree
 ) -> tuple[tuple[PyTree, PyTree], PyTree, list[None]]:
     called: list[None] = []  # once for each call: part of the structure of the traced result
@@ -137,25 +137,41 @@ def _traced_update(
 
     loss_fn, grad_fn = noted(_stand_in_loss(grads)), noted(_stand_in_grads(grads))
     extras = {"value": value, "full_grads": full_grads, "loss_fn": loss_fn, "grad_fn": grad_fn}
-    updates, new_state = call_update(tx.value, grads, opt_state, params, **extras)
+    updates, new_state = call_update(tx, grads, opt_state, params, **extras)
     return (optax.apply_updates(params, updates), strongly_typed(new_state)), updates, called
 
 
-class _StaticOptimizer:
-    """An optimizer as a static argument of `jax.jit`, compared by identity if it has no hash."""
+class _OptimizerTraces:
+    """What is traced of one optimizer, which it does not keep alive.
 
-    def __init__(self, tx: Any):
-        self.value = tx
+    Args:
+      find: returns the optimizer, as long as there is one.
+    """
+
+    def __init__(self, find: Callable[[], Any]):
+        def traced_update(*args: PyTree) -> tuple[tuple[PyTree, PyTree], PyTree, list[None]]:
+            return _updated(find(), *args)
+
+        self.update = inline_jit(traced_update)
+        self.first_opt_state = functools.lru_cache(maxsize=16)(lambda *args: _first_opt_state(find(), *args))
+
+
+# By the ids of the parts of the optimizers that are alive.
+_TRACES: dict[tuple[int, ...], _OptimizerTraces] = {}
+
+
+def _traces_of(tx: Any) -> _OptimizerTraces:
+    """Returns the traces of an optimizer; they are dropped with it, and so is what its functions hold."""
+    kind, is_tuple = type(tx), isinstance(tx, tuple)
+    parts = tuple(tx) if is_tuple else (tx,)  # there are no weak references to tuples
+    key = tuple(map(id, parts))
+    if key not in _TRACES:
         try:
-            self.key = hash(tx), tx
+            references = [weakref.ref(part, lambda _: _TRACES.pop(key, None)) for part in parts]
         except TypeError:
-            self.key = id(tx), None
-
-    def __hash__(self) -> int:
-        return self.key[0]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StaticOptimizer) and (self.value is other.value or self.key == other.key)
+            return _OptimizerTraces(lambda: tx)
+        _TRACES[key] = _OptimizerTraces(lambda: kind(*(x() for x in references)) if is_tuple else references[0]())
+    return _TRACES[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +207,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> TracedUpdate:
     # On the mesh of the params: JAX's cache of traces distinguishes the meshes of arguments.
     sharding = sharding.update(spec=PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     value = jax.ShapeDtypeStruct((), value_dtype(params), sharding=sharding)
-    traced = _traced_update.trace(_StaticOptimizer(tx), params, opt_state, params, value, params)
+    traced = _traces_of(tx).update.trace(params, opt_state, params, value, params)
     (_, new_state), updates, calls = traced.out_info
     results = open_jaxpr(traced.jaxpr)[0].outvars
     num = len(results) - len(jax.tree.leaves(updates))
@@ -220,7 +236,7 @@ def apply_update(
     if functions:
         updates, state = call_update(tx, grads, opt_state, params, value=value, full_grads=full_grads, **functions)
         return optax.apply_updates(params, updates), strongly_typed(state)
-    return _traced_update(_StaticOptimizer(tx), grads, opt_state, params, value, full_grads)[0]
+    return _traces_of(tx).update(grads, opt_state, params, value, full_grads)[0]
 
 
 def init_opt_state(tx: Any, params: PyTree) -> PyTree:
@@ -255,22 +271,21 @@ def first_opt_state(tx: Any, params: PyTree) -> PyTree:
     """
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple((x.shape, x.dtype) for x in leaves)
-    return _first_opt_state(_StaticOptimizer(tx), tree, shapes, jnp.result_type(float))
+    return _traces_of(tx).first_opt_state(tree, shapes, jnp.result_type(float))
 
 
-@functools.lru_cache(maxsize=16)
-def _first_opt_state(tx: _StaticOptimizer, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
+def _first_opt_state(tx: Any, tree: Any, leaves: tuple[tuple[Any, Any], ...], default: Any) -> PyTree:
     del default  # dtypes depend on whether JAX has 64 bits enabled
     params = tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
-    before = settled = jax.eval_shape(tx.value.init, params)
+    before = settled = jax.eval_shape(tx.init, params)
     for _ in range(3):  # a wider leaf may widen others
-        wider = _widened(settled, trace_update(tx.value, params, settled).new_state)
+        wider = _widened(settled, trace_update(tx, params, settled).new_state)
         if described(wider) == described(settled):
             break
         settled = wider
     names, names_before = leaf_names(settled), leaf_names(before)
     if names != names_before:
-        traced = trace_update(tx.value, params, settled)
+        traced = trace_update(tx, params, settled)
         used = used_inputs(traced.jaxpr)[traced.num_grads :]
         read = dict(zip(names, used, strict=False))
         odd = [name for name in names if name not in names_before and read[name]]

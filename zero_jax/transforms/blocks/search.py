@@ -54,7 +54,7 @@ class RepeatedBlock:
 
 
 def find_blocks(sequence: EqnSequence) -> tuple[RepeatedBlock, ...]:
-    """Finds the repeated blocks of a jaxpr that each use params of their own.
+    """Finds the repeated blocks of a jaxpr that each use params of their own, or share them if the sequence says so.
 
     Where several ways to cut the equations into blocks cover equally many of them, the fewest bytes of activations go
     from block to block: the blocks of a transformer are cut where only the residual stream passes.

@@ -17,10 +17,15 @@ from zero_jax.transforms.passthrough import is_float
 
 
 class EqnSequence:
-    """The equations of a jaxpr that are not on params alone, by their place among each other."""
+    """The equations of a jaxpr that are not on params alone, by their place among each other.
 
-    def __init__(self, facts: Facts):
-        self.facts, self.jaxpr, self.last_read = facts, facts.jaxpr, facts.last_read
+    Args:
+      facts: what is known of its values.
+      tied: whether blocks may have the params of other blocks, as layers that share their weights do.
+    """
+
+    def __init__(self, facts: Facts, *, tied: bool = False):
+        self.facts, self.jaxpr, self.last_read, self.tied = facts, facts.jaxpr, facts.last_read, tied
         signatures = _Signatures()
         self.eqns: list[int] = []
         numbers: list[int] = []
@@ -68,14 +73,21 @@ class EqnSequence:
         return index
 
     def are_blocks(self, run: Sequence[int]) -> bool:
-        """Tells whether each turn takes something of the turn before and has params that no other turn has."""
-        reads, parts = self.float_reads, self.param_parts
-        for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
-            maker, _ = reads[:, slice(*np.searchsorted(reads[1], (start, stop)))]
-            if not ((before <= maker) & (maker < start)).any() and self.makes_floats(before, start):
-                return False
+        """Tells whether each turn takes something of the turn before and has params that no other turn has.
+
+        If turns may be `tied`, they may also have all params of another one. What passes between such turns is no
+        scalar: that may be a sum of losses, of the same params on parts of a batch.
+        """
+        parts = self.param_parts
         bounds = [slice(*np.searchsorted(parts[0], pair)) for pair in itertools.pairwise(run)]
-        params = [set(parts[1, turn].tolist()) for turn in bounds]
+        turns = [frozenset(parts[1, turn].tolist()) for turn in bounds]
+        params = {*turns} if self.tied else turns
+        reads, is_tied = self.float_reads, len(params) < len(turns)
+        for before, start, stop in zip(run[:-2], run[1:-1], run[2:], strict=True):
+            maker, _, is_array = reads[:, slice(*np.searchsorted(reads[1], (start, stop)))]
+            taken = (before <= maker) & (maker < start) & (is_array >= is_tied)
+            if not taken.any() and (is_tied or self.makes_floats(before, start)):
+                return False
         uses = collections.Counter(itertools.chain(*params))
         own = {key for key, count in uses.items() if count == 1}
         return self.makes_floats(*run[-2:]) and not any(map(own.isdisjoint, params))
@@ -92,14 +104,14 @@ class EqnSequence:
 
     @functools.cached_property
     def float_reads(self) -> np.ndarray:
-        """The places where floating values are made (first row) and read (second row), by where they are read."""
+        """The places where floating values are made and read, by where they are read, and which are no scalars."""
         made_at: dict[Any, int] = {}
-        pairs: list[tuple[int, int]] = []
+        rows: list[tuple[int, int, bool]] = []
         for place, i in enumerate(self.eqns):
             eqn = self.jaxpr.eqns[i]
-            pairs += [(made_at[var], place) for var in {*jaxprs.variables(eqn)} if var in made_at]
+            rows += [(made_at[x], place, x.aval.ndim > 0) for x in {*jaxprs.variables(eqn)} if x in made_at]
             made_at.update((var, place) for var in eqn.outvars if is_float(var.aval))
-        return np.asarray(pairs, np.int64).reshape(-1, 2).T
+        return np.asarray(rows, np.int64).reshape(-1, 3).T
 
     @functools.cached_property
     def param_parts(self) -> np.ndarray:

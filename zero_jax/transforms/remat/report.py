@@ -82,7 +82,7 @@ class RematReport:
             cells = "  ".join(f"{row.times * size / 1e6:10.3f}" for size in sizes)
             lines.append(f"{row.times:5d}  {cells}  {row.kind} at {row.where}")
         if not self.regions:
-            lines.append("no blocks: no scan over stacked params, no repeated block, no jax.checkpoint")
+            lines.append("no blocks: no scan over stacked or shared params, no repeated block, no jax.checkpoint")
         return "\n".join([*lines, *(f"left alone: {item}" for item in self.left)])
 
 

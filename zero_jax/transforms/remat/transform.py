@@ -116,9 +116,9 @@ def _nothing_found(remat: Remat, log: Log, place: str) -> str:
         )
     left = "".join(f"; left alone: {item}" for item in dict.fromkeys(log.left))
     return (
-        f"remat={remat.name!r} finds nothing to recompute in {place}: no scan over stacked params, no repeated block "
-        f"that the policy applies to, no jax.checkpoint{left}; choose remat='own', or put jax.checkpoint around what "
-        "is large"
+        f"remat={remat.name!r} finds nothing to recompute in {place}: no scan over stacked params, no loop that "
+        "applies the same params again and again to what it carries, no repeated block that the policy applies to, "
+        f"no jax.checkpoint{left}; choose remat='own', or put jax.checkpoint around what is large"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from zero_jax.attention import RESIDUALS
@@ -19,13 +20,14 @@ from zero_jax.core.subcalls import equations, scan_of, subcall
 from zero_jax.transforms.blocks.search import RepeatedBlock, find_blocks, find_left_out
 from zero_jax.transforms.blocks.sequence import EqnSequence
 from zero_jax.transforms.facts import Facts
-from zero_jax.transforms.passthrough import narrows
+from zero_jax.transforms.passthrough import is_float, narrows
 from zero_jax.transforms.remat.regions import RematRegion, RematSetting
 from zero_jax.transforms.remat.report import Left, RegionRow, residuals_of
 from zero_jax.transforms.remat.values import VALUE, Mark, is_large
 
 _UNWRAPPED = ("call", "remat")  # evaluated in place where a region replaces the model's own
 _LOOPS_AND_REGIONS = ("scan", "remat")
+_KEYS = ((2,), (4,))  # the last dim of the data of PRNG keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class RematWalk:
         """Returns the repeated blocks, and notes what is like them and none."""
         if self.policy == "own":
             return []
-        jaxpr, sequence = facts.jaxpr, EqnSequence(facts)
+        jaxpr, sequence = facts.jaxpr, EqnSequence(facts, tied=True)
         found = find_blocks(sequence)
         for i in find_left_out(sequence, found):
             self.leave(jaxpr.eqns[i], "it is like a repeated block, but differs too much to be one", frame)
@@ -138,7 +140,7 @@ class RematWalk:
             # Such as a loss in chunks: what it recomputes is no block of the model.
             self.leave(eqn, "a jax.checkpoint in a loop that is not over layers keeps its own policy", frame)
             return jaxprs.bind(eqn, values)
-        if self.policy == "none" or (self.policy != "own" and self.holds_blocks(jaxpr, marks)):
+        if self.policy == "none" or (self.policy != "own" and _holds_blocks(inner, marks, tied=True)):
             with jaxprs.source_context(eqn):
                 return self.run(jaxpr, consts, values, marks, frame.inside(eqn))
         own = self.policy == "own"
@@ -149,13 +151,6 @@ class RematWalk:
         return self.region(
             eqn, "jax.checkpoint", traced, values, marks, frame, prevent_cse=prevent_cse, own_policy=own_policy
         )
-
-    def holds_blocks(self, jaxpr: Any, marks: list[Mark]) -> bool:
-        """Tells whether there are blocks within a region."""
-        jaxpr, _ = jaxprs.open_jaxpr(flattened(jaxpr))
-        facts = Facts(jaxpr, [mark.kind for mark in marks])
-        is_loop = (_kind(eqn) == "scan" and _is_over_layers(eqn, map(facts.kind, eqn.invars)) for eqn in jaxpr.eqns)
-        return any(is_loop) or bool(find_blocks(EqnSequence(facts)))
 
     def region(
         self,
@@ -199,8 +194,9 @@ class RematWalk:
 
     def scan(self, eqn: Any, values: list[Any], marks: list[Mark], frame: RematFrame) -> list[Any]:
         """The body of a scan over layers is a block; into other loops that use params the walk descends."""
-        scan, is_layers = scan_of(eqn), _is_over_layers(eqn, (mark.kind for mark in marks))
-        is_block = self.policy != "own" and is_layers
+        scan, kinds = scan_of(eqn), [mark.kind for mark in marks]
+        is_tied = _repeats_a_layer(eqn, kinds)
+        is_layers = is_tied or _is_over_layers(eqn, kinds)
         jaxpr, inner_consts = jaxprs.open_jaxpr(scan.jaxpr)
         consts, carry, xs = scan.split(values)
         of_consts, of_carry, of_xs = scan.split(marks)
@@ -209,6 +205,10 @@ class RematWalk:
             *(dataclasses.replace(VALUE, dims=mark.dims) for mark in of_carry),
             *(Mark(m.kind, None if m.dims is None else m.dims[1:], held=True) for m in of_xs),
         ]
+        # A loop that repeats a stack of layers is no block: the layers are.
+        is_block = (
+            self.policy != "own" and is_layers and not (is_tied and _holds_blocks(scan.jaxpr, inside, tied=False))
+        )
         traced = flattened(jaxpr, inner_consts, _UNWRAPPED)
         opened, _ = jaxprs.open_jaxpr(traced)
         known = self.setting.marked(opened, inside)
@@ -268,6 +268,35 @@ def _is_over_layers(eqn: Any, kinds: Iterable[str]) -> bool:
     invariant = [var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "param"]
     taken = (eqn.invars[0] in invariant for eqn in equations(jaxpr) if narrows(eqn))
     return "param" in slices or any(taken)
+
+
+def _repeats_a_layer(eqn: Any, kinds: Sequence[str]) -> bool:
+    """Tells whether a scan applies the same params again and again to what it carries, as layers that share them are.
+
+    It takes no new data in a turn, as loops over time and over chunks of a batch do; keys (of dropout) are none.
+    """
+    scan = scan_of(eqn)
+    (consts, carry, slices), (_, carried, sliced) = scan.split(kinds), scan.split([x.aval for x in eqn.invars])
+    jaxpr, _ = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(scan.jaxpr)))
+    data = {var for var, kind in zip(jaxpr.invars, consts, strict=False) if kind == "value"}
+    takes_data = any(kind == "value" and not _is_key(x) for kind, x in zip(slices, sliced, strict=True))
+    takes_data |= any(narrows(eqn) and eqn.invars[0] in data for eqn in equations(jaxpr))
+    carries = any(is_float(x) and x.ndim for x in carried) and "value" in (*consts, *carry)
+    return "param" in consts and "param" not in slices and carries and not takes_data
+
+
+def _is_key(aval: Any) -> bool:
+    """Tells whether an array holds PRNG keys, or their data."""
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or (aval.dtype == jnp.uint32 and aval.shape[-1:] in _KEYS)
+
+
+def _holds_blocks(inner: Any, marks: Sequence[Mark], *, tied: bool) -> bool:
+    """Tells whether there are blocks within a jaxpr; without `tied` those with params of their own alone."""
+    jaxpr, _ = jaxprs.open_jaxpr(flattened(*jaxprs.open_jaxpr(inner)))
+    facts = Facts(jaxpr, [mark.kind for mark in marks])
+    loops = ((eqn, [*map(facts.kind, eqn.invars)]) for eqn in jaxpr.eqns if _kind(eqn) == "scan")
+    is_loop = (_is_over_layers(eqn, kinds) or (tied and _repeats_a_layer(eqn, kinds)) for eqn, kinds in loops)
+    return any(is_loop) or bool(find_blocks(EqnSequence(facts, tied=tied)))
 
 
 def _has_blocks(eqn: Any) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
 
 from zero_jax.core.tree import PyTree
 from zero_jax.core.variables import joined
+from zero_jax.trainer.inputs.sources import BatchesEnded
+from zero_jax.trainer.inputs.together import Together
 from zero_jax.trainer.run import RunInput
 from zero_jax.training import MeshLoss, TrainState, ZeroConfig, ema_params, make_eval_step, merge
 
@@ -27,6 +29,7 @@ class Validation:
     ):
         """Makes the eval step; `data` places the batches on the devices, and weighs them."""
         self.batches, self._data = batches, data
+        self._together = Together("validation batches")
         self._evaluate = make_eval_step(loss_fn, mesh=mesh, config=config)
 
     def measure(self, state: TrainState, *, goes_on: Callable[[], bool]) -> dict[str, float] | None:
@@ -44,7 +47,7 @@ class Validation:
         `goes_on` is called after each batch; if it returns False, the result is None.
         """
         weight, totals = 0.0, {"loss": 0.0}
-        for batch in map(self._data.place, self.batches):
+        for batch in self._placed():
             metrics = self._evaluate(params, batch)
             batch_weight = self._data.weight(batch, metrics)
             for name, value in {"loss": float(metrics.loss), **self._data.figures(metrics.aux)}.items():
@@ -53,3 +56,24 @@ class Validation:
             if not goes_on():
                 return None
         return {name: total / weight for name, total in totals.items()}
+
+    def _placed(self) -> Iterator[PyTree]:
+        """Yields the batches on the devices; raises `ValueError` if the processes have different numbers of them."""
+        batches = iter(self.batches)
+
+        def read() -> PyTree:
+            for batch in batches:
+                return self._data.place(batch)
+            raise BatchesEnded("the validation batches have ended")
+
+        num_batches = 0
+        try:
+            while True:
+                yield self._together.read(read)
+                num_batches += 1
+        except BatchesEnded as error:
+            if ended := self._together.ended:
+                raise ValueError(
+                    f"the validation batches of process {', '.join(map(str, ended))} end after {num_batches}, and "
+                    "others have more: give all processes as many"
+                ) from error

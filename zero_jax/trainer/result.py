@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zero_jax.cluster import EXIT_CODE as SAVED
 from zero_jax.trainer.reporting.curves import RunRecords, plot_runs, read_run
+
+EXIT_STATUS = {"done": 0, "ended": 1, "unsaved": 1, "preempted_unsaved": 1, "diverged": 3, "preempted": SAVED}
 
 Losses = Sequence[tuple[int, float]]
 
@@ -29,6 +32,9 @@ class TrainResult:
     `status` is `done`, `ended` (saved; the batches ended before the steps), `unsaved` (done, but the last state could
     not be saved), `preempted` (saved and stopped; resume with `--resume auto`), `preempted_unsaved` (stopped, but the
     last state could not be saved) or `diverged` (stopped because loss or params stayed not finite).
+
+    A script of your own ends with `sys.exit(result.exit_status)`: what starts it again knows by it that a run is not
+    done, but was saved and stopped.
     """
 
     status: str
@@ -57,6 +63,11 @@ class TrainResult:
     sample: str
     examples_per_second: float | None = None
     loss_curve: str | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The status for a process to exit with, as `zero-jax train` does: 0 done, 75 saved and stopped."""
+        return EXIT_STATUS[self.status]
 
     def __str__(self) -> str:
         skipped = f", {self.num_skipped_steps} skipped" if self.num_skipped_steps else ""

@@ -113,7 +113,14 @@ def test_an_error_of_one_process_is_shown_in_both_and_the_last_good_state_saved(
         assert f"stopping at step 3 of 5: OtherProcessFailed: process 1 failed: {error}" in results[0]["lines"]
 
 
-def test_other_numbers_of_validation_batches_are_refused(results):
+def test_other_numbers_or_sizes_of_validation_batches_are_refused(results):
+    sizes = (
+        "those of the batch before in process 0; x float32[4, 8] in process 1. Give all processes batches of the same"
+    )
+    for error, _ in both(results, "sizes of validation batches"):
+        assert error.startswith(
+            f"ValueError: validation batches of the processes differ in their global sizes: {sizes}"
+        )
     for error, _ in both(results, "fewer validation batches"):
         assert error.startswith(
             "ValueError: the validation batches of process 1 end after 2, and others have more: give"

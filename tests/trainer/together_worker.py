@@ -194,6 +194,8 @@ def full(line):
         raise RuntimeError("no log")
 
 
+batches = [batch_of(9), batch_of(8, size=own(4, 2))]
+result["sizes of validation batches"] = train("shapes", validation=batches, steps=2)
 result["log"] = train("log", log=full, log_every=1)
 result["done"] = train("done")
 

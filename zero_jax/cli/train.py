@@ -28,8 +28,8 @@ from zero_jax.cli.models.own import OwnModelConfig, import_own_model, read_own_m
 from zero_jax.cli.models.presets import ActivationConfig
 from zero_jax.cli.options import add_fields, add_json, add_path, field_values, one_line_errors, reader
 from zero_jax.cli.zero_options import add_zero_options, read_zero
-from zero_jax.cluster import NotJoined, Place, join, let_others_end_first, patient_flags
-from zero_jax.core.agreement import Agreement, OtherProcessFailed
+from zero_jax.cluster import NotJoined, OtherProcessFailed, Place, join, let_others_end_first, patient_flags
+from zero_jax.core.agreement import Agreement
 from zero_jax.core.files.system_errors import with_remedy
 from zero_jax.models.gpt import GPTConfig
 from zero_jax.planning import ModelError, explain

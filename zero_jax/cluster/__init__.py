@@ -11,12 +11,14 @@ from zero_jax.cluster.launching import LaunchConfig, launch
 from zero_jax.cluster.preemption import EXIT_CODE, Preemption
 from zero_jax.cluster.processes import patient_flags
 from zero_jax.cluster.watchdog import Watchdog
+from zero_jax.core.agreement import OtherProcessFailed
 
 __all__ = [
     "EXIT_CODE",
     "NUM_PROCESSES",
     "LaunchConfig",
     "NotJoined",
+    "OtherProcessFailed",
     "Place",
     "Preemption",
     "Watchdog",

@@ -9,18 +9,20 @@ an `Agreement`, takes the next turn with its error, whatever that turn is for in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import distributed
 
 _TIMEOUT_SECONDS = 3600  # how long the slowest process may take after the fastest
-_REFUSAL_SECONDS = 60  # how long a process that refuses something by itself waits for the others, to say why
+# How long a process that fails alone, or in a collective that the others may not leave any more, waits to say why.
+_ALONE_SECONDS = 10
 _TEXT, _ERROR, _REFUSAL = b"t", b"e", b"r"
 _MAX_ERROR, _MAX_VALUE, _MAX_SHOWN, _MAX_LINES = 2000, 300, 6, 2**17
 
@@ -100,12 +102,16 @@ class Turns:
         return texts
 
     def fail(self, error: Exception, seconds: float = _TIMEOUT_SECONDS) -> None:
-        """Takes the next turn with an error, unless all processes know of it."""
-        if not _is_known_to_all(error):
-            why = f"{type(error).__name__}: {error}"
-            why = why if len(why) <= _MAX_ERROR else why[:_MAX_ERROR] + "..."
+        """Takes the next turn with an error, unless all processes know of it; the others may not come."""
+        if _is_known_to_all(error):
+            return
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            seconds = min(seconds, _ALONE_SECONDS)
+        why = f"{type(error).__name__}: {error}"
+        why = why if len(why) <= _MAX_ERROR else why[:_MAX_ERROR] + "..."
+        with contextlib.suppress(OtherProcessFailed):
             self.take(error=why, is_refusal=isinstance(error, ValueError), seconds=seconds)
-            known_to_all(error)
+        known_to_all(error)
 
 
 def turns_of(processes: tuple[int, ...] | None = None) -> Turns:
@@ -177,9 +183,9 @@ def from_first_process(text: str | Callable[[], str]) -> str:
         except Exception as error:
             turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
             raise known_to_all(error) from None
-        return turns.take(text)[0]
+        return _all_of(turns.take(text), [0])[0]
     try:
-        return turns.take()[0]
+        return _all_of(turns.take(), [0])[0]
     except OtherProcessFailed as failed:
         if failed.errors.keys() != {0}:
             raise
@@ -190,7 +196,8 @@ def from_all_processes(text: str, turns: Turns | None = None) -> list[str]:
     """Returns the texts of all processes, which all call this, in the order of the processes."""
     if jax.process_count() == 1:
         return [text]
-    return list((turns or turns_of()).take(text).values())
+    texts = (turns or turns_of()).take(text)
+    return list(_all_of(texts, range(jax.process_count())).values())
 
 
 def agree_on(
@@ -249,11 +256,18 @@ def differs_elsewhere(what: str, value: str) -> str:
 
 def refuse(error: Exception, turns: Turns) -> Exception:
     """Tells the other processes, if they come soon, of an error of this one alone; returns it."""
-    try:
-        turns.fail(error, seconds=_REFUSAL_SECONDS)
-    except OtherProcessFailed:
-        pass  # they did not come
+    turns.fail(error, seconds=_ALONE_SECONDS)
     return error
+
+
+def _all_of(texts: dict[int, str], processes: Iterable[int]) -> dict[int, str]:
+    """Returns the texts; raises `RuntimeError` unless they are those of these processes."""
+    if texts.keys() != {*processes}:
+        raise RuntimeError(
+            f"processes {sorted({*processes} ^ texts.keys())} are at another call than this one: let all make the same "
+            "calls in the same order"
+        )
+    return texts
 
 
 def _difference(name: str, records: Mapping[int, Mapping[str, str]]) -> str:

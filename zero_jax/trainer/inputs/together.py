@@ -50,7 +50,7 @@ class Together:
             if not isinstance(error, BatchesEnded):
                 raise
             message = "; ".join(f"process {p} failed: {why}" for p, why in failures.items())
-            raise known_to_all(OtherProcessFailed(message, failures)) from error
+            raise known_to_all(OtherProcessFailed(message or "the other processes do not go on", failures)) from error
         if texts:
             self._compare(texts)
         self._last = shapes

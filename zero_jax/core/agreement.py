@@ -101,6 +101,11 @@ class Turns:
             raise known_to_all(OtherProcessFailed(message, errors, is_refusal=refusal))
         return texts
 
+    @property
+    def processes(self) -> Sequence[int]:
+        """The processes that take them."""
+        return range(jax.process_count()) if self._processes is None else self._processes
+
     def fail(self, error: Exception, seconds: float = _TIMEOUT_SECONDS) -> None:
         """Takes the next turn with an error, unless all processes know of it; the others may not come."""
         if _is_known_to_all(error):
@@ -181,7 +186,8 @@ def from_first_process(text: str | Callable[[], str]) -> str:
         try:
             text = text() if callable(text) else text
         except Exception as error:
-            turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
+            with contextlib.suppress(OtherProcessFailed):
+                turns.take(error=str(error) or type(error).__name__, is_refusal=isinstance(error, ValueError))
             raise known_to_all(error) from None
         return _all_of(turns.take(text), [0])[0]
     try:
@@ -192,12 +198,12 @@ def from_first_process(text: str | Callable[[], str]) -> str:
         raise known_to_all(FirstProcessFailed(str(failed))) from None
 
 
-def from_all_processes(text: str, turns: Turns | None = None) -> list[str]:
+def from_all_processes(text: str) -> list[str]:
     """Returns the texts of all processes, which all call this, in the order of the processes."""
     if jax.process_count() == 1:
         return [text]
-    texts = (turns or turns_of()).take(text)
-    return list(_all_of(texts, range(jax.process_count())).values())
+    turns = turns_of()
+    return list(_all_of(turns.take(text), turns.processes).values())
 
 
 def agree_on(
@@ -227,7 +233,7 @@ def agree_on(
     record |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     # The hash first: a thousand processes would send a thousand times a thousand records.
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    if len(set(turns.take(digest).values())) == 1:
+    if len(set(_all_of(turns.take(digest), turns.processes).values())) == 1:
         return
     records = {process: json.loads(text) for process, text in turns.take(json.dumps(record)).items()}
     names = [name for name in dict.fromkeys(name for x in records.values() for name in x)]

@@ -332,9 +332,9 @@ class _Training:
 
     def _save_before(self, error: Exception) -> None:
         """Saves the state of the last step, if it is a good one, before an error of something else ends the run."""
-        if self.saver.has(self.step):
-            return
         try:
+            if self.saver.has(self.step):
+                return
             with Agreement():
                 check_not_donated(self.state)  # as the error of a step leaves it
             with contextlib.suppress(Exception):  # it may be the error of a writer

@@ -279,7 +279,7 @@ FAULTS = {
 
 
 def main(fault, folder, changes="{}"):
-    """Trains with a fault, and ends with the status that `zero-jax train` would have, or with 0 if that is ignored."""
+    """Trains with a fault, and ends with the status that `zero-jax train` would have."""
     from zero_jax.cluster.joining import join
 
     place, folder = join(), pathlib.Path(folder)
@@ -290,7 +290,7 @@ def main(fault, folder, changes="{}"):
         changes["zero"] = dataclasses.replace(ZERO, precision=changes.pop("precision"))
     log = functools.partial(print, flush=True)
     result = trainer.train(make_config(folder, **changes), model=model, log=log)
-    return place.leave(0 if "killed once" in fault else result.exit_status)  # the launcher knows of a stop all the same
+    return place.leave(trainer.EXIT_STATUS[result.status])
 
 
 if __name__ == "__main__":
